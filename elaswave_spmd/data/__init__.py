@@ -1,0 +1,26 @@
+"""Data: from text to fixed-length samples that any process opens by id. See README.md."""
+
+from __future__ import annotations
+
+from elaswave_spmd.data.cache import default_cache
+from elaswave_spmd.data.corpus import Corpus, stdlib_corpus, text_corpus
+from elaswave_spmd.data.dataset import DataSplit, TokenDataset, open_split
+from elaswave_spmd.data.prepare import prepare_data
+from elaswave_spmd.data.spec import DataSpec, PreparedData, Split
+from elaswave_spmd.data.tokenizer import ByteTokenizer, JsonTokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "Corpus",
+    "DataSpec",
+    "DataSplit",
+    "JsonTokenizer",
+    "PreparedData",
+    "Split",
+    "TokenDataset",
+    "default_cache",
+    "open_split",
+    "prepare_data",
+    "stdlib_corpus",
+    "text_corpus",
+]

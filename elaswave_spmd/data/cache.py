@@ -1,0 +1,197 @@
+"""The token file: written once per (corpus, tokenizer), published by one rename, mapped read-only by every process.
+
+An entry is a folder `<key>/` with `tokens.bin` (raw little-endian unsigned integers) and `meta.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from elaswave_spmd.data.corpus import Corpus, read_blocks
+from elaswave_spmd.data.tokenizer import Tokenizer
+from elaswave_spmd.errors import ConfigError, DataError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens of a whole corpus. `path` is absolute, `dtype` one of uint8, uint16, uint32 (stored little-endian)."""
+
+    path: str
+    dtype: str
+    num_tokens: int
+    vocab_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * np.dtype(self.dtype).itemsize
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/elaswave_spmd`, or `~/.cache/elaswave_spmd`."""
+    # A relative XDG_CACHE_HOME is invalid by its specification, and is ignored as that demands.
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return folder / "elaswave_spmd"
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Smallest stored dtype for tokens in [0, vocab_size)."""
+    return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def tokenize_once(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    accept: Callable[[int], None] = lambda num_tokens: None,
+    progress: bool = False,
+) -> TokenFile:
+    """The corpus' token file, from the cache or made now.
+
+    Args:
+        accept: called with the number of tokens before anything is published; raises to refuse it.
+        progress: show a bar on stderr while tokenising.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+        DataError: a document is not UTF-8, or the corpus changed while it was read.
+    """
+    cache = cache.expanduser().absolute()
+    entry = cache / _cache_key(corpus, tokenizer)
+    if (found := _read_entry(entry)) is not None:
+        accept(found.num_tokens)
+        return found
+    with _cache_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        # Not tempfile.mkdtemp: its mode 0700 would hide a shared cache from everybody else.
+        scratch = cache / f".{entry.name}.{os.getpid()}.{secrets.token_hex(4)}"
+        scratch.mkdir()
+    try:
+        with _cache_errors(cache):
+            made = _write_entry(scratch, corpus, tokenizer, progress)
+        accept(made.num_tokens)
+        with _cache_errors(cache):
+            _publish(scratch, entry)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    published = _read_entry(entry)
+    if published is None:
+        raise ConfigError("the token cache lost what was just written", got=str(entry), where="data.cache")
+    return published
+
+
+def _cache_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    parts = [FORMAT, corpus.sha256, corpus.boundaries, tokenizer.identity]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _read_entry(entry: Path) -> TokenFile | None:
+    """The entry if it is there and whole; a damaged one counts as absent."""
+    tokens = entry / "tokens.bin"
+    try:
+        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        found = TokenFile(str(tokens), meta["dtype"], int(meta["num_tokens"]), int(meta["vocab_size"]))
+        return found if tokens.stat().st_size == found.num_bytes else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_entry(scratch: Path, corpus: Corpus, tokenizer: Tokenizer, progress: bool) -> TokenFile:
+    path = scratch / "tokens.bin"
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+    content, num_tokens = hashlib.sha256(), 0
+    with open(path, "wb") as out, _progress_bar(corpus, progress) as advance:
+
+        def blocks_of(document: Path) -> Iterator[bytes]:
+            for block in read_blocks(document):
+                content.update(block)
+                advance(len(block))
+                yield block
+
+        for document in corpus.files:
+            try:
+                for tokens in tokenizer.encode(blocks_of(document)):
+                    out.write(tokens.astype(dtype.newbyteorder("<"), copy=False).data)
+                    num_tokens += tokens.size
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"a document is not UTF-8 text ({error.reason})",
+                    got=str(document),
+                    fix="convert it, leave it out of data.path, or use data.tokenizer=bytes",
+                ) from error
+        out.flush()
+        os.fsync(out.fileno())
+    if content.hexdigest() != corpus.sha256:
+        raise DataError(
+            "the corpus changed while it was read", got=corpus.name, where="data.path", fix="start again when it rests"
+        )
+    made = TokenFile(str(path), dtype.name, num_tokens, tokenizer.vocab_size)
+    (scratch / "meta.json").write_text(json.dumps(_meta(made, corpus, tokenizer), indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+def _meta(made: TokenFile, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, object]:
+    fields = {name: value for name, value in asdict(made).items() if name != "path"}
+    about = {"corpus": corpus.name, "sha256": corpus.sha256, "bytes": corpus.num_bytes, "tokenizer": tokenizer.name}
+    return {"format": FORMAT, **fields, **about}
+
+
+def _publish(scratch: Path, entry: Path) -> None:
+    """Rename into place. Whoever comes second keeps the first one's entry, which holds the same tokens."""
+    try:
+        os.rename(scratch, entry)
+    except OSError:
+        if _read_entry(entry) is None:  # what stands there is damaged
+            shutil.rmtree(entry, ignore_errors=True)
+            os.rename(scratch, entry)
+
+
+@contextlib.contextmanager
+def _cache_errors(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the token cache cannot be written ({error.strerror or error})",
+            got=str(cache),
+            where="data.cache",
+            fix="data.cache=DIR with a directory that can be written and has room for the tokens",
+        ) from error
+
+
+@contextlib.contextmanager
+def _progress_bar(corpus: Corpus, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yields advance(num_bytes). The caller's thread redraws: the controller owns no other thread when it forks."""
+    if not shown:
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("tokenising {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task(corpus.name, total=corpus.num_bytes)
+        shown_bytes = unshown = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal shown_bytes, unshown
+            unshown += num_bytes
+            if unshown * 100 >= corpus.num_bytes or shown_bytes + unshown == corpus.num_bytes:
+                bar.update(task, advance=unshown, refresh=True)
+                shown_bytes, unshown = shown_bytes + unshown, 0
+
+        yield advance

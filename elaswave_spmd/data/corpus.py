@@ -1,0 +1,151 @@
+"""Corpora: which files, in which order, and the sha256 of their bytes."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaswave_spmd.errors import DataError
+
+READ_BYTES = 1 << 20
+
+# Folders of the standard library that are no source of it (installed packages, caches) or only tests of it.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "testing", "_test", "__phello__"}
+)
+# Written at build or installation time: their text holds paths of the machine, and would make equal Pythons differ.
+_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "test_", "config-")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in order. `sha256` and `num_bytes` are of their concatenation; `boundaries` is a hash of their sizes.
+
+    Raises:
+        DataError: no document, or nothing in them.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    sha256: str
+    num_bytes: int
+    boundaries: str
+
+    def __post_init__(self) -> None:
+        if not self.files or self.num_bytes < 1:
+            raise DataError(
+                "the corpus is empty",
+                got=f"{len(self.files)} files with {self.num_bytes} bytes",
+                where=f"data={self.name}",
+                fix="point data.path at files that hold text",
+            )
+
+
+def stdlib_corpus() -> Corpus:
+    """Source text of the running Python's standard library: `.py` files sorted by path, without tests and packages.
+
+    Raises:
+        DataError: this Python has no source text (a zipped or stripped installation), or it cannot be read.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = stdlib_files(root)
+    if not files:
+        raise DataError(
+            "data=stdlib needs the source text of Python's standard library",
+            got=f"no .py files under {root}",
+            fix="data=text data.path='corpus/**/*.txt', or a Python that comes with its source",
+        )
+    return read_corpus("stdlib", files)
+
+
+def stdlib_files(root: Path) -> tuple[Path, ...]:
+    """Files of the standard library below `root`, sorted by relative path with `/`, code point by code point."""
+    found: list[tuple[str, Path]] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not _skipped(name)]
+        for name in names:
+            if name.endswith(".py") and not _skipped(name):
+                path = Path(folder, name)
+                found.append((path.relative_to(root).as_posix(), path))
+    return tuple(path for _, path in sorted(found))
+
+
+def _skipped(name: str) -> bool:
+    return name in _SKIPPED_FOLDERS or name.startswith(_SKIPPED_PREFIXES)
+
+
+def text_corpus(pattern: str) -> Corpus:
+    """The files that match a glob (`**` goes into folders, `~` is the home directory), sorted by path.
+
+    Raises:
+        DataError: nothing matches, a file cannot be read, or all files are empty.
+    """
+    expanded = os.path.expanduser(pattern)
+    matches = sorted(glob.glob(expanded, recursive=True))
+    files = tuple(Path(match) for match in matches if os.path.isfile(match))
+    if not files:
+        raise DataError(
+            "data.path must match at least one file",
+            got=pattern,
+            where="data.path",
+            exists=_what_is_there(expanded, matches),
+            fix="quote the pattern in a shell: data=text 'data.path=corpus/**/*.txt'",
+        )
+    return read_corpus("text", files)
+
+
+def _what_is_there(pattern: str, matches: list[str]) -> str:
+    """What lies nearest to a pattern that matched no file, for the error message."""
+    if matches:
+        return f"{len(matches)} folders match; a folder's files are '{matches[0]}/**/*'"
+    folder = Path(pattern.split("*")[0])
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return f"folder {folder}, which cannot be listed"
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"in {folder}: {shown or 'nothing'}"
+
+
+def read_corpus(name: str, files: Iterable[Path]) -> Corpus:
+    """Read every file once and describe the whole.
+
+    Raises:
+        DataError: a file cannot be read, or nothing is in them.
+    """
+    files = tuple(files)
+    content, sizes, total = hashlib.sha256(), hashlib.sha256(), 0
+    for path in files:
+        size = 0
+        for block in read_blocks(path):
+            content.update(block)
+            size += len(block)
+        sizes.update(size.to_bytes(8, "little"))
+        total += size
+    return Corpus(name, files, content.hexdigest(), total, sizes.hexdigest())
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Bytes of one file, in blocks of at most `READ_BYTES`.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(READ_BYTES):
+                yield block
+    except OSError as error:
+        raise DataError(
+            f"a file of the corpus cannot be read ({error.strerror or error})",
+            got=str(path),
+            where="data.path",
+            fix="make it readable, or narrow the pattern",
+        ) from error

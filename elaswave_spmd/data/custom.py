@@ -1,0 +1,148 @@
+"""A user's own map-style dataset, found by `data.target=my_file.MyDataset`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from elaswave_spmd.errors import DataError
+
+_CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
+
+
+def load_target(target: str) -> Callable[..., Any]:
+    """The class (or function) that `module.Name` names, with the working directory on the import path.
+
+    Raises:
+        DataError: it cannot be imported, or there is no such name in it.
+    """
+    module_name, _, name = target.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in target.split(".")):
+        raise DataError(
+            "data.target must name a class in a module",
+            got=target,
+            where="data.target",
+            fix="data.target=my_file.MyDataset",
+        )
+    # `python train.py` and `python -m` put the working directory here; an installed script and a worker may not.
+    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise DataError(
+            f"the module of data.target cannot be imported ({type(error).__name__}: {error})",
+            got=target,
+            where="data.target",
+            exists="modules in the working directory: " + (", ".join(_modules_here()) or "none"),
+            fix="run from the folder that holds the file, or correct its name",
+        ) from error
+    made = getattr(module, name, None)
+    if not callable(made):
+        classes = [
+            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        raise DataError(
+            f"module {module_name} has no class {name}",
+            got=target,
+            where="data.target",
+            exists=", ".join(classes) or "no classes",
+            fix="name one of these",
+        )
+    return made
+
+
+def _modules_here() -> list[str]:
+    return sorted(name[:-3] for name in os.listdir() if name.endswith(".py"))
+
+
+def accepted_names(target: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """Names that the constructor takes as keywords, and whether it takes any (`**kwargs`)."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return (), True
+    named = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def choose_kwargs(
+    target: str, offered: Mapping[str, object], demanded: Mapping[str, object]
+) -> tuple[dict[str, object], bool]:
+    """Keyword arguments for `target`: what it names of `offered`, and all of `demanded`. Also: does it name `split`?
+
+    Raises:
+        DataError: something that the user set is not named by the constructor.
+    """
+    named, takes_any = accepted_names(load_target(target))
+    for name, value in demanded.items():
+        if name not in named and not takes_any:
+            raise DataError(
+                f"{target} takes no argument {name}",
+                got=f"{name}={value!r}",
+                where="data",
+                exists=", ".join(named) or "no arguments",
+                fix=f"name {name} in its constructor, or leave it out",
+            )
+    chosen = {name: value for name, value in offered.items() if name in named}
+    return {**chosen, **demanded}, "split" in named
+
+
+def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
+    """Construct the user's dataset and check what can be checked without reading it.
+
+    Raises:
+        DataError: its constructor failed, or it is not a map-style dataset with a vocabulary.
+    """
+    try:
+        dataset = load_target(target)(**kwargs)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the constructor of {target} failed ({type(error).__name__}: {error})",
+            got=dict(kwargs),
+            where="data.target",
+            fix="correct it, or the arguments it was given",
+        ) from error
+    missing = [name for name in ("__len__", "__getitem__", "vocab_size") if not hasattr(dataset, name)]
+    if missing:
+        raise DataError(
+            f"{target} is not a map-style dataset: no {', '.join(missing)}", where="data.target", exists=_CONTRACT
+        )
+    size = dataset.vocab_size
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+        raise DataError(f"vocab_size of {target} must be a positive integer", got=size, where="data.target")
+    return dataset
+
+
+def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray:
+    """Sample `index` as int64[seq_len + 1].
+
+    Raises:
+        DataError: wrong shape or kind, or a token outside the vocabulary.
+    """
+    sample = np.asarray(dataset[index])
+    if sample.ndim != 1 or sample.shape[0] != seq_len + 1 or sample.dtype.kind not in "iu":
+        raise DataError(
+            f"a sample of {name} must be {seq_len + 1} integers (the sequence and one target more)",
+            got=f"sample {index}: shape {sample.shape}, dtype {sample.dtype}",
+            where="data.target",
+            exists=_CONTRACT,
+            fix="return tokens[start : start + seq_len + 1]",
+        )
+    low, high = int(sample.min()), int(sample.max())
+    if low < 0 or high >= dataset.vocab_size:
+        raise DataError(
+            f"tokens of {name} must lie in [0, vocab_size)",
+            got=f"sample {index}: tokens from {low} to {high}, vocab_size {dataset.vocab_size}",
+            where="data.target",
+            fix="correct vocab_size or the tokens",
+        )
+    return sample.astype(np.int64)

@@ -1,0 +1,147 @@
+"""Splits: fixed-length samples of a token file, or of a user's dataset, by sample id."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import numpy as np
+
+from elaswave_spmd.data.custom import make_dataset, read_sample
+from elaswave_spmd.data.spec import PreparedData, Split, check_split
+from elaswave_spmd.errors import DataError
+
+
+class DataSplit(Protocol):
+    """What a worker reads. Ids count from 0 within the split; B ids give two int64 arrays [B, T]."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class TokenDataset:
+    """Samples of a token array: sample i is tokens[(first + i) * T : (first + i) * T + T + 1].
+
+    Args:
+        tokens: 1-D unsigned integers, usually a read-only memory map.
+        seq_len: T.
+        first: number of the split's first sample in the file.
+        num_samples: length of the split.
+        vocab_size: tokens lie in [0, vocab_size).
+
+    Raises:
+        DataError: the samples reach beyond the tokens.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, first: int, num_samples: int, vocab_size: int) -> None:
+        needed = (first + num_samples) * seq_len + 1 if num_samples else 0
+        if tokens.ndim != 1 or needed > tokens.shape[0]:
+            raise DataError(
+                "the token file is shorter than the samples it should hold",
+                got=f"shape {tokens.shape}, {needed} tokens needed",
+                fix="delete the entry in the token cache; the next start makes it again",
+            )
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self._tokens, self._first, self._num_samples = tokens, first, num_samples
+        self._window = np.arange(seq_len + 1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index`, int64[T + 1]. Raises IndexError outside [0, len)."""
+        return self._samples(np.asarray([index]))[0]
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), both int64 [B, T]; targets are the tokens one place later. Raises IndexError."""
+        samples = self._samples(np.asarray(ids))
+        return np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
+
+    def _samples(self, ids: np.ndarray) -> np.ndarray:
+        _check_ids(ids, len(self))
+        starts = (self._first + ids.astype(np.int64)) * self.seq_len
+        return np.asarray(self._tokens[starts[:, None] + self._window]).astype(np.int64)
+
+
+class CustomDataset:
+    """`num_samples` samples of a user's dataset, from `first` on; every sample is checked when it is read."""
+
+    def __init__(self, dataset: Any, seq_len: int, first: int, num_samples: int, name: str) -> None:
+        self.seq_len, self.vocab_size = seq_len, int(dataset.vocab_size)
+        self._dataset, self._first, self._num_samples, self._name = dataset, first, num_samples, name
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index`, int64[T + 1]. Raises IndexError outside [0, len), DataError for a malformed sample."""
+        _check_ids(np.asarray([index]), len(self))
+        return read_sample(self._dataset, self._first + int(index), self.seq_len, self._name)
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), both int64 [B, T]. Raises IndexError and DataError."""
+        rows = [self[int(i)] for i in ids]
+        samples = np.stack(rows) if rows else np.empty((0, self.seq_len + 1), dtype=np.int64)
+        return np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
+
+
+def open_split(prepared: PreparedData, split: Split) -> DataSplit:
+    """Open one split in this process; cheap, and safe in any number of processes at once.
+
+    Raises:
+        DataError: the token file has gone or is damaged, or the user's dataset cannot be made.
+    """
+    check_split(split)
+    num_samples = prepared.num_samples(split)
+    if prepared.target:
+        return _open_custom(prepared, split, num_samples)
+    first = 0 if split == "train" else prepared.num_train_samples
+    tokens = _map_tokens(prepared)
+    return TokenDataset(tokens, prepared.seq_len, first, num_samples, prepared.vocab_size)
+
+
+def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> CustomDataset:
+    kwargs = dict(prepared.kwargs)
+    first = 0
+    if "split" in kwargs:
+        kwargs["split"] = split
+    elif split == "validation":
+        first = prepared.num_train_samples
+    dataset = make_dataset(prepared.target, kwargs)
+    if first + num_samples > len(dataset) or int(dataset.vocab_size) != prepared.vocab_size:
+        raise DataError(
+            f"{prepared.target} differs from what it was when the run was planned",
+            got=f"{len(dataset)} samples, vocab_size {dataset.vocab_size}",
+            exists=f"{first + num_samples} samples, vocab_size {prepared.vocab_size}",
+            fix="its length and vocabulary must not depend on the process",
+        )
+    return CustomDataset(dataset, prepared.seq_len, first, num_samples, prepared.target)
+
+
+def _map_tokens(prepared: PreparedData) -> np.ndarray:
+    dtype = np.dtype(prepared.dtype).newbyteorder("<")
+    try:
+        size = os.stat(prepared.token_file).st_size
+        if size != prepared.num_tokens * dtype.itemsize:
+            raise DataError(
+                "the token file has the wrong size",
+                got=f"{prepared.token_file}: {size} bytes",
+                exists=f"{prepared.num_tokens * dtype.itemsize} bytes expected",
+                fix="delete it; the next start makes it again",
+            )
+        return np.memmap(prepared.token_file, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(
+            f"the token file cannot be opened ({error.strerror or error})",
+            got=prepared.token_file,
+            fix="start again: it is made anew; on several hosts data.cache must be a directory that all of them see",
+        ) from error
+
+
+def _check_ids(ids: np.ndarray, length: int) -> None:
+    # Negative ids would silently read from the file's end.
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= length):
+        raise IndexError(f"sample ids must lie in [0, {length}), got {int(ids.min())} to {int(ids.max())}")

@@ -1,0 +1,176 @@
+"""What the user asked for (`DataSpec`) and what workers open (`PreparedData`): two plain, immutable values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from elaswave_spmd.errors import ConfigError, DataError
+
+CORPUS_NAMES = ("stdlib", "text", "custom")
+SPLITS = ("train", "validation")
+BYTES = "bytes"
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The data that a run was asked to use.
+
+    Attributes:
+        name: `stdlib` (source text of the running Python's standard library), `text` (files matching `path`) or
+            `custom` (the user's map-style dataset `target`). A set `target` always means `custom`.
+        path: a glob for `text`; handed to a custom dataset that names it.
+        tokenizer: `bytes`, or the path of a `tokenizers` JSON file.
+        target: `my_file.MyDataset`, imported with the working directory on the path.
+        args: further keyword arguments of a custom dataset.
+        cache: directory of token files; default is `elaswave_spmd` in the user's cache directory.
+        validation_fraction: share of the samples held out at the end, in [0, 1); 0 holds nothing out.
+        seq_len: tokens per sample, where it is not given to `prepare_data`.
+
+    Raises:
+        ConfigError: unknown name, a setting out of range, or settings that contradict each other.
+    """
+
+    name: str = "stdlib"
+    path: str | None = None
+    tokenizer: str = BYTES
+    target: str | None = None
+    args: Mapping[str, object] = field(default_factory=dict, hash=False)
+    cache: str | None = None
+    validation_fraction: float = 0.02
+    seq_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in CORPUS_NAMES:
+            raise ConfigError(
+                "data must be one of the known corpora",
+                got=self.name,
+                where="data.name",
+                exists=", ".join(CORPUS_NAMES),
+                fix="data=stdlib, or data=text data.path='corpus/*.txt', or data.target=my_file.MyDataset",
+            )
+        if self.target:
+            object.__setattr__(self, "name", "custom")
+        object.__setattr__(self, "args", dict(self.args))
+        self._check_numbers()
+        self._check_combination()
+
+    def _check_numbers(self) -> None:
+        fraction = self.validation_fraction
+        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+        if not is_number or not 0 <= fraction < 1:
+            raise ConfigError(
+                "data.validation_fraction must be a number in [0, 1)",
+                got=fraction,
+                where="data.validation_fraction",
+                fix="0.02 holds out two samples in a hundred; 0 holds out none",
+            )
+        if self.seq_len is not None:
+            check_seq_len(self.seq_len)
+
+    def _check_combination(self) -> None:
+        if self.name == "custom" and not self.target:
+            raise ConfigError(
+                "data=custom needs the dataset's class", where="data.target", fix="data.target=my_file.MyDataset"
+            )
+        if self.name == "text" and not self.path:
+            raise DataError("data=text needs files", where="data.path", fix="data=text data.path='corpus/**/*.txt'")
+        if self.name == "stdlib" and self.path:
+            raise ConfigError(
+                "data=stdlib takes no path", got=self.path, where="data.path", fix=f"data=text data.path='{self.path}'"
+            )
+        if self.args and self.name != "custom":
+            raise ConfigError(
+                f"data={self.name} takes no args", got=dict(self.args), where="data.args", fix="set data.target as well"
+            )
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Data ready to be opened by any process, by `open_split`. Plain: `to_dict` gives JSON types only.
+
+    Attributes:
+        corpus: `stdlib`, `text`, or the target of a custom dataset.
+        sha256: of the corpus' bytes in order; equal bits of a run are claimed for equal values. Empty for custom.
+        num_bytes: size of the corpus in bytes; 0 for custom.
+        tokenizer: `bytes`, or the file's name and the first digits of its sha256; empty for custom.
+        vocab_size: every token lies in [0, vocab_size).
+        seq_len: T; a sample is T+1 consecutive tokens and neighbours share one.
+        num_train_samples, num_validation_samples: lengths of the two splits.
+        token_file: absolute path of the raw tokens; empty for custom.
+        dtype: numpy name of the stored tokens (`uint8`, `uint16`, `uint32`); empty for custom.
+        num_tokens: tokens in the file; 0 for custom.
+        target, kwargs: class of a custom dataset and its keyword arguments, without `split`.
+    """
+
+    corpus: str
+    sha256: str
+    num_bytes: int
+    tokenizer: str
+    vocab_size: int
+    seq_len: int
+    num_train_samples: int
+    num_validation_samples: int
+    token_file: str = ""
+    dtype: str = ""
+    num_tokens: int = 0
+    target: str = ""
+    kwargs: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if bool(self.token_file) == bool(self.target):
+            raise DataError("prepared data is either a token file or a custom dataset", got=self.token_file)
+        if self.vocab_size < 1 or self.seq_len < 1 or self.num_train_samples < 1 or self.num_validation_samples < 0:
+            raise DataError(
+                "prepared data needs a vocabulary, a sample length and a training sample",
+                got=(self.vocab_size, self.seq_len, self.num_train_samples, self.num_validation_samples),
+            )
+
+    def num_samples(self, split: Split) -> int:
+        """Length of one split."""
+        check_split(split)
+        return self.num_train_samples if split == "train" else self.num_validation_samples
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready form; `from_dict` inverts it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, object]) -> PreparedData:
+        """Inverse of `to_dict`.
+
+        Raises:
+            DataError: a field is missing or unknown.
+        """
+        names = {f.name for f in dataclasses.fields(cls)}
+        if unknown := set(fields) - names:
+            raise DataError("prepared data has unknown fields", got=sorted(unknown), exists=", ".join(sorted(names)))
+        try:
+            return cls(**fields)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise DataError(f"prepared data is incomplete: {error}", got=sorted(fields)) from error
+
+
+def check_seq_len(seq_len: object) -> int:
+    """`seq_len` if it is a positive integer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
+        raise ConfigError(
+            "the sequence length must be a positive integer",
+            got=seq_len,
+            where="train.seq_len",
+            fix="train.seq_len=128",
+        )
+    return seq_len
+
+
+def check_split(split: object) -> None:
+    """Refuse anything but `train` and `validation` (DataError)."""
+    if split not in SPLITS:
+        raise DataError("data has two splits", got=split, exists=", ".join(SPLITS))

@@ -1,0 +1,138 @@
+"""Tokenizers: plain bytes, or a JSON file of the optional `tokenizers` package."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from elaswave_spmd.data.spec import BYTES
+from elaswave_spmd.errors import DataError
+
+BLOCK_CHARACTERS = 1 << 20
+
+
+class Tokenizer(Protocol):
+    """Turns the bytes of one document into tokens.
+
+    `identity` names the tokenizer in a cache key: equal identities give equal tokens. Tokens lie in [0, vocab_size).
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """Tokens of one document, given its bytes in blocks; arrays of any unsigned integer dtype.
+
+        Raises:
+            UnicodeDecodeError: the document is not UTF-8 and the tokenizer needs text.
+        """
+        ...
+
+
+class ByteTokenizer:
+    """A byte is a token; 256 of them. Any file is valid."""
+
+    name = BYTES
+    identity = BYTES
+    vocab_size = 256
+
+    def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """uint8 arrays, one per block."""
+        for block in blocks:
+            yield np.frombuffer(block, dtype=np.uint8)
+
+
+class JsonTokenizer:
+    """A tokenizer saved as JSON by the `tokenizers` package. No special tokens are added.
+
+    A document is cut after a newline about every million characters, so that a file of any size fits in memory;
+    the cuts depend on the document only.
+
+    Raises:
+        DataError: no such file, not a tokenizer, or the package is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        content = _read_file(Path(path))
+        package = _tokenizers_package(path)
+        try:
+            self._tokenizer = package.Tokenizer.from_str(content.decode("utf-8"))
+            # Ids may have holes, so the largest one counts, not the number of entries.
+            self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        except Exception as error:  # the package raises bare Exception
+            raise DataError(
+                "the tokenizer file is not one that the tokenizers package reads",
+                got=f"{path} ({error})",
+                where="data.tokenizer",
+                exists="bytes, or a tokenizer.json",
+                fix="save one with Tokenizer.save('tokenizer.json'), or use data.tokenizer=bytes",
+            ) from error
+        if self.vocab_size < 1:
+            raise DataError("the tokenizer has no tokens", got=str(path), where="data.tokenizer", fix="train it first")
+        digest = hashlib.sha256(content).hexdigest()
+        self.identity = f"json:{digest}:{package.__version__}"
+        self.name = f"{Path(path).name}:{digest[:12]}"
+
+    def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """uint32 arrays, one per cut of about `BLOCK_CHARACTERS` characters."""
+        for text in _cut_text(blocks):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            yield np.asarray(ids, dtype=np.uint32)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the tokenizer in the JSON file `name`.
+
+    Raises:
+        DataError: see `JsonTokenizer`.
+    """
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
+
+
+def _cut_text(blocks: Iterable[bytes]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text = ""
+    for block in blocks:
+        text += decoder.decode(block)
+        if len(text) >= BLOCK_CHARACTERS:
+            cut = text.rfind("\n") + 1 or len(text)
+            yield text[:cut]
+            text = text[cut:]
+    text += decoder.decode(b"", final=True)
+    if text:
+        yield text
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the tokenizer file cannot be read ({error.strerror or error})",
+            got=str(path),
+            where="data.tokenizer",
+            exists="bytes, or the path of a tokenizer.json",
+            fix="data.tokenizer=bytes needs no file",
+        ) from error
+
+
+def _tokenizers_package(path: str | Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            "a tokenizer file needs the optional package tokenizers, which is not installed",
+            got=str(path),
+            where="data.tokenizer",
+            exists="bytes",
+            fix="pip install 'elaswave_spmd[tokenizers]', or data.tokenizer=bytes",
+        ) from error
+    return tokenizers

@@ -1,0 +1,73 @@
+"""Every error that a user may meet: the rule, the offending value and its origin, what exists, the fix.
+
+`UserError` is bad input, found before the first step; the command line turns it into one clear screen and exit code 2.
+`RunError` is something that happened to a run that had started; exit code 1.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input from a user: says the rule, the value and where it came from, what exists, and the fix.
+
+    Args:
+        rule: the rule that was broken, a full clause without a final stop.
+        got: the offending value; shown with `repr` unless it is a string.
+        where: where the value came from (an override, a file, a parameter's name).
+        exists: what would have been accepted.
+        fix: what to do about it.
+    """
+
+    def __init__(self, rule: str, *, got: object = None, where: str = "", exists: str = "", fix: str = "") -> None:
+        self.rule, self.got, self.where, self.exists, self.fix = rule, got, where, exists, fix
+        lines = [rule + "."]
+        if got is not None:
+            shown = got if isinstance(got, str) else repr(got)
+            lines.append(f"  got:    {shown}" + (f"   (from {where})" if where else ""))
+        elif where:
+            lines.append(f"  from:   {where}")
+        if exists:
+            lines.append(f"  exists: {exists}")
+        if fix:
+            lines.append(f"  fix:    {fix}")
+        super().__init__("\n".join(lines))
+
+
+class MeshError(UserError):
+    """A mesh that contradicts itself, or a mesh and a model that do not fit."""
+
+
+class SpecError(UserError):
+    """A partition spec that cannot apply to its array."""
+
+
+class LayoutError(UserError):
+    """State that cannot be laid out in pages as asked."""
+
+
+class ModelError(UserError):
+    """A model that breaks the layer contract."""
+
+
+class DataError(UserError):
+    """Data that is missing, empty, unreadable or too short."""
+
+
+class ConfigError(UserError):
+    """A setting of the wrong type, range or combination."""
+
+
+class PlanError(UserError):
+    """A plan (units, stages, actions) that cannot exist as asked."""
+
+
+class RunError(RuntimeError):
+    """A started run that cannot go on. The message is one screen for the user; details are in the run directory."""
+
+
+class WorkerFailed(RunError):
+    """A worker ended by itself. `rank` is its id, `report` its traceback or exit status, shown once."""
+
+    def __init__(self, rank: int, report: str) -> None:
+        self.rank, self.report = rank, report
+        super().__init__(f"worker {rank} failed:\n{report}")

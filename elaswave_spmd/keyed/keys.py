@@ -1,0 +1,56 @@
+"""`Keys`: what names the random numbers of one layer call, as integer tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """(seed, step, sample ids, layer) of one call `layer(x, keys)`.
+
+    Tensors, never Python numbers: a compiled program would be traced anew for each number. One value serves one layer
+    call, because it counts how often each dropout module is used within it; `again()` gives the value for a second run
+    of the same call (activation checkpointing recomputes with `keys.again()`, else its masks would differ).
+
+    Attributes:
+        seed, step, layer: int64 scalars.
+        sample_ids: int64 [B], the sample in each row of the unit.
+    """
+
+    seed: Tensor
+    step: Tensor
+    sample_ids: Tensor
+    layer: Tensor
+    uses: dict[int, int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def make(
+        cls, seed: int, step: int, sample_ids: Sequence[int] | Tensor, layer: int, device: torch.device | str = "cpu"
+    ) -> Keys:
+        """Keys from plain numbers; `sample_ids` may be any sequence of ints or an integer tensor or array."""
+
+        def scalar(value: int) -> Tensor:
+            return torch.tensor(value, dtype=torch.int64, device=device)
+
+        ids = torch.as_tensor(sample_ids, dtype=torch.int64, device=device)
+        return cls(scalar(seed), scalar(step), ids, scalar(layer))
+
+    def again(self) -> Keys:
+        """The same keys with no use counted yet: for another layer, or for the same call run once more."""
+        return replace(self, uses={})
+
+    def at(self, layer: int) -> Keys:
+        """These keys for the call of layer number `layer`."""
+        number = torch.tensor(layer, dtype=torch.int64, device=self.layer.device)
+        return replace(self, layer=number, uses={})
+
+    def count(self, site: int) -> int:
+        """How often `site` was used before in this layer call; counts this use."""
+        use = self.uses.get(site, 0)
+        self.uses[site] = use + 1
+        return use

@@ -1,0 +1,190 @@
+"""A mesh: a shape bound to its members at an epoch. Stages may be ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+
+from elaswave_spmd.errors import MeshError
+from elaswave_spmd.mesh.shape import MeshShape
+from elaswave_spmd.mesh.topology import Path, Topology
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Which rank stands at which coordinate (stage, position) while one mesh epoch lasts.
+
+    Args:
+        shape: the shape; `shape.stage_sizes` are the lengths of `stages`.
+        stages: the ranks of each stage, in the order of their positions.
+        epoch: mesh epoch; every change of members makes the next one.
+        topology: failure domains of at least the members. Everyone on one host by default.
+
+    Raises:
+        MeshError: members and shape differ, a rank twice or negative, or a member without failure domains.
+
+    Lookups are O(1) and construction is linear, at 100,000 workers too.
+    """
+
+    shape: MeshShape
+    stages: tuple[tuple[int, ...], ...]
+    epoch: int = 0
+    topology: Topology = Topology(())
+
+    def __post_init__(self) -> None:
+        stages = tuple(tuple(map(index, ranks)) for ranks in self.stages)
+        object.__setattr__(self, "stages", stages)
+        if tuple(map(len, stages)) != self.shape.stage_sizes:
+            raise MeshError(
+                "Members and shape of a mesh agree",
+                got=f"stages of {format_ints(map(len, stages))} workers on shape {self.shape}",
+                exists=f"stages of {format_ints(self.shape.stage_sizes)} workers",
+                fix="take the shape from MeshShape.of_stages, or use Mesh.with_stages",
+            )
+        if self.epoch < 0:
+            raise MeshError("Mesh epochs count from 0", got=self.epoch)
+        if len(self._coordinate_of) != len(self.members) or min(self.members) < 0:
+            seen: set[int] = set()
+            wrong = [rank for rank in self.members if rank < 0 or rank in seen or seen.add(rank)]
+            raise MeshError(
+                "A rank is 0 or more and stands at one coordinate",
+                got=f"rank {format_ints(wrong)} in stages {self._shown()}",
+                fix="give every worker a rank of its own",
+            )
+        if not self.topology.domains:
+            object.__setattr__(self, "topology", Topology.single_host(self.members))
+        for rank in self.members:
+            self.topology.path(rank)
+
+    @classmethod
+    def initial(cls, shape: MeshShape, topology: Topology | None = None) -> Mesh:
+        """Epoch 0: ranks 0, 1, ... dealt stage by stage, so that neighbours in rank are neighbours in a stage."""
+        stages, first = [], 0
+        for size in shape.stage_sizes:
+            stages.append(tuple(range(first, first + size)))
+            first += size
+        return cls(shape, tuple(stages), 0, topology or Topology(()))
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """All ranks, stage by stage: member i is row i of every per-worker array."""
+        return tuple(rank for ranks in self.stages for rank in ranks)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._coordinate_of
+
+    def coordinate(self, rank: int) -> tuple[int, int]:
+        """(stage, position) of a member.
+
+        Raises:
+            MeshError: the rank is no member.
+        """
+        if rank not in self._coordinate_of:
+            raise MeshError(
+                "Only members of a mesh have a coordinate",
+                got=f"rank {rank}",
+                where=f"mesh epoch {self.epoch}",
+                exists=f"ranks {format_ints(sorted(self.members))}",
+                fix="ask the mesh of an epoch in which it was a member, or test `rank in mesh` first",
+            )
+        return self._coordinate_of[rank]
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a member."""
+        return self.coordinate(rank)[0]
+
+    def position_in_stage(self, rank: int) -> int:
+        """The place of a member within its stage: its index on axis dp."""
+        return self.coordinate(rank)[1]
+
+    def with_stages(self, stages: Iterable[Iterable[int]], domains: Mapping[int, Path] | None = None) -> Mesh:
+        """The next epoch, with these members. `domains` places newcomers; it may be left out where there is only one domain."""
+        ranks = tuple(tuple(map(index, stage)) for stage in stages)
+        tp, fsdp = self.shape.axis_size("tp"), self.shape.axis_size("fsdp")
+        shape = MeshShape.of_stages(map(len, ranks), tp=tp, fsdp=fsdp)
+        members = [rank for stage in ranks for rank in stage]
+        known = domains is None and all(rank in self.topology for rank in members)
+        topology = self.topology if known else self.topology.with_ranks(members, domains)
+        return Mesh(shape, ranks, self.epoch + 1, topology)
+
+    def without(self, ranks: Collection[int]) -> Mesh:
+        """The next epoch, without `ranks`; the others keep their stage and order.
+
+        Raises:
+            MeshError: a rank is no member, or a stage would be empty.
+        """
+        lost = set(ranks)
+        for rank in sorted(lost):
+            self.coordinate(rank)
+        left = tuple(tuple(rank for rank in stage if rank not in lost) for stage in self.stages)
+        empty = [number for number, stage in enumerate(left) if not stage]
+        if empty:
+            raise MeshError(
+                "Every stage keeps at least one worker",
+                got=f"mesh {self.shape} without ranks {format_ints(sorted(lost))} leaves stage {format_ints(empty)} empty",
+                exists=f"{sum(map(len, left))} other workers",
+                fix="move a worker to that stage, or use fewer stages, by Mesh.with_stages",
+            )
+        return self.with_stages(left)
+
+    def with_members(self, stage: int, ranks: Iterable[int], domains: Mapping[int, Path] | None = None) -> Mesh:
+        """The next epoch, with `ranks` added at the end of `stage`.
+
+        Raises:
+            MeshError: no such stage, or a rank that is a member already.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise MeshError(
+                "Newcomers join a stage that exists", got=f"stage {stage}", exists=f"stages 0-{self.num_stages - 1}"
+            )
+        more = tuple(ranks)
+        if again := sorted(rank for rank in more if rank in self):
+            raise MeshError(
+                "A newcomer has a rank of its own", got=f"rank {format_ints(again)}", fix="ranks are never reused"
+            )
+        stages = [*self.stages[:stage], self.stages[stage] + more, *self.stages[stage + 1 :]]
+        return self.with_stages(stages, domains)
+
+    @cached_property
+    def _coordinate_of(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (stage, position) for stage, ranks in enumerate(self.stages) for position, rank in enumerate(ranks)
+        }
+
+    def _shown(self) -> str:
+        return " | ".join(map(format_ints, self.stages[:_SHOWN])) + (" | ..." if self.num_stages > _SHOWN else "")
+
+    def __str__(self) -> str:
+        return f"mesh {self.shape}, epoch {self.epoch}, {self.num_workers} workers: {self._shown()}"
+
+
+def format_ints(values: Iterable[int]) -> str:
+    """Whole numbers with their runs shortened and a long tail left out: "0-3 7 9-11"."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        elif len(runs) == _SHOWN:
+            return " ".join(map(_format_run, runs)) + " ..."
+        else:
+            runs.append([value, value])
+    return " ".join(map(_format_run, runs))
+
+
+def _format_run(run: list[int]) -> str:
+    first, last = run
+    return str(first) if first == last else f"{first}{'-' if last > first + 1 else ' '}{last}"

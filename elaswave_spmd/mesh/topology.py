@@ -1,0 +1,120 @@
+"""Failure domains: which workers one broken host or rack would take together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from elaswave_spmd.errors import MeshError
+
+Path = tuple[str, ...]
+"""Domains of a rank, outermost first: ("rack0", "host3")."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The failure domains of each rank.
+
+    Args:
+        domains: (rank, path) pairs. Paths are compared from the front, so "host0" of two racks are two hosts; all
+            have the same depth. Ranks that left the mesh may stay.
+
+    Raises:
+        MeshError: a rank twice, a negative rank, or paths that are empty or differ in depth.
+    """
+
+    domains: tuple[tuple[int, Path], ...]
+
+    def __post_init__(self) -> None:
+        pairs = tuple(sorted((int(rank), tuple(path)) for rank, path in self.domains))
+        object.__setattr__(self, "domains", pairs)
+        if len(self._path_of) != len(pairs) or (pairs and pairs[0][0] < 0):
+            raise MeshError("A topology has one path for each rank, 0 or more", got=[rank for rank, _ in pairs][:16])
+        depths = {len(path) for _, path in pairs}
+        if len(depths) > 1 or 0 in depths:
+            raise MeshError(
+                "All ranks have failure domains of the same depth, at least one",
+                got=f"depths {sorted(depths)}",
+                fix="name the same levels for each rank, outermost first: ('rack0', 'host3')",
+            )
+
+    @classmethod
+    def of(cls, domains: Mapping[int, Path]) -> Topology:
+        """The topology of a mapping from rank to path."""
+        return cls(tuple(domains.items()))
+
+    @classmethod
+    def single_host(cls, ranks: Iterable[int]) -> Topology:
+        """All ranks on one host: nothing lies in another failure domain."""
+        return cls(tuple((rank, ("host0",)) for rank in ranks))
+
+    @classmethod
+    def regular(cls, ranks: Iterable[int], *, per_host: int = 8, hosts_per_rack: int = 16) -> Topology:
+        """Ranks dealt in order to hosts of `per_host` workers, hosts to racks of `hosts_per_rack`."""
+        if per_host < 1 or hosts_per_rack < 1:
+            raise MeshError("A host has at least 1 worker, a rack at least 1 host", got=(per_host, hosts_per_rack))
+        return cls(
+            tuple(
+                (rank, (f"rack{place // (per_host * hosts_per_rack)}", f"host{place // per_host}"))
+                for place, rank in enumerate(ranks)
+            )
+        )
+
+    @cached_property
+    def _path_of(self) -> dict[int, Path]:
+        return dict(self.domains)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._path_of
+
+    def path(self, rank: int) -> Path:
+        """The domains of a rank, outermost first.
+
+        Raises:
+            MeshError: the topology does not know the rank.
+        """
+        if rank not in self._path_of:
+            raise MeshError(
+                "A rank needs failure domains",
+                got=f"rank {rank}",
+                exists=f"{len(self.domains)} ranks, the first {[known for known, _ in self.domains[:8]]}",
+                fix="add it by Topology.with_ranks",
+            )
+        return self._path_of[rank]
+
+    def distance(self, a: int, b: int) -> int:
+        """Levels to climb to a common domain: 0 on one host, 1 on two hosts of one rack, 2 in two racks."""
+        path_a, path_b = self.path(a), self.path(b)
+        shared = next(
+            (level for level, pair in enumerate(zip(path_a, path_b, strict=True)) if pair[0] != pair[1]), len(path_a)
+        )
+        return len(path_a) - shared
+
+    def same_domain(self, a: int, b: int) -> bool:
+        """Whether one broken host takes both."""
+        return self.path(a) == self.path(b)
+
+    def with_ranks(self, ranks: Iterable[int], domains: Mapping[int, Path] | None = None) -> Topology:
+        """This topology and `ranks`: known ones stay where they are, others go by `domains`, or to the one domain there is.
+
+        Raises:
+            MeshError: a new rank has no path in `domains` and there are several domains it could be in.
+        """
+        merged = dict(self._path_of)
+        paths = set(merged.values())
+        for rank in ranks:
+            if rank in merged and rank not in (domains or {}):
+                continue
+            if domains and rank in domains:
+                merged[rank] = tuple(domains[rank])
+            elif len(paths) == 1:
+                merged[rank] = next(iter(paths))
+            else:
+                raise MeshError(
+                    "A new rank needs failure domains where there are several",
+                    got=f"rank {rank}",
+                    exists=f"{len(paths)} domains, such as {sorted(paths)[:3]}",
+                    fix=f"pass domains={{{rank}: (..., 'host')}}",
+                )
+        return Topology.of(merged)

@@ -1,0 +1,11 @@
+"""Models in the layer contract, annotated in their own code; see README.md."""
+
+from __future__ import annotations
+
+from elaswave_spmd.models.base import Batch, LayeredModel
+from elaswave_spmd.models.build import build_model
+from elaswave_spmd.models.gpt import GPT
+from elaswave_spmd.models.llama import Llama
+from elaswave_spmd.models.mlp import MLP
+
+__all__ = ["GPT", "MLP", "Batch", "LayeredModel", "Llama", "build_model"]

@@ -1,0 +1,118 @@
+"""From a name and sizes to a model: the project's own, or a user's `my_file.MyModel` in the working directory."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models.base import LayeredModel
+
+#: Short names of the project's models.
+OWN = {
+    "gpt": "elaswave_spmd.models.gpt.GPT",
+    "llama": "elaswave_spmd.models.llama.Llama",
+    "mlp": "elaswave_spmd.models.mlp.MLP",
+}
+
+
+def build_model(
+    target: str | type[LayeredModel], sizes: Mapping[str, Any], extra: Mapping[str, Any] | None = None
+) -> LayeredModel:
+    """Make the model `target`; under `with torch.device("meta")` nothing is allocated.
+
+    Args:
+        target: a class, a short name (gpt, llama, mlp) or "module.Class"; the working directory is on the import path.
+        sizes: vocab_size, seq_len, layers, d_model, heads, dropout; the constructor gets those that it names.
+        extra: further arguments, all of which the constructor must name.
+
+    Raises:
+        ModelError: no such model, no LayeredModel, or arguments that the constructor lacks or still needs.
+    """
+    cls = find_model(target) if isinstance(target, str) else target
+    shown = target if isinstance(target, str) else cls.__name__
+    if not (inspect.isclass(cls) and issubclass(cls, LayeredModel)):
+        raise ModelError(
+            "a model is a subclass of elaswave_spmd.models.LayeredModel",
+            got=f"{shown} is {cls!r}",
+            where="model.target",
+        )
+    parameters = inspect.signature(cls).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in extra or {}:
+        if name not in parameters and not open_ended:
+            raise ModelError(
+                f"{cls.__name__} has no such argument",
+                got=name,
+                where=f"model.args.{name}",
+                exists=", ".join(parameters),
+                fix="use one of these",
+            )
+    given = {name: value for name, value in sizes.items() if name in parameters or open_ended} | dict(extra or {})
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.kind in (1, 3) and p.name not in given]
+    if missing:
+        raise ModelError(
+            f"{cls.__name__} needs more arguments",
+            got=", ".join(missing),
+            where=shown,
+            exists=f"sizes {', '.join(sizes)}",
+            fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
+        )
+    return cls(**given)
+
+
+def find_model(target: str) -> Any:
+    """The object that "module.Name" or a short name stands for.
+
+    Raises:
+        ModelError: no such module or name, or a module that fails while it is imported.
+    """
+    dotted = OWN.get(target, target)
+    module_name, _, name = dotted.rpartition(".")
+    if not module_name:
+        raise _unknown(target, f"models {', '.join(OWN)}; files {_files_here()}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name + ".").startswith(error.name + "."):
+            raise _unknown(target, f"models {', '.join(OWN)}; files {_files_here()}") from None
+        raise _broken(target, error) from error
+    except Exception as error:
+        raise _broken(target, error) from error
+    if not hasattr(module, name):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, LayeredModel)]
+        raise _unknown(target, f"models in {module_name}: {', '.join(classes) or 'none'}")
+    return getattr(module, name)
+
+
+def _unknown(target: str, exists: str) -> ModelError:
+    return ModelError(
+        "no such model", got=target, where="model.target", exists=exists, fix="model.target=my_file.MyModel"
+    )
+
+
+def _broken(target: str, error: Exception) -> ModelError:
+    at = getattr(error, "filename", None), getattr(error, "lineno", None)
+    trace = error.__traceback__
+    while trace is not None:
+        if not isinstance(error, SyntaxError):
+            at = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        trace = trace.tb_next
+    return ModelError(
+        "the model's file fails while it is imported",
+        got=f"{type(error).__name__}: {error}",
+        where=f"{at[0]}:{at[1]}, for model.target={target}",
+        fix="import the file in Python alone until it works",
+    )
+
+
+def _files_here() -> str:
+    return ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none in the working directory"

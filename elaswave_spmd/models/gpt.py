@@ -1,0 +1,140 @@
+"""GPT: learned positions, pre-norm blocks, GELU, dropout.
+
+Shape suffixes: B samples of a unit, T tokens, D model width, H heads, K width of a head, F hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.keyed import Init, KeyedDropout, Keys, Normal
+from elaswave_spmd.models.base import LayeredModel
+from elaswave_spmd.sharding import P, Shardings, shard, tie
+
+
+class Embed(nn.Module):
+    """Token plus position embedding."""
+
+    def __init__(self, vocab_size: int, seq_len: int, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.positions = nn.Parameter(torch.empty(seq_len, d_model))
+        self.drop = KeyedDropout(dropout)
+        shard(self, weight=P("tp", None))
+
+    def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
+        x_BTD = F.embedding(x_BT, self.weight) + self.positions[: x_BT.shape[1]]
+        return self.drop(x_BTD, keys)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the fused kernel runs without dropout, because it would draw its own random numbers."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        check_heads(d_model, heads)
+        self.heads = heads
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+        # Rows of qkv are ordered by head, so that cutting them over tp gives each device whole heads.
+        shard(self.qkv, weight=P("tp", None), bias=P("tp"))
+        shard(self.out, weight=P(None, "tp"))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BHTK, k_BHTK, v_BHTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n b h t k", h=self.heads, n=3)
+        o_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        return self.out(rearrange(o_BHTK, "b h t k -> b t (h k)"))
+
+
+class Mlp(nn.Module):
+    """Up, GELU, down."""
+
+    def __init__(self, d_model: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, hidden)
+        self.down = nn.Linear(hidden, d_model)
+        shard(self.up, weight=P("tp", None), bias=P("tp"))
+        shard(self.down, weight=P(None, "tp"))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, d_model: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(d_model)
+        self.attn = Attention(d_model, heads)
+        self.attn_drop = KeyedDropout(dropout)
+        self.mlp_norm = nn.LayerNorm(d_model)
+        self.mlp = Mlp(d_model, hidden)
+        self.mlp_drop = KeyedDropout(dropout)
+
+    def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
+        x_BTD = x_BTD + self.attn_drop(self.attn(self.attn_norm(x_BTD)), keys)
+        return x_BTD + self.mlp_drop(self.mlp(self.mlp_norm(x_BTD)), keys)
+
+
+class Head(nn.Module):
+    """Final norm and projection to the vocabulary."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        shard(self, weight=P("tp", None))
+
+    def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
+        return F.linear(self.norm(x_BTD), self.weight)
+
+
+class GPT(LayeredModel):
+    """A decoder with `layers` blocks between embedding and head.
+
+    Args:
+        vocab_size, seq_len, layers, d_model, heads, dropout: sizes; `seq_len` is the longest input.
+        mlp_ratio: hidden width of the MLP over `d_model`.
+        tied: the head reads the embedding's weight.
+
+    Raises:
+        ModelError: `heads` does not divide `d_model`, or a dropout outside [0, 1).
+    """
+
+    shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        layers: int,
+        d_model: int,
+        heads: int,
+        dropout: float = 0.0,
+        mlp_ratio: int = 4,
+        tied: bool = False,
+    ) -> None:
+        blocks = {f"block{i}": Block(d_model, heads, mlp_ratio * d_model, dropout) for i in range(layers)}
+        embed, head = Embed(vocab_size, seq_len, d_model, dropout), Head(vocab_size, d_model)
+        super().__init__({"embed": embed, **blocks, "head": head}, [tie("head.weight", "embed.weight")] if tied else [])
+        self.depth = layers
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        """As the base; what is added to the residual stream is scaled by its depth (GPT-2)."""
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            return Normal(0.02 / math.sqrt(2 * self.depth))
+        return super().init(name, shape)
+
+
+def check_heads(d_model: int, heads: int) -> None:
+    """Raise ModelError unless `heads` divides `d_model`."""
+    if heads < 1 or d_model % heads:
+        fits = ", ".join(str(n) for n in range(1, d_model + 1) if d_model % n == 0)
+        raise ModelError("heads divide d_model", got=f"d_model={d_model}, heads={heads}", exists=f"heads in {fits}")

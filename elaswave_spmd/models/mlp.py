@@ -1,0 +1,87 @@
+"""A causal language model of multi-layer perceptrons: each token sees a window of the tokens before it, layer by layer.
+
+Shape suffixes: B samples of a unit, T tokens, D model width, W window, F hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.keyed import KeyedDropout, Keys
+from elaswave_spmd.models.base import LayeredModel
+from elaswave_spmd.sharding import P, Shardings, shard
+
+
+class Embed(nn.Module):
+    """Token embedding."""
+
+    def __init__(self, vocab_size: int, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.drop = KeyedDropout(dropout)
+
+    def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
+        return self.drop(F.embedding(x_BT, self.weight), keys)
+
+
+class Block(nn.Module):
+    """x + MLP(the norms of the last `window` tokens, side by side)."""
+
+    def __init__(self, d_model: int, window: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.window = window
+        self.norm = nn.LayerNorm(d_model)
+        self.up = shard(nn.Linear(window * d_model, hidden), weight=P("tp", None), bias=P("tp"))
+        self.down = shard(nn.Linear(hidden, d_model), weight=P(None, "tp"))
+        self.drop = KeyedDropout(dropout)
+
+    def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
+        padded_BSD = F.pad(self.norm(x_BTD), (0, 0, self.window - 1, 0))
+        past_BTE = rearrange(padded_BSD.unfold(1, self.window, 1), "b t d w -> b t (w d)")
+        return x_BTD + self.drop(self.down(F.gelu(self.up(past_BTE))), keys)
+
+
+class Head(nn.Module):
+    """Final norm and projection to the vocabulary."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.out = shard(nn.Linear(d_model, vocab_size), weight=P("tp", None), bias=P("tp"))
+
+    def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
+        return self.out(self.norm(x_BTD))
+
+
+class MLP(LayeredModel):
+    """The smallest model here that learns; attention-free, quick to compile.
+
+    Args:
+        vocab_size, layers, d_model, dropout: sizes. Inputs may have any length.
+        window: tokens that a block looks at, itself included.
+        mlp_ratio: hidden width over `d_model`.
+
+    Raises:
+        ModelError: a window below 1, or a dropout outside [0, 1).
+    """
+
+    shardings = Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P("dp"), optim=P("dp"))
+
+    def __init__(
+        self,
+        vocab_size: int,
+        layers: int,
+        d_model: int,
+        dropout: float = 0.0,
+        window: int = 4,
+        mlp_ratio: int = 4,
+    ) -> None:
+        if window < 1:
+            raise ModelError("a block sees at least its own token", got=window, where="window", fix="window=1 or more")
+        blocks = {f"block{i}": Block(d_model, window, mlp_ratio * d_model, dropout) for i in range(layers)}
+        embed, head = Embed(vocab_size, d_model, dropout), Head(vocab_size, d_model)
+        super().__init__({"embed": embed, **blocks, "head": head})

@@ -1,0 +1,81 @@
+"""Append-only files of one JSON object per line, and plain JSON values for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.errors import DataError
+
+
+class JsonLines:
+    """Appends objects to a file; each line is handed to the operating system before `append` returns.
+
+    So a line survives the death of this process, not of the machine. A line torn by an earlier crash is cut off first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _cut_torn_line(path)
+        self._file = open(path, "a", buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115
+
+    def append(self, fields: Mapping[str, object]) -> None:
+        """Write one line; values are made plain by `plain`."""
+        self._file.write(json.dumps(plain(fields), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file; closing again is allowed."""
+        self._file.close()
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Every whole line. A last line without its newline was torn by a crash, and is left out.
+
+    Raises:
+        DataError: the file cannot be read, or a line before the last is not a JSON object.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"a file of the run cannot be read ({error.strerror or error})", got=str(path)) from error
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise DataError("a line is not JSON", got=line[:80], where=f"{path}, line {number}") from error
+        if not isinstance(fields, dict):
+            raise DataError("a line is not a JSON object", got=line[:80], where=f"{path}, line {number}")
+        found.append(fields)
+    return found
+
+
+def plain(value: object) -> Any:
+    """JSON's own types only: tuples become lists, numpy scalars numbers, nan and inf their names, others text."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [plain(item) for item in sorted(value)]
+    if not isinstance(value, (int, float)) and callable(item := getattr(value, "item", None)):
+        value = item()  # a numpy or torch scalar
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return int(value) if isinstance(value, int) else str(value)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+            file.flush()
+            os.fsync(file.fileno())

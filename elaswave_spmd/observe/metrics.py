@@ -1,0 +1,100 @@
+"""What one committed step says about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elaswave_spmd.errors import DataError
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """One committed step; a line of metrics.jsonl.
+
+    Attributes:
+        step: counts from 1.
+        mesh_epoch: epoch of the mesh on which the step committed.
+        loss: mean cross entropy per target token of the global batch, nats.
+        loss_hex: `float.hex` of it; two runs agree if these agree.
+        grad_norm: global norm of the gradient before clipping.
+        grad_norm_hex: `float.hex` of it.
+        lr: learning rate of the step.
+        tokens: target tokens of the global batch.
+        seconds: wall time since the previous commit (of the first step: since its start).
+        workers: members of the mesh when the step committed.
+
+    Raises:
+        ValueError: a number out of range, or a hex form of another number.
+    """
+
+    step: int
+    mesh_epoch: int
+    loss: float
+    loss_hex: str
+    grad_norm: float
+    grad_norm_hex: str
+    lr: float
+    tokens: int
+    seconds: float
+    workers: int
+
+    def __post_init__(self) -> None:
+        if self.step < 1 or self.mesh_epoch < 0 or self.tokens < 1 or self.workers < 1 or not self.seconds >= 0:
+            raise ValueError(f"metrics out of range: {self}")
+        for value, text in ((self.loss, self.loss_hex), (self.grad_norm, self.grad_norm_hex)):
+            if float(value).hex() != text:
+                raise ValueError(f"metrics with a hex form of another number: {value!r} is not {text}")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        step: int,
+        mesh_epoch: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        seconds: float,
+        workers: int,
+    ) -> MetricsLine:
+        """The line with its hex forms filled in."""
+        loss, grad_norm = float(loss), float(grad_norm)
+        return cls(
+            step=step,
+            mesh_epoch=mesh_epoch,
+            loss=loss,
+            loss_hex=loss.hex(),
+            grad_norm=grad_norm,
+            grad_norm_hex=grad_norm.hex(),
+            lr=float(lr),
+            tokens=tokens,
+            seconds=float(seconds),
+            workers=workers,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready. JSON has no nan or inf: such a loss is null there, its hex form says which it was."""
+        fields = dataclasses.asdict(self)
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(fields[name]):
+                fields[name] = None
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, object]) -> MetricsLine:
+        """Inverse of `to_dict`; the hex forms decide.
+
+        Raises:
+            DataError: not a metrics line.
+        """
+        try:
+            known = {f.name: fields[f.name] for f in dataclasses.fields(cls)}
+            known["loss"] = float.fromhex(str(known["loss_hex"]))
+            known["grad_norm"] = float.fromhex(str(known["grad_norm_hex"]))
+            return cls(**known)  # type: ignore[arg-type]
+        except (KeyError, ValueError, TypeError) as error:
+            raise DataError("not a line of metrics.jsonl", got=dict(fields)) from error

@@ -1,0 +1,99 @@
+"""`RunObserver`: everything a run shows or writes about itself, behind seven calls of one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+import numpy as np
+
+from elaswave_spmd.observe.board import Board
+from elaswave_spmd.observe.display import Display, RunInfo, make_display
+from elaswave_spmd.observe.json_lines import plain
+from elaswave_spmd.observe.metrics import MetricsLine
+from elaswave_spmd.observe.run_files import RunDir
+
+
+class RunObserver:
+    """Composes the run's directory, the display and TensorBoard. Files first: what is shown has been written.
+
+    Args:
+        run_dir: open directory of the run; closed by `close`.
+        display: default is a bar on a terminal, plain lines elsewhere.
+        board: write TensorBoard files into the run's directory.
+        now: seconds since 1970, for events.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        display: Display | None = None,
+        board: bool = True,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.run_dir = run_dir
+        self._display = display if display is not None else make_display()
+        self._board = Board(run_dir.board_path, now) if board else None
+        self._now = now
+
+    def on_start(self, info: RunInfo) -> None:
+        """The run is about to take its first step: event `start`, header, bar."""
+        self.run_dir.write_event("start", self._now(), dataclasses.asdict(info))
+        self._display.start(info)
+
+    def on_step(self, line: MetricsLine) -> None:
+        """A step has committed."""
+        self.run_dir.write_metrics(line)
+        if self._board is not None:
+            self._board.step(line)
+        self._display.step(line)
+
+    def on_event(self, kind: str, **fields: object) -> None:
+        """Something happened to the run. A person reads the field `message`, or all fields where there is none."""
+        self.run_dir.write_event(kind, self._now(), fields)
+        self._display.say(event_text(kind, fields))
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """The validation loss after `step`: event `validation`, a line, a scalar."""
+        loss = float(loss)
+        self.run_dir.write_event("validation", self._now(), {"step": step, "loss": loss, "loss_hex": loss.hex()})
+        if self._board is not None:
+            self._board.validation(step, loss)
+        self._display.say(f"step {step}  validation loss {loss:.4f}")
+
+    def write_weights(self, weights: Mapping[str, np.ndarray]) -> str:
+        """Write weights.safetensors (float32 arrays by name); returns weights_sha256."""
+        return self.run_dir.write_weights(weights)
+
+    def on_finish(self, summary: Mapping[str, object]) -> None:
+        """The run is complete: summary.json, event `finish`, the final table."""
+        self.run_dir.write_summary(summary)
+        self.run_dir.write_event("finish", self._now(), {})
+        self._display.finish({**summary, "run_dir": str(self.run_dir.path)})
+
+    def close(self) -> None:
+        """Give the terminal back and close all files; closing again is allowed."""
+        with contextlib.ExitStack() as stack:  # each one is closed, whatever becomes of the others
+            stack.callback(self.run_dir.close)
+            if self._board is not None:
+                stack.callback(self._board.close)
+            stack.callback(self._display.close)
+
+    def __enter__(self) -> RunObserver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def event_text(kind: str, fields: Mapping[str, object]) -> str:
+    """`fail: worker 3 lost`, or `fail: rank=3 step=12` where there is no message."""
+    message = fields.get("message")
+    shown = str(message) if message else " ".join(f"{name}={plain(value)}" for name, value in fields.items())
+    return f"{kind}: {shown}" if shown else kind

@@ -1,0 +1,131 @@
+"""Flat buffers of a layer: parameter values with a version per page, and gradients with a view per parameter."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.sharding.pages import LayerLayout
+
+
+def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> list[nn.Parameter]:
+    """Replaces the module's parameters by views of `flat`, as the layout says.
+
+    Returns: the new parameters in the order of `layout.slots`.
+    """
+    paths: dict[int, list[str]] = {}  # a parameter may stand under several names within its layer
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+    bound = []
+    for slot in layout.slots:
+        old = module.get_parameter(slot.parameter.name.removeprefix(layout.name + "."))
+        parameter = nn.Parameter(flat[slot.start : slot.stop].view(slot.parameter.shape))
+        for path in paths[id(old)]:
+            owner, _, leaf = path.rpartition(".")
+            module.get_submodule(owner).register_parameter(leaf, parameter)
+        bound.append(parameter)
+    return bound
+
+
+class ValueBuffer:
+    """The parameters of one layer in the compute dtype, and the version of each page.
+
+    A unit of step t may run the layer only when every page is exactly at t - 1: mixing versions would change the
+    result silently. Sharded parameters are dropped after a step's last unit and filled again by the next versions.
+    """
+
+    def __init__(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.module = module
+        self.flat = torch.zeros(layout.num_value_elements, dtype=dtype)
+        self.parameters = bind_parameters(module, layout, self.flat)
+        self._versions = np.full(layout.num_value_pages, -1, dtype=np.int64)
+        self._num_bytes = self.flat.untyped_storage().nbytes()
+
+    def pages(self, first: int, stop: int) -> Tensor:
+        """The values of pages [first, stop), a view."""
+        start, end = self.layout.span(first, stop)
+        return self.flat[start:end]
+
+    def install(self, first: int, stop: int, values: Tensor, version: int) -> None:
+        """Copies published values in; `values` may be of another float dtype (fp32 master into bf16)."""
+        self.allocate()
+        self.pages(first, stop).copy_(values)
+        self.mark(first, stop, version)
+
+    def mark(self, first: int, stop: int, version: int) -> None:
+        """Pages [first, stop) are now at `version`; versions never go back."""
+        assert (self._versions[first:stop] <= version).all(), (self.layout.name, first, stop, version)
+        self._versions[first:stop] = version
+
+    def is_at(self, version: int) -> bool:
+        return bool((self._versions == version).all())
+
+    def allocate(self) -> None:
+        """Gives a dropped buffer its memory back; its content is undefined until installed."""
+        if self.flat.untyped_storage().nbytes() == 0:
+            self.flat.untyped_storage().resize_(self._num_bytes)
+
+    def drop(self) -> None:
+        """Frees the memory; the parameters stay bound to it, and no page has a version."""
+        self.flat.untyped_storage().resize_(0)
+        self._versions[:] = -1
+
+
+class GradientBuffer:
+    """One tree node's gradient of one layer: fp32, flat, zero at the start, with a view per parameter."""
+
+    def __init__(self, layout: LayerLayout, *, zero: bool = True) -> None:
+        make = torch.zeros if zero else torch.empty
+        self.layout = layout
+        self.flat = make(layout.num_gradient_elements, dtype=torch.float32)
+        self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]
+
+    def pages(self, first: int, stop: int) -> Tensor:
+        start, end = self.layout.span(first, stop)
+        return self.flat[start:end]
+
+
+class GradientPool:
+    """Gradient buffers of one layer, used again from step to step."""
+
+    def __init__(self, layout: LayerLayout) -> None:
+        self._layout = layout
+        self._free: list[GradientBuffer] = []
+        self._lent: list[GradientBuffer] = []
+        self.peak = 0
+
+    def acquire(self) -> GradientBuffer:
+        """A zeroed buffer. (Zeroes settle -0.0: every leaf is +0.0 + gradient.)"""
+        if self._free:
+            buffer = self._free.pop()
+            buffer.flat.zero_()
+        else:
+            buffer = GradientBuffer(self._layout)
+        self._lent.append(buffer)
+        self.peak = max(self.peak, len(self._lent))
+        return buffer
+
+    def release(self, buffer: GradientBuffer) -> None:
+        self._lent.remove(buffer)
+        self._free.append(buffer)
+
+    def forget(self, buffer: GradientBuffer) -> None:
+        """Gives the buffer up to whoever still refers to it (a message on its way)."""
+        self._lent.remove(buffer)
+
+    def release_all(self) -> None:
+        """Once a step is decided nobody can ask for its contributions again."""
+        self._free += self._lent
+        self._lent = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers held at the same time, at most so far."""
+        return self.peak * self._layout.num_gradient_elements * 4
+
+
+def aligned_copy(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A fresh contiguous tensor: torch's allocator aligns it to 64 bytes, a network frame need not be."""
+    return torch.empty(shape, dtype=values.dtype).copy_(values.view(shape))

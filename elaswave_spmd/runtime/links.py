@@ -1,0 +1,398 @@
+"""The one doorway for host messages between processes: pairwise ZeroMQ links that outlive mesh epochs.
+
+Each process binds one PULL socket, owned by one event-loop thread that takes whatever comes and files it in the
+mailbox, and opens one PUSH socket to each peer it may send to. Sending never blocks (no high-water mark: the placement
+bounds what is in flight), so a stopped peer holds up nobody. Removing a member closes one socket; adding one opens its
+own.
+
+A dead peer stays dead: sockets never reconnect, because a message to a successor under the same address would belong
+to another life. The closed connection is filed as `PeerClosed`. The price is that a connect to a peer that has not yet
+bound is refused for good: connect only after the peer said that it is bound, then `wait_connected` before the first
+message that matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import selectors
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import zmq
+
+from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+
+CONTROLLER = -1
+Transport = Literal["ipc", "tcp"]
+
+# From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more.
+ZERO_COPY_BYTES = 64 * 1024
+# libzmq delivers messages within its 8 KiB read batch at any byte offset; those are copied, which aligns them.
+_SMALL_BYTES = 16 * 1024
+_BURST = 256  # messages taken from the PULL socket before the other sockets are looked at
+_SENDER = struct.Struct("<i")
+_MONITOR_EVENT = struct.Struct("=hi")
+_LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
+_CLOSED_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def socket_directory() -> str:
+    """Make a new private directory whose path is short enough for ipc sockets. The caller removes it."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    usable = base and len(base) < 40 and os.access(base, os.W_OK)
+    return tempfile.mkdtemp(prefix="elaswave-", dir=base if usable else "/tmp")
+
+
+class _Link:
+    """The sending side of one link. `lock` guards `open`, the socket that any thread may use; None once closed."""
+
+    def __init__(self, peer: int, socket: zmq.Socket[bytes], number: int) -> None:
+        self.peer, self.lock = peer, threading.Lock()
+        self.up = threading.Event()  # handshake done, or closed
+        self.bytes_sent = self.messages_sent = 0
+        self.open: zmq.Socket[bytes] | None = socket
+        # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
+        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
+            _CLOSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED, f"inproc://monitor-{number}"
+        )
+
+    def send(self, head: bytes, payloads: Sequence[Any]) -> bool:
+        # Everything that can be refused is refused before the first frame: half a message would swallow the next one.
+        views = [memoryview(payload) for payload in payloads]
+        for view in views:
+            if not view.c_contiguous:
+                raise ValueError(f"a payload must be contiguous; got shape {view.shape}, strides {view.strides}")
+        with self.lock:
+            if self.open is None:
+                return False
+            more = len(views)
+            self.open.send(head, zmq.SNDMORE if more else 0)
+            self.bytes_sent += len(head)
+            for view in views:
+                more -= 1
+                self.open.send(view, zmq.SNDMORE if more else 0, copy=view.nbytes < ZERO_COPY_BYTES)
+                self.bytes_sent += view.nbytes
+            self.messages_sent += 1
+            return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        with self.lock:
+            if self.open is not None:
+                self.open.close(linger_ms)
+                self.open = None
+        self.up.set()
+
+
+class Links:
+    """All links of one process.
+
+    Args:
+        me: this process's peer id: a rank, or `CONTROLLER`.
+        mailbox: where messages and notices are filed.
+        transport: "ipc" (Unix sockets; peers on one host) or "tcp".
+        directory: existing directory for the ipc socket, see `socket_directory`; not used by tcp.
+        token: secret of the run, sent in each message; messages with another one are dropped and counted.
+        host: address that tcp binds and tells peers. Beyond loopback a token of 16 bytes or more is required.
+        life_fd: read end of a pipe whose write end the controller alone holds; its end files `ControllerGone`.
+
+    Raises:
+        ConfigError: unknown transport, directory missing or its path too long, token too short for `host`.
+
+    A new object runs one thread of its own named `links-<me>` beside libzmq's. `close` ends it.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        mailbox: Mailbox,
+        *,
+        transport: Transport = "ipc",
+        directory: str = "",
+        token: bytes = b"",
+        host: str = "127.0.0.1",
+        life_fd: int | None = None,
+    ) -> None:
+        _check(transport, directory, token, host)
+        self.me = me
+        self.wrong_tokens = 0
+        self._token = token
+        self._mailbox = mailbox
+        self._prefix = _SENDER.pack(me) + token
+        self._links: dict[int, _Link] = {}
+        self._num_connects = 0
+        self._edit = threading.Lock()  # guards _links and closing; never held while sending
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65536)
+        self._pull = self._new_socket(zmq.PULL)
+        try:
+            self.address = self._bind(transport, directory, host)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ConfigError("the link address could not be bound", got=str(error), where=directory or host) from error
+        self._loop = _EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerGone()))
+        self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
+        self._thread.start()
+
+    def connect(self, peer: int, address: str) -> None:
+        """Open the link to `peer`, which must have bound `address` already. Does nothing when it is open."""
+        with self._edit:
+            if self._closed:
+                raise RunError(f"links of {self.me} are closed; cannot connect to {peer}")
+            if peer in self._links and self._links[peer].open is not None:
+                return
+            socket = self._new_socket(zmq.PUSH)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            self._num_connects += 1
+            link = self._links[peer] = _Link(peer, socket, self._num_connects)
+            self._loop.watch(link.monitor, lambda event: self._link_event(link, event))
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                link.close()
+                raise RunError(f"links of {self.me}: {address!r} is no address of {peer}: {error}") from error
+
+    def wait_connected(self, peers: Iterable[int], timeout: float) -> list[int]:
+        """Wait until the link to each of `peers` is up; returns those closed or not up after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        missing = []
+        for peer in peers:
+            link = self._links.get(peer)
+            waited = link is not None and link.up.wait(max(0.0, deadline - time.monotonic()))
+            if link is None or not waited or link.open is None:
+                missing.append(peer)
+        return missing
+
+    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = ()) -> bool:
+        """Send one message; any thread; never blocks. False when the link is closed: the message is nobody's any more.
+
+        A payload is any contiguous buffer (bytes, memoryview, numpy array). Those of `ZERO_COPY_BYTES` and more are
+        sent from where they lie, some time later: they must not be written to until the protocol says that `peer` has
+        them. ValueError for a buffer that is not contiguous; nothing is sent then.
+        """
+        link = self._links.get(peer)
+        return link is not None and link.send(self._prefix + header, payloads)
+
+    def drop(self, peer: int) -> None:
+        """Close the link to `peer` at once, unsent messages included. No notice is filed. Unknown peers are ignored."""
+        with self._edit:
+            link = self._links.pop(peer, None)
+        if link is not None:
+            link.close()
+            self._loop.forget(link.monitor)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The peers with an open link."""
+        return tuple(peer for peer, link in list(self._links.items()) if link.open is not None)
+
+    def bytes_sent(self, peer: int) -> int:
+        """Bytes handed to the present link of `peer`, headers included."""
+        link = self._links.get(peer)
+        return link.bytes_sent if link else 0
+
+    def messages_sent(self, peer: int) -> int:
+        """Messages handed to the present link of `peer`."""
+        link = self._links.get(peer)
+        return link.messages_sent if link else 0
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close everything; what is unsent gets `linger_ms` more. Idempotent. Received payloads stay valid."""
+        with self._edit:
+            if self._closed:
+                return
+            self._closed = True
+            links = list(self._links.values())
+        for link in links:
+            link.close(linger_ms)
+        self._loop.stop()
+        self._thread.join()
+        self._loop.close_wake_pipe()
+        self._context.term()  # every socket is closed: waits for lingering ones only
+        if self.address.startswith("ipc://"):
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)  # libzmq leaves it behind
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        return socket
+
+    def _bind(self, transport: Transport, directory: str, host: str) -> str:
+        if transport == "tcp":
+            port = self._pull.bind_to_random_port(f"tcp://{host}")
+            return f"tcp://{host}:{port}"
+        path = Path(directory).absolute() / f"{'c' if self.me == CONTROLLER else self.me}-{os.getpid()}"
+        self._pull.bind(f"ipc://{path}")
+        return f"ipc://{path}"
+
+    def _file(self, head: bytes, payloads: tuple[memoryview, ...]) -> None:
+        start = len(self._prefix)
+        if len(head) < start or not hmac.compare_digest(head[_SENDER.size : start], self._token):
+            self.wrong_tokens += 1
+            return
+        self._mailbox.put(Envelope(_SENDER.unpack_from(head)[0], head[start:], payloads))
+
+    def _link_event(self, link: _Link, event: int) -> bool:
+        """Called in the event loop; True when the monitor has nothing more to say."""
+        if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            link.up.set()
+            return False
+        # Closing frees what is queued for the dead; the entry stays, so that send() goes on answering False.
+        link.close()
+        with self._edit:
+            ours = self._links.get(link.peer) is link and not self._closed
+        if ours:
+            self._mailbox.put(PeerClosed(link.peer))
+        return True
+
+
+class _EventLoop:
+    """The thread that owns the PULL socket and the monitors: one wait over their file descriptors, the life pipe and a
+    pipe of its own, through which other threads hand it work."""
+
+    def __init__(
+        self,
+        pull: zmq.Socket[bytes],
+        file: Callable[[bytes, tuple[memoryview, ...]], None],
+        life_fd: int | None,
+        on_controller_gone: Callable[[], None],
+    ) -> None:
+        self._pull, self._file = pull, file
+        self._on_controller_gone = on_controller_gone
+        self._monitors: dict[zmq.Socket[bytes], Callable[[int], bool]] = {}
+        self._todo: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._wake_lock, self._wake_open = threading.Lock(), True
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector = selectors.DefaultSelector()
+        self._register(pull.FD, lambda: None)  # the PULL socket is read on every turn anyway
+        self._register(self._wake_read, self._drain_wake)
+        if life_fd is not None:
+            self._register(life_fd, lambda: self._life_ended(life_fd))
+
+    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], bool]) -> None:
+        """Call `on_event` with each event of `monitor` until it returns True; from any thread."""
+        self._hand_over(lambda: self._add(monitor, on_event))
+
+    def forget(self, monitor: zmq.Socket[bytes]) -> None:
+        """Close `monitor`; from any thread."""
+        self._hand_over(lambda: self._remove(monitor))
+
+    def stop(self) -> None:
+        """End the thread and close its sockets; from any other thread."""
+        self._hand_over(lambda: setattr(self, "_stopping", True))
+
+    def run(self) -> None:
+        pending = True  # zmq's descriptors tell of changes only: read before the first wait
+        while not self._stopping:
+            for key, _ in self._selector.select(0 if pending else None):
+                key.data()
+            while self._todo:
+                self._todo.popleft()()
+            pending = self._drain_pull()
+        for monitor in list(self._monitors):
+            self._remove(monitor)
+        self._pull.close(0)
+        self._selector.close()
+
+    def close_wake_pipe(self) -> None:
+        """After the thread has ended. Not in the thread: others may be about to write."""
+        with self._wake_lock:
+            self._wake_open = False
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _hand_over(self, work: Callable[[], None]) -> None:
+        self._todo.append(work)
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the loop as well
+            if self._wake_open:
+                os.write(self._wake_write, b"\0")
+
+    def _register(self, fd: int, on_ready: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, on_ready)
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass
+
+    def _life_ended(self, life_fd: int) -> None:
+        self._selector.unregister(life_fd)
+        self._on_controller_gone()
+
+    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], bool]) -> None:
+        self._monitors[monitor] = on_event
+        self._register(monitor.FD, lambda: self._drain_monitor(monitor))
+        self._drain_monitor(monitor)
+
+    def _remove(self, monitor: zmq.Socket[bytes]) -> None:
+        if self._monitors.pop(monitor, None) is not None:
+            self._selector.unregister(monitor.FD)
+            monitor.close(0)
+
+    def _drain_monitor(self, monitor: zmq.Socket[bytes]) -> None:
+        while monitor in self._monitors:
+            try:
+                event, _ = _MONITOR_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_MONITOR_STOPPED or self._monitors[monitor](event):
+                self._remove(monitor)
+
+    def _drain_pull(self) -> bool:
+        """Read until nothing is left (False) or a burst is done (True: come back without waiting)."""
+        pull = self._pull
+        for _ in range(_BURST):
+            try:
+                head = pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            payloads: tuple[memoryview, ...] = ()
+            while pull.getsockopt(zmq.RCVMORE):
+                frame = pull.recv(copy=False)
+                small = len(frame) < _SMALL_BYTES
+                payloads += (memoryview(frame.bytes) if small else frame.buffer,)
+            self._file(head, payloads)
+        return True
+
+
+def _check(transport: str, directory: str, token: bytes, host: str) -> None:
+    if transport not in ("ipc", "tcp"):
+        raise ConfigError("unknown transport", got=transport, where="runtime.transport", exists="ipc, tcp")
+    if transport == "ipc" and not Path(directory).is_dir():
+        raise ConfigError("links over ipc need an existing directory", got=directory, where="directory")
+    if transport == "ipc" and len(os.fsencode(str(Path(directory).absolute()))) > _LONGEST_IPC_DIRECTORY:
+        raise ConfigError(
+            "the path of an ipc socket must fit into 108 bytes", got=directory, fix="use links.socket_directory()"
+        )
+    if transport == "tcp" and len(token) < 16 and not _is_loopback(host):
+        raise ConfigError(
+            "links beyond loopback need a token of at least 16 bytes", got=f"{len(token)} bytes", where=f"host {host}"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

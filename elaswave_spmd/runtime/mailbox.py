@@ -1,0 +1,114 @@
+"""The one place where everything from outside reaches a worker: messages, death notices, interruptions.
+
+Event loops put; one thread (training, or the controller's main thread) takes. Neither side ever waits for the other to
+finish anything, so nobody is stranded in a wait that only a peer could end. No zmq, no torch: the virtual-time engine
+files into the same class.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message: who sent it, its encoded header, its payload buffers (bytes, contiguous; valid while referenced).
+
+    A payload starts at a multiple of 8 bytes, no more: whoever feeds one to a kernel whose bits may depend on alignment
+    copies it into aligned memory first (boundary tensors); elementwise sums may read it where it lies.
+    """
+
+    sender: int
+    header: bytes
+    payloads: tuple[memoryview, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """The link to `peer` is gone for good: its process ended, or the connect was refused. Once per `Links.connect`.
+
+    Messages that the peer sent before its end may still follow this notice; they are content, valid as ever.
+    """
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerGone:
+    """The controller's process has ended without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Somebody in this process called `Mailbox.interrupt(reason)`."""
+
+    reason: str
+
+
+Item: TypeAlias = Envelope | PeerClosed | ControllerGone | Interrupted
+
+
+class Mailbox:
+    """A queue of `Item`s with any number of putting threads and exactly one taking thread.
+
+    Args:
+        tap: sees every item first, in the thread that puts it; returning True keeps the item out of the queue. For what
+            must be answered while the taking thread computes (PREPARE). It must be short and must not wait.
+
+    Items of one sender stay in the order in which they were put.
+    """
+
+    def __init__(self, tap: Callable[[Item], bool] | None = None) -> None:
+        self._tap = tap
+        self._items: deque[Item] = deque()
+        # Locked means "nothing new since the taker last looked". A bare lock wakes its waiter through one semaphore,
+        # a fraction of what Condition does in Python code; the deque itself needs no lock.
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item) -> None:
+        """File `item` and wake the taker. Any thread; never blocks."""
+        if self._tap is not None and self._tap(item):
+            return
+        self._items.append(item)
+        try:  # noqa: SIM105  (the hot path: a context manager costs ten times the call)
+            self._bell.release()
+        except RuntimeError:
+            pass  # already rung; the taker looks at the queue after it has taken the bell, so it sees this item too
+
+    def interrupt(self, reason: str) -> None:
+        """Wake the taker with `Interrupted(reason)`, in order with everything else."""
+        self.put(Interrupted(reason))
+
+    def take_all(self) -> list[Item]:
+        """Everything filed so far, oldest first; never blocks."""
+        items = self._items
+        return [items.popleft() for _ in range(len(items))]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until an item is there (True) or `timeout` seconds have passed (False). None waits without a limit."""
+        if self._items:
+            return True
+        if timeout is None:
+            while not self._items:
+                self._bell.acquire()
+            return True
+        deadline = time.monotonic() + timeout
+        while not self._items:
+            # The bell may have rung for an item taken earlier: hence the loop.
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+                return bool(self._items)
+        return True
+
+    def get(self, timeout: float | None = None) -> Item | None:
+        """The oldest item, waiting up to `timeout` seconds for one; None when there was none."""
+        return self._items.popleft() if self.wait(timeout) else None

@@ -1,0 +1,73 @@
+"""What the executor needs of the outside: send a message, take those that came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.links import CONTROLLER, Links
+from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+
+_FP32 = (m.NodeSum, m.Entry, m.FinalPages)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A message that arrived. `payload` is flat, in the dtype that its kind implies; it may be read-only memory."""
+
+    sender: int
+    message: m.AnyMessage
+    payload: Tensor | None = None
+
+
+class Port(Protocol):
+    """The executor's only way out. Sending never blocks; what is sent must not change until the step is decided."""
+
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None: ...
+
+    def take(self) -> list[Incoming]:
+        """Everything that has arrived since the last call, in order of arrival; never waits."""
+        ...
+
+
+def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
+    """Reduced gradients and masters travel in fp32; activations and published parameters in the compute dtype."""
+    return torch.float32 if isinstance(message, _FP32) else compute
+
+
+class LinkPort:
+    """A port over real links. Messages are encoded; payloads are sent from, and read where, they lie."""
+
+    def __init__(self, links: Links, mailbox: Mailbox, compute: torch.dtype) -> None:
+        self._links, self._mailbox, self._compute = links, mailbox, compute
+        self.notices: list[PeerClosed | ControllerGone] = []
+
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        frames: Sequence[memoryview] = ()
+        if payload is not None:
+            frames = (memoryview(payload.detach().reshape(-1).view(torch.uint8).numpy()),)
+        self._links.send(peer, m.encode(message), frames)
+
+    def take(self) -> list[Incoming]:
+        found = []
+        for item in self._mailbox.take_all():
+            if isinstance(item, Envelope):
+                found.append(self.decode(item))
+            else:
+                self.notices.append(item)
+        return found
+
+    def decode(self, envelope: Envelope) -> Incoming:
+        message = m.decode(envelope.header)
+        payload = None
+        if envelope.payloads:
+            payload = torch.frombuffer(envelope.payloads[0], dtype=payload_dtype(message, self._compute))
+        return Incoming(envelope.sender, message, payload)
+
+    def controller(self, message: m.Message, payload: Tensor | None = None) -> None:
+        self.send(CONTROLLER, message, payload)

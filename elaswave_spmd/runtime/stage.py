@@ -1,0 +1,142 @@
+"""The layer programs of one worker: each layer runs forward and backward by itself, on one unit.
+
+A layer's input is cut off from the graph before it, so a unit's layer is a program of fixed shapes with the same bits
+wherever it runs, and its gradient can leave as soon as it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.keyed import Keys
+from elaswave_spmd.models import Batch
+from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
+
+Loss = Callable[[Tensor, Batch], Tensor]
+
+
+class Batches(Protocol):
+    """A split of a dataset, by sample id."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets): int64 [samples, seq_len] each."""
+        ...
+
+
+@dataclass
+class _Saved:
+    """What the backward of a layer needs: its input, and its output with the graph (none when checkpointing)."""
+
+    x: Tensor
+    y: Tensor | None
+    keys: Keys
+
+
+class StagePrograms:
+    """Forward and backward of a worker's layers.
+
+    Args:
+        modules: layer number -> module, bound to its value buffer.
+        loss: token-sum loss of the last layer's output, or None on other stages.
+        loss_scale: 1 / tokens of the global batch.
+        checkpointing: keep inputs only.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        values: Mapping[int, ValueBuffer],
+        *,
+        loss: Loss | None,
+        loss_scale: float,
+        checkpointing: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self._modules, self._values = modules, values
+        self._loss, self._loss_scale, self._checkpointing = loss, loss_scale, checkpointing
+        self._last = max(modules) if loss is not None else -1
+        # Below fp32 a unit's gradient is made in the compute dtype, then added to fp32 sums: one scratch per layer.
+        self._scratch: dict[int, list[Tensor]] = {}
+        if dtype != torch.float32:
+            for layer, buffer in values.items():
+                flat = torch.zeros_like(buffer.flat)
+                self._scratch[layer] = [flat, *(flat[s.start : s.stop] for s in buffer.layout.slots)]
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._losses: dict[int, Tensor] = {}
+
+    def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """Runs a layer, keeping what its backward needs. Returns its output, detached.
+
+        Args:
+            x: the unit's token ids [B, T] for layer 0, else the output of the layer before.
+            batch: needed by the last layer only, for the loss.
+        """
+        x = x.detach()
+        if x.is_floating_point():
+            x.requires_grad_()
+        if self._checkpointing:
+            with torch.no_grad():
+                y = self._run(layer, unit, x, keys, batch)
+            self._saved[layer, unit] = _Saved(x, None, keys)
+        else:
+            y = self._run(layer, unit, x, keys, batch)
+            self._saved[layer, unit] = _Saved(x, y, keys)
+        return y.detach()
+
+    def backward(self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, batch: Batch | None) -> Tensor | None:
+        """Adds the unit's gradient of the layer to `into`; returns the gradient by the layer's input.
+
+        Args:
+            dy: gradient by the output; None for the last layer, whose output is the loss.
+        """
+        saved = self._saved.pop((layer, unit))
+        y = saved.y if saved.y is not None else self._run(layer, unit, saved.x, saved.keys, batch)
+        parameters = self._values[layer].parameters
+        scratch = self._scratch.get(layer)
+        if scratch:
+            scratch[0].zero_()
+        for i, parameter in enumerate(parameters):
+            parameter.grad = scratch[i + 1].view(parameter.shape) if scratch else into.views[i]
+        torch.autograd.backward(y, dy)
+        for i, parameter in enumerate(parameters):
+            # Autograd adds in place; a gradient tensor of its own would silently miss the buffer.
+            assert parameter.grad is not None and (scratch or parameter.grad is into.views[i])
+            parameter.grad = None
+        if scratch:
+            into.flat[: scratch[0].numel()].add_(scratch[0])
+        if layer == self._last:
+            into.flat[into.layout.loss_block.start] += self._losses.pop(unit)  # type: ignore[union-attr]
+        return saved.x.grad
+
+    def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """Runs a layer for validation: no graph, no dropout. The last layer gives the unit's token-sum loss."""
+        with torch.no_grad():
+            y = self._modules[layer](x, keys)
+            if layer == self._last and self._loss is not None:
+                assert batch is not None
+                y = self._loss(y, batch)
+        return y
+
+    def _run(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        y = self._modules[layer](x, keys.again())
+        if layer == self._last and self._loss is not None:
+            assert batch is not None
+            y = self._loss(y, batch) * self._loss_scale
+            self._losses[unit] = y.detach()
+        return y
+
+    def set_training(self, training: bool) -> None:
+        for module in self._modules.values():
+            module.train(training)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len({unit for _, unit in self._saved})

@@ -1,0 +1,187 @@
+"""A placement: what runs where, for one mesh epoch, as an immutable value (principle 1).
+
+It holds counts, one number per stage or worker; owner maps and unit lists are functions of it, made on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.pages import ModelLayout, deal_pages
+
+CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
+
+
+@dataclass(frozen=True)
+class HolderRun:
+    """Pages [first, stop) of one layer's state with the same holders. `holders[0]` is the primary."""
+
+    layer: int
+    first: int
+    stop: int
+    holders: tuple[int, ...]
+
+    @property
+    def primary(self) -> int:
+        return self.holders[0]
+
+    def __str__(self) -> str:
+        mirrors = f" mirrors {list(self.holders[1:])}" if len(self.holders) > 1 else ""
+        return f"layer {self.layer} pages [{self.first}, {self.stop}): {self.primary}{mirrors}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Layers on stages, units on workers, pages on holders.
+
+    Args:
+        mesh: the workers, by stage.
+        num_units: units of a step (constant for a run).
+        layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
+        unit_counts: per stage, the units of each worker, in stage order; each stage's counts add up to num_units.
+        shardings: which of parameters, gradients and optimizer state lie on dp.
+        page_layout: "interleaved" or "contiguous" (sharding.pages.deal_pages).
+    """
+
+    mesh: Mesh
+    num_units: int
+    layer_cuts: tuple[int, ...]
+    unit_counts: tuple[tuple[int, ...], ...]
+    shardings: Shardings
+    page_layout: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        cuts, stages = self.layer_cuts, self.mesh.stages
+        assert len(cuts) == len(stages) + 1 and cuts[0] == 0 and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+        for members, counts in zip(stages, self.unit_counts, strict=True):
+            assert len(members) == len(counts) and sum(counts) == self.num_units, (members, counts)
+
+    @cached_property
+    def dealing(self) -> str:
+        """Time-major when gradients are sharded: leaves are sent when done, so no worker keeps full-size sums."""
+        return TIME_MAJOR if self.shardings.zero_level >= 2 else CONTIGUOUS
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.mesh.stages)
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_cuts[-1]
+
+    def layers_of_stage(self, stage: int) -> range:
+        return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
+
+    def stage_of_layer(self, layer: int) -> int:
+        return next(s for s in range(self.num_stages) if layer < self.layer_cuts[s + 1])
+
+    @cached_property
+    def _workers_of_units(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            deal_units(members, counts, self.dealing)
+            for members, counts in zip(self.mesh.stages, self.unit_counts, strict=True)
+        )
+
+    def worker_of_unit(self, stage: int, unit: int) -> int:
+        return self._workers_of_units[stage][unit]
+
+    def units_of(self, rank: int) -> tuple[int, ...]:
+        """The units of one worker, ascending."""
+        stage = self.mesh.stage_of(rank)
+        return tuple(u for u, worker in enumerate(self._workers_of_units[stage]) if worker == rank)
+
+    def holder_runs(self, layout: ModelLayout) -> tuple[tuple[HolderRun, ...], ...]:
+        """Per layer, the runs of its state pages (and of its loss page), in page order."""
+        per_layer: list[tuple[HolderRun, ...]] = []
+        for stage in range(self.num_stages):
+            layers = self.layers_of_stage(stage)
+            cuts = deal_pages(
+                [layout.layers[ly].num_state_pages for ly in layers], len(self.mesh.stages[stage]), self.page_layout
+            )
+            per_layer += [self._runs_of_layer(layout, ly, stage, c) for ly, c in zip(layers, cuts, strict=True)]
+        return tuple(per_layer)
+
+    def _runs_of_layer(self, layout: ModelLayout, layer: int, stage: int, cuts: Sequence[int]) -> tuple[HolderRun, ...]:
+        members = self.mesh.stages[stage]
+        replicated = not self.shardings.optim.axes
+        found = []
+
+        def add(first: int, stop: int, primary: int) -> None:
+            mirrors = tuple(m for m in members if m != primary) if replicated else ()
+            found.append(HolderRun(layer, first, stop, (primary, *mirrors)))
+
+        for block in layout.layers[layer].state_blocks:
+            for position, primary in enumerate(members):
+                first = max(cuts[position], block.first_page)
+                stop = min(cuts[position + 1], block.first_page + block.num_pages)
+                if first < stop:
+                    add(first, stop, primary)
+        loss = layout.layers[layer].loss_block
+        if loss is not None:
+            add(loss.first_page, loss.first_page + 1, members[-1])
+        return tuple(found)
+
+    def __str__(self) -> str:
+        lines = [f"placement of mesh epoch {self.mesh.epoch}: {self.num_units} units, dealt {self.dealing}"]
+        for s, (members, counts) in enumerate(zip(self.mesh.stages, self.unit_counts, strict=True)):
+            layers = self.layers_of_stage(s)
+            lines.append(f"  stage {s}: layers {layers.start}..{layers.stop - 1}, workers {list(members)}, units {list(counts)}")
+        return "\n".join(lines)
+
+
+def deal_units(members: Sequence[int], counts: Sequence[int], dealing: str) -> tuple[int, ...]:
+    """The worker of every unit of a stage.
+
+    contiguous: the first counts[0] units to the first member, and so on. time-major: one unit to each member in turn,
+    round after round, members that have had their count left out.
+    """
+    if dealing == CONTIGUOUS:
+        return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
+    rounds = range(max(counts, default=0))
+    return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
+
+
+def even_counts(total: int, parts: int) -> tuple[int, ...]:
+    """`total` units over `parts` workers, as evenly as whole units allow; the first ones get one more."""
+    base, extra = divmod(total, parts)
+    return tuple(base + (part < extra) for part in range(parts))
+
+
+def place(
+    mesh: Mesh,
+    layout: ModelLayout,
+    shardings: Shardings,
+    num_units: int,
+    *,
+    layer_costs: Sequence[float] | None = None,
+    page_layout: str = "interleaved",
+) -> Placement:
+    """The healthy placement of a mesh: layers balanced over stages, units dealt evenly.
+
+    Args:
+        layer_costs: relative compute cost of each layer; by default its number of elements, at least 1.
+
+    Raises:
+        PlanError: more stages than layers, or no unit.
+    """
+    num_layers, num_stages = len(layout.layers), len(mesh.stages)
+    if num_stages > num_layers:
+        raise PlanError(
+            "every stage has at least one layer",
+            got=f"{num_stages} stages",
+            where="mesh",
+            exists=f"{num_layers} layers (model.layers plus embedding and head)",
+            fix=f"use at most pp{num_layers}, or a larger model.layers",
+        )
+    if num_units < 1:
+        raise PlanError("a step has at least one unit", got=num_units, where="train.global_batch / unit.size")
+    costs = list(layer_costs) if layer_costs else [max(1.0, float(ly.num_value_elements)) for ly in layout.layers]
+    cuts = balance_layers(costs, [len(members) for members in mesh.stages])
+    counts = tuple(even_counts(num_units, len(members)) for members in mesh.stages)
+    return Placement(mesh, num_units, cuts, counts, shardings, page_layout)

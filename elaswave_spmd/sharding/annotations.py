@@ -1,0 +1,165 @@
+"""What model code declares: `Shardings` for the model, `shard` for its parameters, `tie` for a parameter used by two layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from elaswave_spmd.errors import SpecError
+from elaswave_spmd.mesh import ISLAND_AXES, WORKER_AXES
+from elaswave_spmd.sharding.spec import P, check_spec
+
+_Module = TypeVar("_Module")
+_ATTRIBUTE = "__elaswave_specs__"
+_STATE = ("params", "grads", "optim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shardings:
+    """How a model lies on the worker axes. Data parallelism, pipeline and ZeRO are specs, not modes.
+
+    Args:
+        batch: of the global batch; `P("dp")` deals its units over the workers of each stage.
+        layers: of the stack of layers; `P("pp")` deals layers over stages.
+        params, grads, optim: of the sequence of pages of each layer, over the workers of its stage: whole (`P(None)`)
+            or `P("dp")`. None of them sharded is ZeRO-0; optim ZeRO-1; grads too ZeRO-2; params too ZeRO-3.
+
+    Raises:
+        SpecError: an axis that a field cannot lie on, more than one dim, or a combination that is no ZeRO level.
+    """
+
+    batch: P = P("dp")
+    layers: P = P("pp")
+    params: P = P(None)
+    grads: P = P(None)
+    optim: P = P(None)
+
+    def __post_init__(self) -> None:
+        for field in ("batch", *_STATE):
+            self._check(field, "dp")
+        self._check("layers", "pp")
+        sharded = [field for field in _STATE if getattr(self, field).axes]
+        if sharded != list(_STATE[len(_STATE) - len(sharded) :]):
+            raise SpecError(
+                "Sharded params need sharded grads, and sharded grads need a sharded optim",
+                got=", ".join(f"{field}={getattr(self, field)}" for field in _STATE),
+                where="Shardings",
+                exists="ZeRO-0 none on dp; ZeRO-1 optim; ZeRO-2 grads, optim; ZeRO-3 params, grads, optim",
+                fix=f'add {", ".join(f"""{field}=P("dp")""" for field in _implied(sharded))}',
+            )
+
+    def _check(self, field: str, axis: str) -> None:
+        spec = getattr(self, field)
+        if not isinstance(spec, P):
+            raise SpecError(
+                "A sharding is a spec", got=spec, where=f"Shardings.{field}", fix=f'write P("{axis}") or P(None)'
+            )
+        if len(spec.entries) > 1 or not set(spec.axes) <= {axis}:
+            island = set(spec.axes) & set(ISLAND_AXES)
+            raise SpecError(
+                f"Shardings.{field} is one entry, on {axis!r} or whole",
+                got=spec,
+                where=f"Shardings.{field}",
+                exists=f'P("{axis}"), P(None)',
+                fix=f"{', '.join(sorted(island))} split single parameters: name them by shard()"
+                if island
+                else "use one of these",
+            )
+
+    @property
+    def zero_level(self) -> int:
+        """How many of optim, grads, params lie on dp: 0, 1, 2 or 3, as in ZeRO."""
+        return sum(bool(getattr(self, field).axes) for field in _STATE)
+
+    def with_zero(self, level: int) -> Shardings:
+        """These shardings at ZeRO level 0, 1, 2 or 3; batch and layers stay."""
+        if level not in range(4):
+            raise SpecError("ZeRO has levels", got=level, exists="0, 1, 2, 3", fix="use one of these")
+        params, grads, optim = (P("dp") if level >= needed else P(None) for needed in (3, 2, 1))
+        return replace(self, params=params, grads=grads, optim=optim)
+
+
+def shard(module: _Module, **specs: P) -> _Module:
+    """Say how parameters of `module` lie on the axes inside a worker's island: `shard(self.up, weight=P("tp", None))`.
+
+    Returns the module itself. Another call for the same parameter replaces its spec.
+
+    Raises:
+        SpecError: no such parameter, more entries than its dims, or a worker axis (dp, pp).
+    """
+    checked: dict[str, P] = {}
+    for name, spec in specs.items():
+        where = f"shard({type(module).__name__}, {name}=...)"
+        shape = getattr(getattr(module, name, None), "shape", None)
+        if shape is None:
+            exists = ", ".join(_parameter_names(module)) or "none in this module itself"
+            raise SpecError(
+                "shard() names parameters of its module", got=name, where=where, exists=exists, fix="use one of these"
+            )
+        if not isinstance(spec, P):
+            raise SpecError("A sharding is a spec", got=spec, where=where, fix='write P("tp", None)')
+        if outside := [axis for axis in spec.axes if axis in WORKER_AXES]:
+            raise SpecError(
+                f"shard() splits a parameter inside one worker; {outside[0]!r} lies across workers, where state is dealt in pages",
+                got=spec,
+                where=where,
+                exists=f"axes {', '.join(ISLAND_AXES)}",
+                fix='declare it for the whole model: Shardings(params=P("dp"), ...) or layers=P("pp")',
+            )
+        check_spec(spec, tuple(shape), name=where)
+        checked[name] = spec
+    setattr(module, _ATTRIBUTE, {**getattr(module, _ATTRIBUTE, {}), **checked})
+    return module
+
+
+def specs_of(module: Any) -> dict[str, P]:
+    """What `shard` was told about `module` and the modules below it: parameter path -> spec, `{"attn.qkv.weight": P("tp", None)}`."""
+    modules: Iterable[tuple[str, Any]] = module.named_modules() if hasattr(module, "named_modules") else [("", module)]
+    return {
+        f"{path}.{name}" if path else name: spec
+        for path, owner in modules
+        for name, spec in getattr(owner, _ATTRIBUTE, {}).items()
+    }
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameter `reader` is parameter `owner`: one array, used by two layers; names are "<layer>.<path>".
+
+    Raises:
+        SpecError: a name without layer and path, or one name twice.
+    """
+
+    reader: str
+    owner: str
+
+    def __post_init__(self) -> None:
+        for name in (self.reader, self.owner):
+            if not isinstance(name, str) or "." not in name.strip("."):
+                raise SpecError(
+                    "tie() names parameters as <layer>.<path>", got=name, where="tie()", fix='write "head.weight"'
+                )
+        if self.reader == self.owner:
+            raise SpecError(
+                "tie() joins two parameters", got=f"{self.reader!r} twice", where="tie()", fix="name reader and owner"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.reader} = {self.owner}"
+
+
+def tie(reader: str, owner: str) -> Tie:
+    """Declare that `reader` uses the array of `owner`: `tie("head.weight", "embed.weight")`."""
+    return Tie(reader, owner)
+
+
+def _implied(sharded: list[str]) -> tuple[str, ...]:
+    first = min(_STATE.index(field) for field in sharded)
+    return tuple(field for field in _STATE[first:] if field not in sharded)
+
+
+def _parameter_names(module: object) -> list[str]:
+    if hasattr(module, "named_parameters"):
+        return [name for name, _ in module.named_parameters(recurse=False)]  # type: ignore[attr-defined]
+    return [name for name, value in vars(module).items() if hasattr(value, "shape")]

@@ -1,0 +1,340 @@
+"""How a model's state lies in flat buffers, and how a buffer is cut in pages.
+
+A layer's parameters are flattened into one buffer. The buffer is a sequence of *blocks*, each a whole number of pages:
+
+    | state block of a tied parameter | ... | state block of the rest | reader block of a tied use | ... | loss block |
+
+A *state* block is owned: its pages have holders (fp32 master, moments). A *reader* block is this layer's copy of a
+parameter that another layer owns; its pages match the owner's one to one, so that gradients go, and published values
+come, page by page. The *loss* block, in the last layer only, is one page of gradient buffer whose first element
+carries the unit's loss: the loss is reduced, replicated and salvaged exactly like a gradient page.
+
+Every page has `page_size` elements except the last of a block, which may be shorter; all are multiples of 64 elements.
+Page ids (layer, page) never change during a run (protocol.md, "Words"). No torch in here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from elaswave_spmd.errors import LayoutError
+
+ALIGNMENT = 64
+"""Elements. Every parameter starts at a multiple: at least 64 bytes in bf16 and in fp32."""
+
+STATE, READER, LOSS = "state", "reader", "loss"
+
+
+def _align(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter as the planner sees it. `name` is global, "block0.attn.qkv.weight"."""
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool = True
+    lr_scale: float = 1.0
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies: elements [start, start + num_elements) of its layer's buffer."""
+
+    parameter: ParameterInfo
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.num_elements
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of a layer's buffer that share one weight-decay and learning-rate rule."""
+
+    start: int
+    stop: int
+    decay: bool
+    lr_scale: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pages [first_page, first_page + num_pages), elements [start, stop) of the layer's buffer.
+
+    `source` is, for a reader block, (owner layer, owner's first page): pages match one to one.
+    """
+
+    kind: str
+    first_page: int
+    num_pages: int
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+    source: tuple[int, int] | None = None
+
+    @property
+    def pages(self) -> range:
+        return range(self.first_page, self.first_page + self.num_pages)
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """The flat buffer of one layer. Sizes are in elements; bytes follow from the dtype of the buffer at hand."""
+
+    index: int
+    name: str
+    page_size: int
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def state_blocks(self) -> tuple[Block, ...]:
+        return tuple(b for b in self.blocks if b.kind == STATE)
+
+    @cached_property
+    def reader_blocks(self) -> tuple[Block, ...]:
+        return tuple(b for b in self.blocks if b.kind == READER)
+
+    @cached_property
+    def loss_block(self) -> Block | None:
+        return next((b for b in self.blocks if b.kind == LOSS), None)
+
+    @cached_property
+    def num_state_pages(self) -> int:
+        return sum(b.num_pages for b in self.state_blocks)
+
+    @cached_property
+    def num_state_elements(self) -> int:
+        """Elements of owned state, padding included: what one copy of the master parameters takes."""
+        return sum(b.stop - b.start for b in self.state_blocks)
+
+    @cached_property
+    def num_value_pages(self) -> int:
+        """Pages of the parameter buffer: state and reader pages, without the loss page."""
+        return sum(b.num_pages for b in self.blocks if b.kind != LOSS)
+
+    @cached_property
+    def num_value_elements(self) -> int:
+        return sum(b.stop - b.start for b in self.blocks if b.kind != LOSS)
+
+    @cached_property
+    def num_gradient_elements(self) -> int:
+        return self.blocks[-1].stop if self.blocks else 0
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(s for b in self.blocks for s in b.slots)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The owned elements by update rule; padding goes with the parameter before it."""
+        found: list[Segment] = []
+        for block in self.state_blocks:
+            ends = [s.start for s in block.slots[1:]] + [block.stop]
+            for slot, end in zip(block.slots, ends, strict=True):
+                p, last = slot.parameter, found[-1] if found else None
+                if last and last.stop == slot.start and (last.decay, last.lr_scale) == (p.decay, p.lr_scale):
+                    found[-1] = Segment(last.start, end, p.decay, p.lr_scale)
+                else:
+                    found.append(Segment(slot.start, end, p.decay, p.lr_scale))
+        return tuple(found)
+
+    def block_of(self, page: int) -> Block:
+        return next(b for b in self.blocks if b.first_page <= page < b.first_page + b.num_pages)
+
+    def span(self, first: int, stop: int) -> tuple[int, int]:
+        """Elements [start, stop) of the pages [first, stop), which lie in one block."""
+        block = self.block_of(first)
+        assert stop <= block.first_page + block.num_pages, (self.name, first, stop, block)
+        start = block.start + (first - block.first_page) * self.page_size
+        end = block.start + (stop - block.first_page) * self.page_size
+        return start, min(end, block.stop)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{b.kind} {b.num_pages}" for b in self.blocks)
+        return f"{self.index} {self.name}: {self.num_state_elements} elements, pages: {kinds}"
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """What a model says of one layer: its own parameters, and the parameters of other layers that it reads.
+
+    `reads` maps the name of the parameter inside this layer ("head.weight") to the owner's ("embed.weight").
+    """
+
+    name: str
+    parameters: tuple[ParameterInfo, ...]
+    reads: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The layouts of a model's layers, first to last."""
+
+    layers: tuple[LayerLayout, ...]
+    page_size: int
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(s.parameter.num_elements for layer in self.layers for b in layer.state_blocks for s in b.slots)
+
+    @cached_property
+    def owned(self) -> Mapping[str, tuple[int, Slot]]:
+        """Parameter name -> (layer, slot), owned parameters only."""
+        return {s.parameter.name: (ly.index, s) for ly in self.layers for b in ly.state_blocks for s in b.slots}
+
+    @cached_property
+    def readers(self) -> Mapping[tuple[int, int], tuple[tuple[int, Block], ...]]:
+        """(owner layer, owner's first page) -> the reader blocks of that parameter, in layer order."""
+        found: dict[tuple[int, int], list[tuple[int, Block]]] = {}
+        for layer in self.layers:
+            for block in layer.reader_blocks:
+                assert block.source is not None
+                found.setdefault(block.source, []).append((layer.index, block))
+        return {source: tuple(blocks) for source, blocks in found.items()}
+
+    def __str__(self) -> str:
+        return "\n".join([f"pages of {self.page_size} elements", *map(str, self.layers)])
+
+
+def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
+    """Lays a model's parameters out in pages.
+
+    Inside a block parameters are ordered by update rule (those with weight decay first), then as declared, so that a
+    layer has few segments. A tied parameter has a block of its own, at the front of its owner.
+
+    Raises:
+        LayoutError: a page size that is not a multiple of 64; a tie to a parameter that no layer owns, or to one of
+            another shape; a parameter without elements.
+    """
+    if page_size <= 0 or page_size % ALIGNMENT:
+        raise LayoutError(
+            f"a page is a positive multiple of {ALIGNMENT} elements",
+            got=page_size,
+            where="page.size",
+            fix=f"page.size={max(ALIGNMENT, _align(max(page_size, 1)))}",
+        )
+    shapes = {p.name: p for use in uses for p in use.parameters}
+    for p in shapes.values():
+        if p.num_elements == 0:
+            raise LayoutError("a parameter has at least one element", got=p.shape, where=p.name)
+    for use in uses:
+        for reader, owner in use.reads:
+            if owner not in shapes:
+                owners = ", ".join(sorted(shapes))
+                raise LayoutError("a tied parameter is owned by a layer", got=owner, where=reader, exists=owners)
+    tied = {owner for use in uses for _, owner in use.reads}
+    home: dict[str, tuple[int, int]] = {}
+    layers = [_lay_out_state(i, use, tied, page_size, home) for i, use in enumerate(uses)]
+    last = len(uses) - 1
+    return ModelLayout(
+        tuple(_add_views(layer, use, shapes, home, layer.index == last) for layer, use in zip(layers, uses, strict=True)),
+        page_size,
+    )
+
+
+def _lay_out_state(
+    index: int, use: LayerUse, tied: Iterable[str], page_size: int, home: dict[str, tuple[int, int]]
+) -> LayerLayout:
+    """The state blocks of one layer; notes in `home` where each tied parameter begins."""
+    tied_here = [(p,) for p in use.parameters if p.name in tied]
+    rest = sorted((p for p in use.parameters if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
+    blocks: list[Block] = []
+    for group in [*tied_here, *([tuple(rest)] if rest else [])]:
+        block = _block(STATE, group, blocks, page_size)
+        blocks.append(block)
+        if group in tied_here:
+            home[group[0].name] = (index, block.first_page)
+    return LayerLayout(index, use.name, page_size, tuple(blocks))
+
+
+def _add_views(
+    layer: LayerLayout,
+    use: LayerUse,
+    shapes: Mapping[str, ParameterInfo],
+    home: Mapping[str, tuple[int, int]],
+    is_last: bool,
+) -> LayerLayout:
+    """The same layer with its reader blocks and, in the last layer, the loss block."""
+    blocks = list(layer.blocks)
+    for reader, owner in use.reads:
+        p = shapes[owner]
+        info = ParameterInfo(reader, p.shape, p.decay, p.lr_scale)
+        blocks.append(_block(READER, (info,), blocks, layer.page_size, source=home[owner]))
+    if is_last:
+        blocks.append(_block(LOSS, (), blocks, layer.page_size))
+    return LayerLayout(layer.index, layer.name, layer.page_size, tuple(blocks))
+
+
+def _block(
+    kind: str,
+    parameters: Sequence[ParameterInfo],
+    before: Sequence[Block],
+    page_size: int,
+    source: tuple[int, int] | None = None,
+) -> Block:
+    start = before[-1].stop if before else 0
+    first = before[-1].first_page + before[-1].num_pages if before else 0
+    slots, at = [], start
+    for p in parameters:
+        slots.append(Slot(p, at))
+        at += _align(p.num_elements)
+    stop = max(at, start + ALIGNMENT)
+    return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source)
+
+
+def deal_pages(pages_of_layer: Sequence[int], num_workers: int, layout: str = "interleaved") -> list[list[int]]:
+    """Cuts each layer's pages among a stage's workers: worker w takes pages [cuts[w], cuts[w + 1]) of a layer.
+
+    interleaved: every layer is dealt over all workers (principle 5: moving a layer between stages of n workers is n
+    disjoint transfers); the workers that get one page more rotate from layer to layer, so that the load over the
+    stage is even within one page. contiguous: the layers' pages, one after another, cut in `num_workers` (the common
+    layout of ZeRO; a baseline).
+
+    Returns: one list of num_workers + 1 cuts per layer.
+    """
+    if layout not in ("interleaved", "contiguous"):
+        raise LayoutError("a page layout has a known name", got=layout, exists="interleaved, contiguous")
+    n = num_workers
+    if layout == "contiguous":
+        bounds = _even_cuts(sum(pages_of_layer), n, 0)
+        cuts, before = [], 0
+        for pages in pages_of_layer:
+            cuts.append([min(max(b - before, 0), pages) for b in bounds])
+            before += pages
+        return cuts
+    cuts, offset = [], 0
+    for pages in pages_of_layer:
+        cuts.append(_even_cuts(pages, n, offset))
+        offset = (offset + pages) % n
+    return cuts
+
+
+def _even_cuts(total: int, parts: int, offset: int) -> list[int]:
+    """Cuts [0, total) in parts of equal size, the remainder going to parts offset, offset + 1, ... (cyclically)."""
+    base, extra = divmod(total, parts)
+    cuts = [0]
+    for part in range(parts):
+        cuts.append(cuts[-1] + base + ((part - offset) % parts < extra))
+    return cuts
+
+
+def runs(owner_of_page: Sequence[object]) -> list[tuple[int, int, object]]:
+    """Maximal runs [start, stop) of pages with equal owners: the compact form of an owner map."""
+    found, at = [], 0
+    for owner, group in groupby(owner_of_page):
+        length = sum(1 for _ in group)
+        found.append((at, at + length, owner))
+        at += length
+    return found

@@ -1,0 +1,123 @@
+"""`P`, a partition spec: which axes split which dims of an array. No mesh inside, so one spec serves every mesh epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from elaswave_spmd.errors import SpecError
+from elaswave_spmd.mesh import AXES, ISLAND_AXES, MeshShape
+
+Entry = str | tuple[str, ...] | None
+"""What splits one dim: nothing, an axis, or several axes, the first one coarsest."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class P:
+    """Which axes split which dims: `P("dp", None)` splits dim 0 over dp; dims beyond the last entry are whole.
+
+    Several axes on one dim cut in turn, the later ones cutting what the earlier ones left: `P(("pp", "dp"))` gives
+        each stage a part,
+    and each worker of a stage a part of that. The order is pp, dp, then tp and fsdp as wished: stages may have
+    different numbers of workers at any epoch, so cutting by dp first would have no meaning.
+
+    Raises:
+        SpecError: unknown axis, axis used twice, axes of one dim out of order, or an entry that is none of the above.
+    """
+
+    entries: tuple[Entry, ...]
+
+    def __init__(self, *entries: Entry) -> None:
+        object.__setattr__(self, "entries", tuple(_canonical(entry, entries) for entry in entries))
+        for axis in self.axes:
+            if self.axes.count(axis) > 1:
+                raise SpecError(
+                    "A spec uses an axis at most once", got=self, where=f"axis {axis!r}", fix="keep it on one dim"
+                )
+        for dim, entry in enumerate(self.entries):
+            axes = self.axes_of(dim)
+            ordered = tuple(sorted(axes, key=lambda axis: (axis in ISLAND_AXES, axis == "dp")))
+            if axes != ordered:
+                raise SpecError(
+                    "Axes of one dim cut stages first, then the workers of a stage, then inside a worker",
+                    got=f"{entry!r} in {self}",
+                    fix=f"write {ordered!r}",
+                )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes in the spec, in the order of the dims."""
+        return tuple(axis for dim in range(len(self.entries)) for axis in self.axes_of(dim))
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split `dim`, coarsest first; empty where the dim is whole."""
+        entry = self.entries[dim] if dim < len(self.entries) else None
+        return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` splits; None if it splits none."""
+        return next((dim for dim in range(len(self.entries)) if axis in self.axes_of(dim)), None)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(_show, self.entries))})"
+
+
+def check_spec(spec: P, shape: tuple[int, ...], mesh_shape: MeshShape | None = None, name: str = "array") -> None:
+    """Check that `spec` can split an array of this shape, on this mesh where one is given. Worker axes may divide unevenly.
+
+    Raises:
+        SpecError: more entries than dims, or a dim that the axes inside an island (tp, fsdp) do not divide. Names the
+            array.
+    """
+    if len(spec.entries) > len(shape):
+        raise SpecError(
+            "A spec has at most one entry per dim",
+            got=f"{spec} with {len(spec.entries)} entries for shape {shape} with {len(shape)} dims",
+            where=name,
+            exists=f"dims {', '.join(map(str, range(len(shape)))) or 'none: a scalar is whole everywhere, P()'}",
+            fix=f"write {P(*spec.entries[: len(shape)])}",
+        )
+    for dim, length in enumerate(shape if mesh_shape else ()):
+        axes = [axis for axis in spec.axes_of(dim) if axis in ISLAND_AXES]
+        parts = 1
+        for axis in axes:
+            parts *= mesh_shape.axis_size(axis) if mesh_shape else 1
+        if length % parts:
+            raise SpecError(
+                f"Axes inside an island divide their dim evenly; {length} is no multiple of {parts}",
+                got=f"{spec} on dim {dim} of shape {shape}",
+                where=name,
+                exists=f"mesh {mesh_shape}: {', '.join(f'{axis} of size {mesh_shape.axis_size(axis)}' for axis in axes)}"
+                if mesh_shape
+                else "",
+                fix=f"make dim {dim} a multiple of {parts}, split another dim, or choose sizes that divide {length}",
+            )
+
+
+def _canonical(entry: object, entries: tuple[object, ...]) -> Entry:
+    axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
+    if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
+        raise SpecError(
+            "An entry of a spec is None, an axis, or a tuple of axes",
+            got=f"{entry!r} in P({', '.join(map(repr, entries))})",
+            exists=f"axes {', '.join(AXES)}",
+            fix='write P("dp", None), or P(("pp", "dp"))',
+        )
+    for axis in axes:
+        if axis not in AXES:
+            close = get_close_matches(axis, AXES, n=1)
+            raise SpecError(
+                "A spec names axes of the mesh",
+                got=f"{axis!r} in P({', '.join(map(_show, entries))})",
+                exists=f"axes {', '.join(AXES)}",
+                fix=f"write {close[0]!r}" if close else "use one of these, or None for a dim that stays whole",
+            )
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def _show(entry: object) -> str:
+    if isinstance(entry, str):
+        return f'"{entry}"'
+    if isinstance(entry, tuple | list) and len(entry) > 1:
+        return f"({', '.join(map(_show, entry))})"
+    return f"({_show(entry[0])},)" if isinstance(entry, tuple | list) and entry else repr(entry)

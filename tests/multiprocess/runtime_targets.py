@@ -1,0 +1,82 @@
+"""What the processes of the runtime tests run; named as "runtime_targets:function" in Zygote.start."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.runtime.links import CONTROLLER, Links
+from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
+
+
+def act(spec: dict[str, Any]) -> object:
+    """Do what the spec says, then write what a worker sees to spec["report"]."""
+    if "report" in spec:
+        numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        seen = {
+            "spec": spec,
+            "stdin": sys.stdin.read(),
+            "sigint_ignored": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            "sigterm_default": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+            "random": [random.random(), numpy_random.random() if numpy_random else random.random()],
+            "preloaded": "decimal" in sys.modules,
+        }
+        part = Path(spec["report"] + ".part")
+        part.write_text(json.dumps(seen))
+        part.rename(spec["report"])
+    if "raise" in spec:
+        raise ValueError(spec["raise"])
+    if "stubborn" in spec:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(spec["stubborn"]).touch()
+    if "exit" in spec:
+        sys.exit(spec["exit"])
+    time.sleep(spec.get("sleep", 0))
+    return spec.get("return")
+
+
+def peer(spec: dict[str, Any]) -> None:
+    """Connect to the controller, echo what it sends, end when it is gone."""
+    mailbox = Mailbox()
+    links = Links(
+        spec["rank"],
+        mailbox,
+        transport=spec["transport"],
+        directory=spec["directory"],
+        token=bytes.fromhex(spec["token"]),
+        life_fd=spec["life_fd"],
+    )
+    links.connect(CONTROLLER, spec["controller"])
+    links.send(CONTROLLER, b"address " + links.address.encode())
+    while not isinstance(item := mailbox.get(), ControllerGone):
+        if isinstance(item, Envelope):
+            links.send(CONTROLLER, item.header, item.payloads)
+    links.close(100)
+
+
+def controller(spec: dict[str, Any]) -> None:
+    """A controller to be killed: starts two workers of its own and says their ids. Runs in a worker of the test."""
+    from elaswave_spmd.runtime.zygote import Zygote
+
+    zygote = Zygote.start(
+        "runtime_targets:" + spec["inner"], preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]
+    )
+    pids = [zygote.pid, *(zygote.spawn(rank, spec["inner_spec"]) for rank in range(2))]
+    part = Path(spec["report"] + ".part")
+    part.write_text(json.dumps({"me": os.getpid(), "pids": pids}))
+    part.rename(spec["report"])
+    time.sleep(100)
+
+
+def until_life_ends(spec: dict[str, Any]) -> None:
+    """A worker that sits in the mailbox until the controller is gone, as a training thread would."""
+    mailbox = Mailbox()
+    links = Links(spec["rank"], mailbox, transport="tcp", life_fd=spec["life_fd"])
+    assert isinstance(mailbox.get(), ControllerGone)
+    links.close()

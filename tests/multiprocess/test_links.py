@@ -1,0 +1,319 @@
+"""Links: what arrives, in which order, and what is heard of the dead, the stopped and the strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
+from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.zygote import Zygote
+
+pytestmark = pytest.mark.timeout(60)
+TOKEN = b"0123456789abcdef"
+
+
+class Ends:
+    """Opens link ends of one test in this process and closes them all."""
+
+    def __init__(self, transport: Transport, stack: ExitStack) -> None:
+        self.transport: Transport = transport
+        self.directory = socket_directory()
+        self._stack = stack
+        stack.callback(os.rmdir, self.directory)  # runs last, and fails when a socket file is left behind
+
+    def open(self, me: int, token: bytes = TOKEN, life_fd: int | None = None) -> tuple[Links, Mailbox]:
+        mailbox = Mailbox()
+        links = Links(me, mailbox, transport=self.transport, directory=self.directory, token=token, life_fd=life_fd)
+        self._stack.callback(links.close)
+        return links, mailbox
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(request.param, stack)
+
+
+def envelope(mailbox: Mailbox) -> Envelope:
+    item = mailbox.get(20)
+    assert isinstance(item, Envelope), item
+    return item
+
+
+def joined(ends: Ends) -> tuple[Links, Links, Mailbox]:
+    """Two ends, 0 -> 1 connected: the sender, the receiver, the receiver's mailbox."""
+    one, _ = ends.open(0)
+    other, mailbox = ends.open(1)
+    one.connect(1, other.address)
+    assert one.wait_connected([1], 10) == []
+    return one, other, mailbox
+
+
+def test_payloads_arrive_whole_and_aligned_to_8_bytes(ends: Ends):
+    one, _, mailbox = joined(ends)
+    generator = np.random.default_rng(0)
+    sizes = (0, 1, 7, 100, 5_000, 9_001, 20_000, 70_001, 1_000_003)
+    sent = [generator.integers(0, 255, size, np.uint8) for size in sizes]
+    assert one.send(1, b"head", sent)
+    got = envelope(mailbox)
+    assert (got.sender, got.header, len(got.payloads)) == (0, b"head", len(sent))
+    for expected, payload in zip(sent, got.payloads, strict=True):
+        array = np.frombuffer(payload, np.uint8)
+        assert np.array_equal(array, expected)
+        assert array.size == 0 or array.ctypes.data % 8 == 0
+    assert one.messages_sent(1) == 1
+    assert one.bytes_sent(1) == sum(sizes) + 4 + len(TOKEN) + len(b"head")
+
+
+def test_messages_of_one_sender_keep_their_order_whatever_their_size(ends: Ends):
+    one, _, mailbox = joined(ends)
+    sizes = [0, 10, 200_000, 3_000_000, 70_000, 8_192, 1]
+    for number in range(210):
+        one.send(1, number.to_bytes(4, "big"), [bytes(sizes[number % len(sizes)])])
+    for number in range(210):
+        got = envelope(mailbox)
+        assert got.header == number.to_bytes(4, "big")
+        assert got.payloads[0].nbytes == sizes[number % len(sizes)]
+
+
+def test_threads_that_share_a_link_do_not_mix_their_messages(ends: Ends):
+    one, _, mailbox = joined(ends)
+
+    def send(thread: int) -> None:
+        for number in range(200):
+            one.send(1, bytes([thread, number]), [bytes([thread]) * 10, bytes([number]) * 70_000])
+
+    threads = [threading.Thread(target=send, args=[thread]) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for _ in range(600):
+        got = envelope(mailbox)
+        thread, number = got.header
+        assert bytes(got.payloads[0]) == bytes([thread]) * 10
+        assert bytes(got.payloads[1]) == bytes([number]) * 70_000
+        seen[thread].append(number)
+    for thread in threads:
+        thread.join()
+    assert all(numbers == list(range(200)) for numbers in seen.values())
+
+
+def test_a_payload_with_gaps_is_refused_and_leaves_the_link_usable(ends: Ends):
+    one, _, mailbox = joined(ends)
+    with pytest.raises(ValueError, match="contiguous"):
+        one.send(1, b"bad", [b"fine", np.zeros((4, 4))[:, 1]])
+    one.send(1, b"good")
+    assert envelope(mailbox) == Envelope(0, b"good", ())
+
+
+def test_a_wrong_token_is_dropped_and_counted(ends: Ends):
+    other, mailbox = ends.open(1)
+    stranger, _ = ends.open(2, token=b"fedcba9876543210")
+    short, _ = ends.open(3, token=b"")
+    friend, _ = ends.open(0)
+    for links in (stranger, short, friend):
+        links.connect(1, other.address)
+        assert links.wait_connected([1], 10) == []
+    stranger.send(1, b"x")
+    short.send(1, b"")
+    deadline = time.monotonic() + 10
+    while other.wrong_tokens < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    friend.send(1, b"y")
+    assert envelope(mailbox) == Envelope(0, b"y", ())
+    assert other.wrong_tokens == 2
+
+
+def test_connect_twice_is_one_link_and_unknown_peers_are_no_error(ends: Ends):
+    one, other, mailbox = joined(ends)
+    one.connect(1, other.address)
+    assert one.peers == (1,)
+    one.send(1, b"once")
+    assert envelope(mailbox).header == b"once"
+    assert one.send(7, b"nobody") is False
+    assert one.wait_connected([7], 0) == [7]
+    one.drop(7)
+
+
+def test_drop_files_no_notice_and_the_peer_can_be_linked_again(ends: Ends):
+    one, mailbox_one = ends.open(0)
+    other, mailbox = ends.open(1)
+    for header in (b"first", b"second"):
+        one.connect(1, other.address)
+        assert one.wait_connected([1], 10) == []
+        one.send(1, header)
+        assert envelope(mailbox).header == header
+        one.drop(1)
+        assert one.send(1, b"late") is False
+    assert not mailbox_one.wait(0.1)
+    assert not mailbox.wait(0)
+
+
+def test_a_closed_peer_is_noticed_once(ends: Ends):
+    one, mailbox_one = ends.open(0)
+    other, _ = ends.open(1)
+    one.connect(1, other.address)
+    assert one.wait_connected([1], 10) == []
+    other.close()
+    assert mailbox_one.get(10) == PeerClosed(1)
+    assert one.send(1, b"to the dead") is False
+    assert one.wait_connected([1], 0) == [1]
+    assert not mailbox_one.wait(0.1)
+
+
+def test_a_refused_connect_is_noticed(ends: Ends):
+    one, mailbox_one = ends.open(0)
+    one.connect(1, "tcp://127.0.0.1:1" if ends.transport == "tcp" else f"ipc://{ends.directory}/nobody")
+    assert mailbox_one.get(10) == PeerClosed(1)
+    assert one.wait_connected([1], 10) == [1]
+    with pytest.raises(RunError, match="no address"):
+        one.connect(2, "nonsense")
+
+
+def test_the_end_of_the_life_pipe_is_noticed(ends: Ends):
+    read, write = os.pipe()
+    _, mailbox = ends.open(0, life_fd=read)
+    assert not mailbox.wait(0.05)
+    os.close(write)
+    assert mailbox.get(10) == ControllerGone()
+    assert not mailbox.wait(0.05)
+    os.close(read)
+
+
+def test_open_and_close_leave_nothing(ends: Ends):
+    """Closing meets every state of the event loop; a descriptor too many or too few shows after some rounds."""
+    joined(ends)  # libraries open theirs
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(40):
+        with ExitStack() as stack:
+            inner = Ends(ends.transport, stack)
+            one, other, mailbox = joined(inner)
+            one.send(1, b"x", [bytes(100_000)])
+            envelope(mailbox)
+            other.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "links-5"]
+
+
+class Peers:
+    """Worker processes of one test that echo."""
+
+    def __init__(self, ends: Ends, zygote: Zygote) -> None:
+        self.links, self.mailbox = ends.open(CONTROLLER)
+        self._ends, self._zygote = ends, zygote
+
+    def add(self, rank: int) -> int:
+        spec = {
+            "transport": self._ends.transport,
+            "directory": self._ends.directory,
+            "token": TOKEN.hex(),
+            "controller": self.links.address,
+        }
+        pid = self._zygote.spawn(rank, spec)
+        hello = envelope(self.mailbox)
+        assert hello.sender == rank
+        self.links.connect(rank, hello.header.removeprefix(b"address ").decode())
+        assert self.links.wait_connected([rank], 10) == []
+        return pid
+
+
+@pytest.fixture
+def peers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with Zygote.start("runtime_targets:peer", preload=("runtime_targets",)) as zygote:
+        yield Peers(ends, zygote)
+        zygote.stop(0)
+        for name in os.listdir(ends.directory):  # of the killed
+            if not name.startswith("c-"):
+                os.unlink(os.path.join(ends.directory, name))
+
+
+def test_a_killed_process_is_noticed_and_the_others_go_on(peers: Peers):
+    pids = [peers.add(rank) for rank in range(3)]
+    os.kill(pids[1], signal.SIGKILL)
+    assert peers.mailbox.get(10) == PeerClosed(1)
+    for rank in (0, 2):
+        assert peers.links.send(rank, b"still there", [bytes(200_000)])
+        got = envelope(peers.mailbox)
+        assert (got.sender, got.header, got.payloads[0].nbytes) == (rank, b"still there", 200_000)
+
+
+def test_a_stopped_process_blocks_no_sender_and_gets_everything_when_it_wakes(peers: Peers):
+    pid = peers.add(0)
+    os.kill(pid, signal.SIGSTOP)
+    payload = np.arange(1 << 20, dtype=np.uint8)
+    start = time.monotonic()
+    for number in range(32):
+        assert peers.links.send(0, bytes([number]), [payload])
+    assert time.monotonic() - start < 2
+    assert not peers.mailbox.wait(0.1)
+    os.kill(pid, signal.SIGCONT)
+    assert [envelope(peers.mailbox).header[0] for _ in range(32)] == list(range(32))
+
+
+def test_dropping_a_stopped_process_frees_what_is_queued_for_it(peers: Peers):
+    pid = peers.add(0)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(16):
+        peers.links.send(0, b"x", [np.zeros(1 << 20, np.uint8)])
+    start = time.monotonic()
+    peers.links.drop(0)
+    peers.links.close()
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"transport": "pigeon"}, "unknown transport"),
+        ({"transport": "ipc", "directory": "/nowhere/at/all"}, "existing directory"),
+        ({"transport": "tcp", "host": "192.0.2.1", "token": b"short"}, "token"),
+        ({"transport": "tcp", "host": "192.0.2.1", "token": TOKEN}, "could not be bound"),
+    ],
+)
+def test_bad_settings_are_named(arguments: dict, rule: str):
+    with pytest.raises(ConfigError, match=rule):
+        Links(0, Mailbox(), **arguments)
+
+
+def test_a_path_too_long_for_a_socket_is_named(tmp_path: Path):
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    with pytest.raises(ConfigError, match="108 bytes"):
+        Links(0, Mailbox(), directory=str(deep))
+
+
+def test_a_stranger_that_speaks_plain_zmq_is_ignored(ends: Ends):
+    other, mailbox = ends.open(1)
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(other.address)
+    socket.send_multipart([b"", b"\0" * 100])
+    deadline = time.monotonic() + 10
+    while other.wrong_tokens < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    context.destroy(0)
+    assert other.wrong_tokens == 1
+    assert len(mailbox) == 0
+
+
+def test_links_import_neither_torch_nor_asyncio():
+    code = "import sys, elaswave_spmd.runtime.links; print([m for m in ('torch', 'asyncio') if m in sys.modules])"
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, timeout=30
+    )
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,219 @@
+"""The zygote: workers come quickly, their ends are reported, and nothing is ever left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.zygote import Exited, Zygote
+
+pytestmark = pytest.mark.timeout(60)
+Start = Callable[..., Zygote]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Zygote.start with no preload, stopped at the end of the test."""
+    made: list[Zygote] = []
+
+    def begin(target: str = "runtime_targets:act", **arguments: object) -> Zygote:
+        made.append(Zygote.start(target, **{"preload": ("numpy",), **arguments}))  # pyright: ignore
+        return made[-1]
+
+    yield begin
+    for zygote in made:
+        zygote.stop(0)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; the dead that nobody has reaped yet have."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def eventually(condition: Callable[[], object], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def exits(zygote: Zygote, count: int) -> list[Exited]:
+    """Wait for `count` exits, by rank."""
+    seen: list[Exited] = []
+    while len(seen) < count:
+        assert select.select([zygote], [], [], 20)[0], f"only {seen} were reported"
+        seen += zygote.poll()
+    return sorted(seen, key=lambda it: it.rank)
+
+
+methods = pytest.mark.parametrize("method", ["fork", "spawn"])
+
+
+@methods
+def test_every_way_to_end_is_reported(start: Start, method: str, capfd: pytest.CaptureFixture[str]):
+    zygote = start(method=method)
+    specs = [{}, {"return": 3}, {"exit": 4}, {"exit": "a message"}, {"raise": "told once"}, {"sleep": 100}]
+    pids = [zygote.spawn(rank, spec) for rank, spec in enumerate(specs)]
+    assert zygote.signal(5, signal.SIGKILL)
+    codes = [0, 3, 4, 1, 1, None]
+    assert exits(zygote, 6) == [
+        Exited(rank, pid, code, signal.SIGKILL if code is None else None)
+        for rank, (pid, code) in enumerate(zip(pids, codes, strict=True))
+    ]
+    assert zygote.poll() == []
+    assert zygote.signal(5, signal.SIGTERM) is False
+    errors = capfd.readouterr().err
+    assert errors.count("ValueError: told once") == 1
+    assert "a message" in errors
+
+
+def test_exits_read_well():
+    assert str(Exited(2, 10, None, 9)) == "worker 2 (pid 10) was ended by signal 9 (SIGKILL)"
+    assert str(Exited(2, 10, 1, None)) == "worker 2 (pid 10) ended with exit code 1"
+
+
+@methods
+def test_what_a_worker_finds(start: Start, method: str, tmp_path: Path):
+    zygote = start(method=method, preload=("numpy", "decimal"))
+    reports = [tmp_path / str(rank) for rank in range(2)]
+    for rank, report in enumerate(reports):
+        zygote.spawn(rank, {"report": str(report), "given": [1, {"a": None}]})
+    exits(zygote, 2)
+    first, second = (json.loads(report.read_text()) for report in reports)
+    assert first["spec"]["rank"] == 0
+    assert first["spec"]["given"] == [1, {"a": None}]
+    assert isinstance(first["spec"]["life_fd"], int)
+    assert first["stdin"] == ""
+    assert first["sigint_ignored"] and first["sigterm_default"]
+    assert first["preloaded"] == (method == "fork")
+    assert first["random"][0] != second["random"][0] and first["random"][1] != second["random"][1]
+
+
+def test_the_zygote_has_one_thread_after_importing_torch(start: Start):
+    zygote = start(preload=("numpy", "torch", "torch._dynamo", "zmq"))
+    zygote.ready()
+    assert zygote.num_threads == 1
+    assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
+    zygote.spawn(0, {"return": 7})
+    assert exits(zygote, 1)[0].code == 7
+    assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
+
+
+def test_a_failing_import_is_reported_with_its_traceback(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "broken_module.py").write_text("raise KeyError('why it failed')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    zygote = start(preload=("broken_module",))
+    with pytest.raises(RunError, match=r"(?s)could not import broken_module.*KeyError: 'why it failed'"):
+        zygote.ready()
+    assert gone(zygote.pid)
+    with pytest.raises(RunError, match="stopped"):
+        zygote.spawn(0, {})
+
+
+def test_a_module_that_leaves_a_thread_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = "import threading, time\nthreading.Thread(target=time.sleep, args=[50], daemon=True).start()\n"
+    (tmp_path / "threading_module.py").write_text(lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RunError, match="threading_module left 2 threads"):
+        start(preload=("threading_module",)).ready()
+
+
+def test_a_zygote_that_is_still_importing_is_stopped_at_once(start: Start):
+    began = time.monotonic()
+    zygote = start(preload=("torch",))
+    zygote.stop()
+    assert time.monotonic() - began < 2
+    assert gone(zygote.pid)
+    zygote.stop()
+
+
+@methods
+def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: Start, method: str, tmp_path: Path):
+    zygote = start(method=method)
+    stubborn = tmp_path / "stubborn"
+    specs = [{"sleep": 100}, {"sleep": 100, "stubborn": str(stubborn)}, {"sleep": 100}]
+    pids = [zygote.spawn(rank, spec) for rank, spec in enumerate(specs)]
+    assert eventually(stubborn.exists)
+    zygote.signal(2, signal.SIGSTOP)
+    began = time.monotonic()
+    ended = {it.rank: it.signal for it in zygote.stop(0.3)}
+    assert 0.25 < time.monotonic() - began < 5
+    assert ended == {0: signal.SIGTERM, 1: signal.SIGKILL, 2: signal.SIGKILL}
+    assert all(map(gone, [zygote.pid, *pids]))
+
+
+def test_a_killed_zygote_takes_its_workers_along_and_is_reported(start: Start):
+    zygote = start()
+    pids = [zygote.spawn(rank, {"sleep": 100}) for rank in range(2)]
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert eventually(lambda: all(map(gone, pids)))
+    assert select.select([zygote], [], [], 10)[0]
+    with pytest.raises(RunError, match=r"ended by signal 9"):
+        zygote.poll()
+    with pytest.raises(RunError, match=r"ended by signal 9"):
+        zygote.spawn(3, {})
+    zygote.stop()
+
+
+def test_signals_to_the_whole_group_do_not_end_the_zygote(start: Start):
+    zygote = start()
+    zygote.ready()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(zygote.pid, number)
+    zygote.spawn(0, {"return": 5})
+    assert exits(zygote, 1)[0].code == 5
+
+
+@pytest.mark.parametrize(
+    ("inner", "inner_spec", "grace"),
+    [("until_life_ends", {}, 20.0), ("act", {"sleep": 100}, 0.2)],
+    ids=["workers see the life pipe", "workers see nothing"],
+)
+def test_a_killed_controller_leaves_nothing(start: Start, tmp_path: Path, inner: str, inner_spec: dict, grace: float):
+    scratch, report = tmp_path / "sockets", tmp_path / "report"
+    scratch.mkdir()
+    outer = start("runtime_targets:controller")
+    spec = {"inner": inner, "inner_spec": inner_spec, "grace": grace, "scratch": str(scratch), "report": str(report)}
+    controller = outer.spawn(0, spec)
+    assert eventually(report.exists)
+    told = json.loads(report.read_text())
+    assert told["me"] == controller and not any(map(gone, told["pids"]))
+    os.kill(controller, signal.SIGKILL)
+    assert eventually(lambda: all(map(gone, told["pids"])), 10), [pid for pid in told["pids"] if not gone(pid)]
+    assert not scratch.exists()
+
+
+def test_stop_removes_the_scratch_directories(start: Start, tmp_path: Path):
+    scratch = tmp_path / "sockets"
+    scratch.mkdir()
+    (scratch / "left").touch()
+    with start(scratch=[str(scratch)]) as zygote:
+        zygote.spawn(0, {"sleep": 100})
+    assert not scratch.exists()
+
+
+def test_bad_targets_and_methods_are_named(start: Start, capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match="fork, spawn"):
+        start(method="clone")
+    zygote = start("no_colon")
+    zygote.spawn(0, {})
+    assert exits(zygote, 1)[0].code == 1
+    assert "module:function" in capfd.readouterr().err

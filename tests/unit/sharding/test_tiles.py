@@ -1,0 +1,131 @@
+"""Tile maps: every replica set covers its array exactly once, whatever is uneven."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sharding_strategies import array_shapes, specs, stage_sizes
+
+from elaswave_spmd.errors import SpecError
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.sharding import Coordinate, P, Sharding, TileMap
+from elaswave_spmd.sharding.tiles import part_at, part_start
+
+
+@st.composite
+def tile_maps(draw: st.DrawFn) -> TileMap:
+    shape = draw(array_shapes)
+    return TileMap(MeshShape.of_stages(draw(stage_sizes)), draw(specs(len(shape))), shape)
+
+
+@given(st.integers(0, 50), st.integers(1, 60))
+def test_parts_are_even_and_contiguous(length: int, parts: int) -> None:
+    starts = [part_start(length, parts, part) for part in range(parts + 1)]
+    sizes = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == length
+    assert sorted(sizes, reverse=True) == list(sizes) and max(sizes) - min(sizes) <= 1
+    assert part_start(length, parts, np.arange(parts + 1)).tolist() == starts
+    elements = np.arange(length)
+    assert part_at(length, parts, elements).tolist() == [sum(start <= i for start in starts[1:]) for i in range(length)]
+
+
+@given(tile_maps())
+def test_each_replica_set_covers_the_array_once(tiles: TileMap) -> None:
+    sizes = tiles.mesh_shape.stage_sizes
+    stage_sets = [range(len(sizes))] if "pp" in tiles.spec.axes else [[stage] for stage in range(len(sizes))]
+    for stages, first in product(stage_sets, range(max(sizes))):
+        held = np.zeros(tiles.shape, int)
+        for stage in stages:
+            positions = range(sizes[stage]) if "dp" in tiles.spec.axes else [min(first, sizes[stage] - 1)]
+            for position in positions:
+                held[tiles.tile(stage, position)] += 1
+        assert (held == 1).all()
+
+
+@given(tile_maps())
+def test_arrays_and_single_tiles_agree(tiles: TileMap) -> None:
+    starts, stops = tiles.bounds
+    for row, (stage, position) in enumerate(tiles.coordinates.tolist()):
+        tile = tiles.tile(stage, position)
+        assert tile == tuple(map(slice, starts[row].tolist(), stops[row].tolist()))
+        assert tiles.sizes[row] == np.zeros(tiles.shape)[tile].size
+    assert len(starts) == tiles.mesh_shape.num_workers
+
+
+@given(tile_maps(), st.data())
+def test_owners_hold_the_element(tiles: TileMap, data: st.DataObject) -> None:
+    if 0 in tiles.shape:
+        return
+    element = tuple(data.draw(st.integers(0, length - 1)) for length in tiles.shape)
+    holders = set(tiles.owners(*element))
+    for coordinate in map(Coordinate._make, tiles.coordinates.tolist()):
+        inside = all(cut.start <= at < cut.stop for cut, at in zip(tiles.tile(*coordinate), element, strict=True))
+        assert inside == (coordinate in holders)
+
+
+@given(stage_sizes, st.integers(0, 40))
+def test_a_later_axis_cuts_what_an_earlier_one_left(sizes: list[int], length: int) -> None:
+    shape = MeshShape.of_stages(sizes)
+    coarse, fine = TileMap(shape, P("pp"), (length,)), TileMap(shape, P(("pp", "dp")), (length,))
+    for stage, size in enumerate(sizes):
+        (whole,) = coarse.tile(stage)
+        parts = [fine.tile(stage, position)[0] for position in range(size)]
+        assert [whole.start, *(part.stop for part in parts)] == [*(part.start for part in parts), whole.stop]
+
+
+def test_the_example_of_the_module() -> None:
+    shape = MeshShape.of_stages((3, 2))
+
+    def rows(spec: P) -> list[tuple[int, int]]:
+        starts, stops = TileMap(shape, spec, (12, 6)).bounds
+        return list(zip(starts[:, 0].tolist(), (stops[:, 0] - 1).tolist(), strict=True))
+
+    assert rows(P("pp")) == [(0, 5)] * 3 + [(6, 11)] * 2
+    assert rows(P("dp")) == [(0, 3), (4, 7), (8, 11), (0, 5), (6, 11)]
+    assert rows(P(("pp", "dp"))) == [(0, 1), (2, 3), (4, 5), (6, 8), (9, 11)]
+    assert rows(P("pp", "dp")) == [(0, 5)] * 3 + [(6, 11)] * 2
+
+
+def test_axes_inside_an_island() -> None:
+    tiles = TileMap(MeshShape.parse("dp2_tp2_fsdp2"), P(("dp", "tp"), "fsdp"), (8, 4))
+    assert tiles.tile(0, 1) == (slice(4, 8), slice(0, 4))
+    assert tiles.tile(0, 1, tp=1, fsdp=0) == (slice(6, 8), slice(0, 2))
+    with pytest.raises(SpecError, match="no fsdp beside"):
+        tiles.tile(0, 1, tp=1)
+    assert TileMap(MeshShape.parse("tp2"), P("tp"), (8,)).tile(tp=1) == (slice(4, 8),)
+
+
+def test_absent_axis_means_replicated() -> None:
+    tiles = TileMap(MeshShape.parse("dp2"), P(("pp", "dp"), "tp"), (8, 3))
+    assert tiles.tile(0, 1) == (slice(4, 8), slice(0, 3))
+
+
+def test_wrong_coordinates_and_arrays() -> None:
+    tiles = TileMap(MeshShape.of_stages((3, 2)), P("dp"), (7,), "ids")
+    for ask in (
+        lambda: tiles.tile(2),
+        lambda: tiles.tile(1, 2),
+        lambda: tiles.tile(0, 0, tp=1),
+        lambda: tiles.owners(7),
+    ):
+        with pytest.raises(SpecError, match=r"(?s)got:.*from ids.*exists:"):
+            ask()
+    with pytest.raises(SpecError, match="0 or more"):
+        TileMap(MeshShape(), P(), (-1,))
+    with pytest.raises(SpecError, match="embed.weight"):
+        TileMap(MeshShape.parse("tp2"), P("tp"), (7,), "embed.weight")
+
+
+def test_tile_of_a_rank() -> None:
+    sharding = Sharding(Mesh.initial(MeshShape.parse("dp2_pp2")), P(("pp", "dp")))
+    assert sharding.tile_of(3, (8,)) == (slice(6, 8),)
+    assert str(sharding) == 'P(("pp", "dp")) on dp2_pp2'
+    assert "stage 1 position 0: [4:6]" in str(sharding.tiles((8,)))
+
+
+def test_large_maps_print_short() -> None:
+    assert str(TileMap(MeshShape.parse("dp1000"), P("dp"), (7,))).endswith("... 988 more workers")
