@@ -44,7 +44,7 @@ def cases(workers: int) -> dict[str, Callable[[], ReshardPlan]]:
     }
 
 
-def measure(make: Callable[[], ReshardPlan]) -> dict[str, float | int | str | None]:
+def measure(make: Callable[[], ReshardPlan]) -> dict[str, float]:
     """Seconds of one case, and the plan's figures."""
     begin = perf_counter()
     plan = make()
@@ -53,20 +53,13 @@ def measure(make: Callable[[], ReshardPlan]) -> dict[str, float | int | str | No
     plan.incoming(plan.dst.mesh.members[-1])
     plan.outgoing(plan.src.mesh.members[0])
     expanded = perf_counter()
-    everything = None
+    figures = {"plan_s": planned - begin, "worker_s": expanded - planned}
     if plan.num_transfers < _MOST:
         count = sum(len(chunk) for chunk in plan.chunks())
-        everything = perf_counter() - expanded
+        figures["all_s"] = perf_counter() - expanded
         if count != plan.num_transfers:
             raise RuntimeError(f"{count} transfers expanded, {plan.num_transfers} planned")
-    return {
-        "plan_s": planned - begin,
-        "worker_s": expanded - planned,
-        "all_s": everything,
-        "transfers": plan.num_transfers,
-        "bytes": total,
-        "lower_bound": bound,
-    }
+    return {**figures, "transfers": plan.num_transfers, "bytes": total, "lower_bound": bound}
 
 
 def main() -> None:
@@ -82,15 +75,12 @@ def main() -> None:
     print(f"{'case':<38}{'plan ms':>9}{'worker ms':>11}{'all ms':>9}{'transfers':>14}{'bytes / bound':>15}")
     for name, make in cases(args.workers).items():
         runs = [measure(make) for _ in range(args.repeats)]
-        row = {
-            key: statistics.median(run[key] for run in runs) if runs[0][key] is not None else None for key in runs[0]
-        }
+        row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         rows.append({"case": name, **row, "plan_s_each": [run["plan_s"] for run in runs]})
         ratio = row["bytes"] / row["lower_bound"] if row["lower_bound"] else 1.0
-        everything = "-" if row["all_s"] is None else f"{row['all_s'] * 1e3:.1f}"
-        print(
-            f"{name:<38}{row['plan_s'] * 1e3:>9.1f}{row['worker_s'] * 1e3:>11.2f}{everything:>9}{row['transfers']:>14,.0f}{ratio:>15.3f}"
-        )
+        everything = f"{row['all_s'] * 1e3:.1f}" if "all_s" in row else "-"
+        times = f"{row['plan_s'] * 1e3:>9.1f}{row['worker_s'] * 1e3:>11.2f}{everything:>9}"
+        print(f"{name:<38}{times}{row['transfers']:>14,.0f}{ratio:>15.3f}")
     if args.json:
         machine = {"python": platform.python_version(), "machine": platform.machine()}
         args.json.write_text(json.dumps({"workers": args.workers, **machine, "rows": rows}, indent=1) + "\n")

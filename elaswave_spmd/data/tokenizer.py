@@ -133,6 +133,6 @@ def _tokenizers_package(path: str | Path) -> Any:
             got=str(path),
             where="data.tokenizer",
             exists="bytes",
-            fix="pip install 'elaswave_spmd[tokenizers]', or data.tokenizer=bytes",
+            fix="pip install 'elaswave-spmd[tokenizers]' (in a checkout: pip install -e '.[tokenizers]')",
         ) from error
     return tokenizers

@@ -20,6 +20,8 @@ from elaswave_spmd.keyed.philox import MASK32, MULTIPLIERS, ROUNDS, WEYL, fast_s
 
 #: A site's word is `site + (use << USE_SHIFT)`: the use-th call of the same module within a layer call.
 USE_SHIFT = 16
+#: The bits of 1.0 in bfloat16.
+_BF16_ONE = 0x3F80
 
 
 def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
@@ -137,11 +139,15 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _apply_mask(grads[0], ctx.mask, ctx.scale), None, None
 
 
 def _apply_mask(x: Tensor, mask: np.ndarray, scale: float) -> Tensor:
+    """x * mask, exact, times scale, rounded once: the same bits in all three forms."""
     if x.dtype == torch.float32:
-        return x * torch.from_numpy(np.multiply(mask, np.float32(scale)))
+        return torch.from_numpy(np.multiply(mask, np.float32(scale))).mul_(x)
+    if x.dtype == torch.bfloat16:
+        ones = torch.from_numpy(np.multiply(mask, np.uint16(_BF16_ONE))).view(torch.bfloat16)
+        return ones.mul_(x).mul_(scale)
     return (x * torch.from_numpy(mask)).mul_(scale)

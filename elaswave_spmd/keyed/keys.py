@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,14 @@ class Keys:
 
     @classmethod
     def make(
-        cls, seed: int, step: int, sample_ids: Sequence[int] | Tensor, layer: int, device: torch.device | str = "cpu"
+        cls,
+        seed: int,
+        step: int,
+        sample_ids: Sequence[int] | np.ndarray | Tensor,
+        layer: int,
+        device: torch.device | str = "cpu",
     ) -> Keys:
-        """Keys from plain numbers; `sample_ids` may be any sequence of ints or an integer tensor or array."""
+        """Keys from plain numbers; `sample_ids` may be any integers: a sequence, an array, a tensor."""
 
         def scalar(value: int) -> Tensor:
             return torch.tensor(value, dtype=torch.int64, device=device)

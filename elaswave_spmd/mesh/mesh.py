@@ -112,7 +112,7 @@ class Mesh:
         return self.coordinate(rank)[1]
 
     def with_stages(self, stages: Iterable[Iterable[int]], domains: Mapping[int, Path] | None = None) -> Mesh:
-        """The next epoch, with these members. `domains` places newcomers; it may be left out where there is only one domain."""
+        """The next epoch, with these members. `domains` places newcomers; needed where there are several domains."""
         ranks = tuple(tuple(map(index, stage)) for stage in stages)
         tp, fsdp = self.shape.axis_size("tp"), self.shape.axis_size("fsdp")
         shape = MeshShape.of_stages(map(len, ranks), tp=tp, fsdp=fsdp)
@@ -135,7 +135,7 @@ class Mesh:
         if empty:
             raise MeshError(
                 "Every stage keeps at least one worker",
-                got=f"mesh {self.shape} without ranks {format_ints(sorted(lost))} leaves stage {format_ints(empty)} empty",
+                got=f"{self.shape} without ranks {format_ints(sorted(lost))} leaves stage {format_ints(empty)} empty",
                 exists=f"{sum(map(len, left))} other workers",
                 fix="move a worker to that stage, or use fewer stages, by Mesh.with_stages",
             )

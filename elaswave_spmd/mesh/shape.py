@@ -1,4 +1,4 @@
-"""The shape of a mesh: names and sizes of its axes, without members. Shapes hash and compare; one meaning is one value."""
+"""The shape of a mesh: names and sizes of its axes, without members. One meaning is one value."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Topology:
         return self.path(a) == self.path(b)
 
     def with_ranks(self, ranks: Iterable[int], domains: Mapping[int, Path] | None = None) -> Topology:
-        """This topology and `ranks`: known ones stay where they are, others go by `domains`, or to the one domain there is.
+        """This topology and `ranks`: newcomers go where `domains` says, or to the one domain there is.
 
         Raises:
             MeshError: a new rank has no path in `domains` and there are several domains it could be in.

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elaswave_spmd.errors import ModelError
@@ -69,7 +68,7 @@ class LayeredModel(nn.Module):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Token-sum cross entropy, an fp32 scalar, of logits [B, T, V] against `batch.targets` [B, T]."""
-        return F.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
         """How parameter `name` begins; override for other rules."""

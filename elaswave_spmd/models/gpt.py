@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ class Embed(nn.Module):
         shard(self, weight=P("tp", None))
 
     def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
-        x_BTD = F.embedding(x_BT, self.weight) + self.positions[: x_BT.shape[1]]
+        x_BTD = nn.functional.embedding(x_BT, self.weight) + self.positions[: x_BT.shape[1]]
         return self.drop(x_BTD, keys)
 
 
@@ -48,7 +47,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n b h t k", h=self.heads, n=3)
-        o_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        o_BHTK = nn.functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
         return self.out(rearrange(o_BHTK, "b h t k -> b t (h k)"))
 
 
@@ -63,7 +62,7 @@ class Mlp(nn.Module):
         shard(self.down, weight=P(None, "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(nn.functional.gelu(self.up(x_BTD), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -93,7 +92,7 @@ class Head(nn.Module):
         shard(self, weight=P("tp", None))
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
-        return F.linear(self.norm(x_BTD), self.weight)
+        return nn.functional.linear(self.norm(x_BTD), self.weight)
 
 
 class GPT(LayeredModel):

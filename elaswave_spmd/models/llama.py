@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
@@ -44,7 +43,7 @@ class Embed(nn.Module):
         shard(self, weight=P("tp", None))
 
     def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
-        return self.drop(F.embedding(x_BT, self.weight), keys)
+        return self.drop(nn.functional.embedding(x_BT, self.weight), keys)
 
 
 class Attention(nn.Module):
@@ -69,7 +68,7 @@ class Attention(nn.Module):
         shared = self.heads // self.kv_heads
         if shared > 1:
             k_BGTK, v_BGTK = (repeat(z, "b g t k -> b (g n) t k", n=shared) for z in (k_BGTK, v_BGTK))
-        o_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True)
+        o_BHTK = nn.functional.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True)
         return self.out(rearrange(o_BHTK, "b h t k -> b t (h k)"))
 
 
@@ -99,7 +98,7 @@ class SwiGLU(nn.Module):
         self.down = shard(nn.Linear(hidden, d_model, bias=False), weight=P(None, "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(nn.functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Block(nn.Module):
@@ -129,7 +128,7 @@ class Head(nn.Module):
         shard(self, weight=P("tp", None))
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
-        return F.linear(self.norm(x_BTD), self.weight)
+        return nn.functional.linear(self.norm(x_BTD), self.weight)
 
 
 class Llama(LayeredModel):

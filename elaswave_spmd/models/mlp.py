@@ -6,7 +6,6 @@ Shape suffixes: B samples of a unit, T tokens, D model width, W window, F hidden
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ class Embed(nn.Module):
         self.drop = KeyedDropout(dropout)
 
     def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
-        return self.drop(F.embedding(x_BT, self.weight), keys)
+        return self.drop(nn.functional.embedding(x_BT, self.weight), keys)
 
 
 class Block(nn.Module):
@@ -40,9 +39,9 @@ class Block(nn.Module):
         self.drop = KeyedDropout(dropout)
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
-        padded_BSD = F.pad(self.norm(x_BTD), (0, 0, self.window - 1, 0))
+        padded_BSD = nn.functional.pad(self.norm(x_BTD), (0, 0, self.window - 1, 0))
         past_BTE = rearrange(padded_BSD.unfold(1, self.window, 1), "b t d w -> b t (w d)")
-        return x_BTD + self.drop(self.down(F.gelu(self.up(past_BTE))), keys)
+        return x_BTD + self.drop(self.down(nn.functional.gelu(self.up(past_BTE))), keys)
 
 
 class Head(nn.Module):

@@ -31,7 +31,11 @@ class RunDir:
         self.path = path
         self._made_folders = made_folders
         self._metrics = JsonLines(path / METRICS)
-        self._events = JsonLines(path / EVENTS)
+        try:
+            self._events = JsonLines(path / EVENTS)
+        except BaseException:
+            self._metrics.close()
+            raise
 
     @classmethod
     def create(

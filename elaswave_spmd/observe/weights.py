@@ -35,6 +35,6 @@ def save_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
-    if array.dtype != np.float32:
+    if (array.dtype.kind, array.dtype.itemsize) != ("f", 4):
         raise TypeError(f"weights are float32; {name} is {array.dtype}")
     return np.asarray(array, dtype="<f4", order="C")

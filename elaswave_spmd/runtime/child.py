@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -38,14 +38,14 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def set_up(defaults: Iterable[int]) -> None:
-    """Give a new worker its own signals, standard input and random state.
+# Signals that a terminal or a batch system sends to the whole group. The zygote ends by its pipe, after its children,
+# so it holds them blocked; blocked, not ignored: one that is sent to a worker that still boots then waits for it.
+GROUP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
-    Args:
-        defaults: signals that the zygote handles or ignores for itself, and that get their default disposition back.
-    """
-    for number in defaults:
-        signal.signal(number, signal.SIG_DFL)
+
+def set_up() -> None:
+    """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the controller answers it for all
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -55,6 +55,7 @@ def set_up(defaults: Iterable[int]) -> None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def run(target: str, spec: dict[str, Any]) -> NoReturn:
@@ -90,7 +91,7 @@ def main() -> NoReturn:
     orders = json.load(sys.stdin)
     die_with_parent(orders["parent"])
     sys.path[:] = orders["sys_path"]
-    set_up(orders["defaults"])
+    set_up()
     run(orders["target"], orders["spec"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.links import CONTROLLER, Links
-from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.links import Links
+from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Item, Mailbox
 
 _FP32 = (m.NodeSum, m.Entry, m.FinalPages)
 
@@ -40,12 +41,25 @@ def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
     return torch.float32 if isinstance(message, _FP32) else compute
 
 
-class LinkPort:
-    """A port over real links. Messages are encoded; payloads are sent from, and read where, they lie."""
+class Stopped(Exception):
+    """The controller told this worker to end, or is gone."""
 
-    def __init__(self, links: Links, mailbox: Mailbox, compute: torch.dtype) -> None:
+
+class LinkPort:
+    """A port over real links. Messages are encoded; payloads are sent from, and read where, they lie.
+
+    Args:
+        compute: dtype of activations and published parameters.
+        early: messages that arrived before this port existed.
+    """
+
+    def __init__(self, links: Links, mailbox: Mailbox, compute: torch.dtype, early: Sequence[Envelope] = ()) -> None:
         self._links, self._mailbox, self._compute = links, mailbox, compute
-        self.notices: list[PeerClosed | ControllerGone] = []
+        self._early: list[Item] = list(early)
+        with warnings.catch_warnings():
+            # torch warns once per process that received frames are read-only. They are only ever read.
+            warnings.simplefilter("ignore")
+            torch.frombuffer(b"\0", dtype=torch.uint8)
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         frames: Sequence[memoryview] = ()
@@ -54,20 +68,22 @@ class LinkPort:
         self._links.send(peer, m.encode(message), frames)
 
     def take(self) -> list[Incoming]:
+        """Raises Stopped when the controller says so, or has died."""
+        items, self._early = [*self._early, *self._mailbox.take_all()], []
         found = []
-        for item in self._mailbox.take_all():
+        for item in items:
+            if isinstance(item, ControllerGone):
+                raise Stopped
             if isinstance(item, Envelope):
-                found.append(self.decode(item))
-            else:
-                self.notices.append(item)
+                incoming = self._decode(item)
+                if isinstance(incoming.message, m.Stop):
+                    raise Stopped
+                found.append(incoming)
         return found
 
-    def decode(self, envelope: Envelope) -> Incoming:
+    def _decode(self, envelope: Envelope) -> Incoming:
         message = m.decode(envelope.header)
         payload = None
         if envelope.payloads:
             payload = torch.frombuffer(envelope.payloads[0], dtype=payload_dtype(message, self._compute))
         return Incoming(envelope.sender, message, payload)
-
-    def controller(self, message: m.Message, payload: Tensor | None = None) -> None:
-        self.send(CONTROLLER, message, payload)

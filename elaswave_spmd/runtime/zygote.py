@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.child import GROUP_SIGNALS
 
 PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq")
 Method = Literal["fork", "spawn"]
@@ -95,7 +96,7 @@ class Zygote:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "elaswave_spmd.runtime.zygote_main", str(theirs.fileno()), str(notices_theirs)]
         # A Ctrl-C must not meet the new interpreter before it ignores SIGINT: the blocked state is inherited.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
         try:
             process = subprocess.Popen(
                 command,
@@ -130,6 +131,8 @@ class Zygote:
 
     def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
         """Wait until everything is imported. RunError with the traceback when an import failed."""
+        if self._stopped:
+            raise RunError("the zygote was stopped")
         if self._ready:
             return
         answer = self._receive(timeout_s)
@@ -223,8 +226,6 @@ class Zygote:
         return answer
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._stopped:
-            raise RunError("the zygote was stopped")
         try:
             self._orders.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:

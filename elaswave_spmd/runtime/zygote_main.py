@@ -46,9 +46,8 @@ def num_threads() -> int:
 class ZygoteServer:
     """The state of the zygote: its descriptors and its living children."""
 
-    def __init__(self, orders: socket.socket, notices: int, defaults: list[int]) -> None:
+    def __init__(self, orders: socket.socket, notices: int) -> None:
         self._orders, self._notices = orders, notices
-        self._defaults = defaults  # signals that workers get back in their default disposition
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._buffer = b""
         self._wake_read, self._wake_write = os.pipe()
@@ -143,7 +142,7 @@ class ZygoteServer:
             self._orders.close()
             for fd in (self._notices, self._wake_read, self._wake_write):
                 os.close(fd)
-            child.set_up(self._defaults)
+            child.set_up()
             child.run(self._setup["target"], spec)
         except BaseException:
             traceback.print_exc()
@@ -156,7 +155,6 @@ class ZygoteServer:
             "sys_path": self._setup["sys_path"],
             "target": self._setup["target"],
             "spec": spec,
-            "defaults": self._defaults,
         }
         with tempfile.TemporaryFile("w+") as file:
             json.dump(orders, file)
@@ -232,15 +230,15 @@ class _ControllerGoneError(Exception):
 
 
 def main() -> None:
-    """Entry: `python -m elaswave_spmd.runtime.zygote_main ORDERS_FD NOTICES_FD`; SIGINT arrives blocked."""
-    # Its whole group gets what a terminal or a batch system sends; the zygote ends by its pipe, after its children.
-    # Under nohup SIGHUP arrives ignored, and must stay so in the workers.
-    hang_up = [int(signal.SIGHUP)] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
-    defaults = [int(signal.SIGTERM), int(signal.SIGCHLD), *hang_up]
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """Entry: `-m elaswave_spmd.runtime.zygote_main ORDERS_FD NOTICES_FD` with SIGINT, SIGTERM, SIGHUP blocked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    ZygoteServer(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), defaults).serve()
+    try:
+        ZygoteServer(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # tearing down an interpreter that has imported torch takes longer than ending all workers
 
 
 if __name__ == "__main__":

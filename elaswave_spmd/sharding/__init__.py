@@ -1,4 +1,4 @@
-"""How arrays lie on a mesh: specs, what model code declares, tiles, and plans to get from one sharding to another. No torch."""
+"""How arrays lie on a mesh: specs, annotations, tiles, and plans from one sharding to another. No torch."""
 
 from elaswave_spmd.sharding.annotations import Shardings, Tie, shard, specs_of, tie
 from elaswave_spmd.sharding.reshard import PagePlan, ReshardPlan, plan_pages, plan_reshard

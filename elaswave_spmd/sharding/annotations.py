@@ -1,4 +1,4 @@
-"""What model code declares: `Shardings` for the model, `shard` for its parameters, `tie` for a parameter used by two layers."""
+"""What model code declares: `Shardings` of the model, `shard` for a parameter, `tie` for one used by two layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shardings:
                 got=", ".join(f"{field}={getattr(self, field)}" for field in _STATE),
                 where="Shardings",
                 exists="ZeRO-0 none on dp; ZeRO-1 optim; ZeRO-2 grads, optim; ZeRO-3 params, grads, optim",
-                fix=f'add {", ".join(f"""{field}=P("dp")""" for field in _implied(sharded))}',
+                fix="add " + ", ".join(f'{field}=P("dp")' for field in _implied(sharded)),
             )
 
     def _check(self, field: str, axis: str) -> None:
@@ -101,7 +101,7 @@ def shard(module: _Module, **specs: P) -> _Module:
             raise SpecError("A sharding is a spec", got=spec, where=where, fix='write P("tp", None)')
         if outside := [axis for axis in spec.axes if axis in WORKER_AXES]:
             raise SpecError(
-                f"shard() splits a parameter inside one worker; {outside[0]!r} lies across workers, where state is dealt in pages",
+                f"shard() splits inside one worker; {outside[0]!r} lies across workers, where state is dealt in pages",
                 got=spec,
                 where=where,
                 exists=f"axes {', '.join(ISLAND_AXES)}",
@@ -114,7 +114,7 @@ def shard(module: _Module, **specs: P) -> _Module:
 
 
 def specs_of(module: Any) -> dict[str, P]:
-    """What `shard` was told about `module` and the modules below it: parameter path -> spec, `{"attn.qkv.weight": P("tp", None)}`."""
+    """What `shard` was told of `module` and all modules below it: `{"attn.qkv.weight": P("tp", None)}`."""
     modules: Iterable[tuple[str, Any]] = module.named_modules() if hasattr(module, "named_modules") else [("", module)]
     return {
         f"{path}.{name}" if path else name: spec

@@ -83,16 +83,15 @@ class ReshardPlan:
 
     def incoming(self, rank: int) -> Transfers:
         """What a worker receives; nothing if it leaves. MeshError if it is in neither mesh."""
-        if not self._is_in(rank, self.dst.mesh):
-            return self._expand(self._pairs(np.zeros(0, np.int64)))
-        return self._expand(self._pairs(np.array([self._row(self.dst.mesh, rank)])))
+        rows = [self._row(rank)] if self._is_in(rank, self.dst.mesh) else []
+        return self._expand(self._pairs(np.array(rows, np.int64)))
 
     def outgoing(self, rank: int) -> Transfers:
         """What a worker sends; nothing if it joins. MeshError if it is in neither mesh."""
         if not self._is_in(rank, self.src.mesh):
             return self._expand(self._pairs(np.zeros(0, np.int64)))
-        rows = np.arange(self.dst.mesh.num_workers)
-        return self._expand(self._pairs(rows, Coordinate(*self.src.mesh.coordinate(rank))))
+        every_row = np.arange(self.dst.mesh.num_workers)
+        return self._expand(self._pairs(every_row, Coordinate(*self.src.mesh.coordinate(rank))))
 
     def local_copy(self, rank: int) -> Transfer | None:
         """The part of its new tile that a worker holds already: a box, or None if it is empty."""
@@ -140,9 +139,9 @@ class ReshardPlan:
         sizes = np.array(self.src.mesh.shape.stage_sizes, np.int64)
         return np.cumsum(sizes) - sizes
 
-    def _row(self, mesh: Mesh, rank: int) -> int:
-        stage, position = mesh.coordinate(rank)
-        return sum(mesh.shape.stage_sizes[:stage]) + position
+    def _row(self, rank: int) -> int:
+        stage, position = self.dst.mesh.coordinate(rank)
+        return sum(self.dst.mesh.shape.stage_sizes[:stage]) + position
 
     def _is_in(self, rank: int, mesh: Mesh) -> bool:
         if rank not in self.src.mesh and rank not in self.dst.mesh:
@@ -169,13 +168,16 @@ class ReshardPlan:
         return _Rows(home, missing, np.cumsum(in_turn) - 1)
 
     def _replica(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(stage, position) that each row reads from where the source spec does not say: its old stage, or the next in turn."""
+        """(stage, position) that a row reads from if every stage has the whole array; position matters without dp only.
+
+        Members stay in their old stage. Newcomers take stages in turn, or single workers if each has the whole array.
+        """
         turn, home = self._rows.turn[rows], self._rows.home[rows]
         if "dp" in self.src.spec.axes:
-            stage = turn % self.src.mesh.num_stages
+            stage, position = turn % self.src.mesh.num_stages, np.zeros_like(turn)
         else:
-            stage, turn = self._src_tiles.coordinates[turn % self.src.mesh.num_workers].T
-        return np.where(home[:, 0] >= 0, home[:, 0], stage), turn
+            stage, position = self._src_tiles.coordinates[turn % self.src.mesh.num_workers].T
+        return np.where(home[:, 0] >= 0, home[:, 0], stage), position
 
     def _stage_range(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First and last source stage that each row reads from."""
@@ -204,11 +206,11 @@ class ReshardPlan:
         return _Pairs(row, stage, first, last)
 
     def _position_range(self, row: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First and last position within `stage` that `row` reads from; all the positions between hold part of its tile."""
+        """First and last position within `stage` that `row` reads from; all between hold part of its tile."""
         dim = self.src.spec.dim_of("dp")
         sizes = np.array(self.src.mesh.shape.stage_sizes, np.int64)[stage]
         if dim is None:
-            position = self._replica(row)[1] % sizes
+            position = self._rows.turn[row] % sizes if "pp" in self.src.spec.axes else self._replica(row)[1]
             return position, position
         starts, stops = self._dst_tiles.bounds
         base, length = np.zeros_like(stage), np.full_like(stage, self.shape[dim])
@@ -303,7 +305,8 @@ class PagePlan:
         return self.transfers.select(self.transfers.src == rank)
 
     def __str__(self) -> str:
-        head = f"{self.num_pages:,} pages: {len(self.transfers):,} transfers, {self.bytes:,} B (lower bound {self.lower_bound:,} B)"
+        moved = f"{len(self.transfers):,} transfers, {self.bytes:,} B (lower bound {self.lower_bound:,} B)"
+        head = f"{self.num_pages:,} pages: {moved}"
         shown = [f"  {transfer}" for transfer, _ in zip(self.transfers, range(_SHOWN), strict=False)]
         more = [f"  ... {len(self.transfers) - _SHOWN:,} more"] if len(self.transfers) > _SHOWN else []
         return "\n".join([head, *shown, *more])

@@ -1,9 +1,10 @@
-"""`P`, a partition spec: which axes split which dims of an array. No mesh inside, so one spec serves every mesh epoch."""
+"""`P`, a partition spec: which axes split which dims of an array. No mesh inside: it serves every mesh epoch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 
 from elaswave_spmd.errors import SpecError
 from elaswave_spmd.mesh import AXES, ISLAND_AXES, MeshShape
@@ -63,7 +64,7 @@ class P:
 
 
 def check_spec(spec: P, shape: tuple[int, ...], mesh_shape: MeshShape | None = None, name: str = "array") -> None:
-    """Check that `spec` can split an array of this shape, on this mesh where one is given. Worker axes may divide unevenly.
+    """Check that `spec` can split an array of `shape`, on a mesh if one is given. Worker axes may divide unevenly.
 
     Raises:
         SpecError: more entries than dims, or a dim that the axes inside an island (tp, fsdp) do not divide. Names the
@@ -78,18 +79,14 @@ def check_spec(spec: P, shape: tuple[int, ...], mesh_shape: MeshShape | None = N
             fix=f"write {P(*spec.entries[: len(shape)])}",
         )
     for dim, length in enumerate(shape if mesh_shape else ()):
-        axes = [axis for axis in spec.axes_of(dim) if axis in ISLAND_AXES]
-        parts = 1
-        for axis in axes:
-            parts *= mesh_shape.axis_size(axis) if mesh_shape else 1
+        sizes = {axis: mesh_shape.axis_size(axis) for axis in spec.axes_of(dim) if mesh_shape and axis in ISLAND_AXES}
+        parts = prod(sizes.values())
         if length % parts:
             raise SpecError(
                 f"Axes inside an island divide their dim evenly; {length} is no multiple of {parts}",
                 got=f"{spec} on dim {dim} of shape {shape}",
                 where=name,
-                exists=f"mesh {mesh_shape}: {', '.join(f'{axis} of size {mesh_shape.axis_size(axis)}' for axis in axes)}"
-                if mesh_shape
-                else "",
+                exists=f"mesh {mesh_shape}: {', '.join(f'{axis} of size {size}' for axis, size in sizes.items())}",
                 fix=f"make dim {dim} a multiple of {parts}, split another dim, or choose sizes that divide {length}",
             )
 

@@ -1,4 +1,4 @@
-"""Tile maps: which part of a global array each coordinate of a mesh shape holds. Sizes may be uneven, tiles may be empty.
+"""Tile maps: which part of a global array each coordinate of a mesh shape holds, uneven sizes included.
 
 How a dim of length n is cut: into k parts of n // k elements, the first n % k one longer. The axes of an entry cut in
 turn, each one what the one before it left (see `P`). At coordinate (stage, position) pp has `num_stages` parts, of
@@ -79,7 +79,7 @@ class TileMap:
         check_spec(self.spec, self.shape, self.mesh_shape, self.name)
 
     def tile(self, stage: int = 0, position: int = 0, **island: int) -> tuple[slice, ...]:
-        """The tile at a coordinate, one slice per dim: of the whole worker, or with `tp=` and `fsdp=` of one device of its island.
+        """The tile at a coordinate, one slice per dim: of the worker, or with `tp=`, `fsdp=` of one of its devices.
 
         Raises:
             SpecError: the mesh shape has no such coordinate, or some axes of the island are named and others not.
@@ -174,7 +174,7 @@ class Sharding(NamedTuple):
 
 
 def _cut(length: Ints, axes: tuple[str, ...], cuts: dict[str, tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """(start, stop) of what is left of `length` elements after the cuts (parts, part) of `axes`; an axis without a cut leaves all."""
+    """(start, stop) of what the cuts (parts, part) of `axes` leave of `length` elements; no cut leaves all."""
     start = 0
     for axis in axes:
         if axis in cuts:

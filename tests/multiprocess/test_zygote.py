@@ -38,12 +38,17 @@ def start() -> Iterator[Start]:
         zygote.stop(0)
 
 
+def state(pid: int) -> str:
+    """The kernel's letter for what the process does; "X" when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
 def gone(pid: int) -> bool:
     """Whether the process has ended; the dead that nobody has reaped yet have."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return state(pid) in "ZX"
 
 
 def eventually(condition: Callable[[], object], seconds: float = 20.0) -> bool:
@@ -107,6 +112,7 @@ def test_what_a_worker_finds(start: Start, method: str, tmp_path: Path):
     assert first["random"][0] != second["random"][0] and first["random"][1] != second["random"][1]
 
 
+@pytest.mark.timeout(240)  # importing torch and torch._dynamo on busy cores
 def test_the_zygote_has_one_thread_after_importing_torch(start: Start):
     zygote = start(preload=("numpy", "torch", "torch._dynamo", "zmq"))
     zygote.ready()
@@ -146,6 +152,15 @@ def test_a_zygote_that_is_still_importing_is_stopped_at_once(start: Start):
 
 
 @methods
+def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: Start, method: str):
+    zygote = start(method=method)
+    for rank in range(8):
+        zygote.spawn(rank, {"sleep": 100})
+        assert zygote.signal(rank, signal.SIGTERM)
+    assert {it.signal for it in exits(zygote, 8)} == {signal.SIGTERM}
+
+
+@methods
 def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: Start, method: str, tmp_path: Path):
     zygote = start(method=method)
     stubborn = tmp_path / "stubborn"
@@ -153,6 +168,7 @@ def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: Start, method
     pids = [zygote.spawn(rank, spec) for rank, spec in enumerate(specs)]
     assert eventually(stubborn.exists)
     zygote.signal(2, signal.SIGSTOP)
+    assert eventually(lambda: state(pids[2]) == "T")  # a SIGTERM that comes before it has stopped ends it
     began = time.monotonic()
     ended = {it.rank: it.signal for it in zygote.stop(0.3)}
     assert 0.25 < time.monotonic() - began < 5

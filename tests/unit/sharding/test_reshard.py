@@ -102,6 +102,10 @@ def test_newcomers_read_from_all_replicas_in_turn() -> None:
     assert sorted(loads.values()) == [2] * 6
     loads = Counter(t.src for t in plan_reshard((60,), 4, src=(before, P("pp")), dst=(after, P("pp"))))
     assert sorted(loads.values()) == [2] * 6
+    ragged = Mesh.initial(MeshShape.of_stages((3, 2)))
+    after = ragged.with_members(0, range(100, 112)).with_members(1, range(112, 124))
+    loads = Counter(t.src for t in plan_reshard((60,), 4, src=(ragged, P("pp")), dst=(after, P("pp"))))
+    assert [loads[rank] for rank in ragged.members] == [4, 4, 4, 6, 6]
 
 
 def test_members_read_within_their_old_stage() -> None:

@@ -116,7 +116,7 @@ def test_wrong_coordinates_and_arrays() -> None:
             ask()
     with pytest.raises(SpecError, match="0 or more"):
         TileMap(MeshShape(), P(), (-1,))
-    with pytest.raises(SpecError, match="embed.weight"):
+    with pytest.raises(SpecError, match=r"embed\.weight"):
         TileMap(MeshShape.parse("tp2"), P("tp"), (7,), "embed.weight")
 
 

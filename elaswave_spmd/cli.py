@@ -1,0 +1,123 @@
+"""The command line: `python train.py`, `python -m elaswave_spmd train` and `elaswave-spmd train` are the same.
+
+Hydra composes, `settings.from_config` checks, the controller runs. Exit codes: 0 done; 1 the run failed (or Hydra
+refused an override, in its own words); 2 bad input, found before any worker starts; 130 Ctrl-C. Heavy imports wait until
+the settings are good.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elaswave_spmd.errors import ConfigError, RunError, UserError
+
+if TYPE_CHECKING:
+    from elaswave_spmd.settings import Settings
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
+
+  {program} train mesh=dp2_pp2
+"""
+
+
+def main() -> int:
+    """The entry of `python -m elaswave_spmd` and `elaswave-spmd`: takes the command off `sys.argv`.
+
+    Returns:
+        The exit code.
+    """
+    program = "elaswave-spmd" if not sys.argv[0].endswith("__main__.py") else "python -m elaswave_spmd"
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in ("-h", "--help"):
+        print(_USAGE.format(program=program))
+        return DONE
+    if command != "train":
+        print(_USAGE.format(program=program), file=sys.stderr)
+        return _bad_input(
+            ConfigError("a command comes first", got=command or "nothing", exists="train", fix=f"{program} train")
+        )
+    del sys.argv[1]
+    return train()
+
+
+def train() -> int:
+    """The entry of train.py: settings from `sys.argv`. Returns the exit code."""
+    return guarded(_train)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; errors that a user may meet become one clear screen on stderr and an exit code."""
+    try:
+        return command()
+    except UserError as error:
+        return _bad_input(error)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def refuse_multirun(arguments: Sequence[str]) -> None:
+    """Hydra writes files of its own as soon as it sees a sweep, so this comes before it.
+
+    Raises:
+        ConfigError: -m, --multirun (or what argparse takes for it), or hydra.mode=MULTIRUN.
+    """
+    for argument in arguments:
+        is_flag = re.fullmatch(r"-m.*|--mu?l?t?i?r?u?n?", argument)
+        if is_flag or re.fullmatch(r"\+*hydra\.mode=.*", argument):
+            raise ConfigError(
+                "a command is one run; sweeps are left to a shell",
+                got=argument,
+                where="the command line",
+                fix="for seed in 0 1 2; do python train.py seed=$seed; done",
+            )
+
+
+def _train() -> int:
+    refuse_multirun(sys.argv[1:])
+    config = _compose()
+    if config is None:
+        return DONE
+    from elaswave_spmd.settings import from_config
+
+    return _run(from_config(config))
+
+
+def _run(settings: Settings) -> int:
+    from elaswave_spmd import controller  # imports torch: only now that the settings are good
+
+    return controller.run(settings)
+
+
+def _compose() -> Any:
+    """What Hydra composes from `sys.argv`, a DictConfig; None if it only printed something, such as --help."""
+    import hydra
+
+    from elaswave_spmd.conf import register_mesh_names
+
+    register_mesh_names()
+    composed: list[Any] = []
+    # Hydra ignores what its task returns and catches what it raises: so the task only keeps the config.
+    hydra.main(config_path="pkg://elaswave_spmd.conf", config_name="config", version_base="1.3")(composed.append)()
+    return composed[0] if composed else None
+
+
+def _bad_input(error: UserError) -> int:
+    if not sys.stderr.isatty():
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    Console(stderr=True).print(
+        Panel(Text(str(error)), title="error", title_align="left", border_style="red", expand=False)
+    )
+    return BAD_INPUT

@@ -1,0 +1,81 @@
+"""`mesh=dp3_pp2` without a file: a Hydra config source that spells the name of a mesh out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from elaswave_spmd.errors import MeshError
+from elaswave_spmd.mesh import MeshShape
+
+_SCHEME = "elaswave-mesh"
+_GROUP = "mesh"
+FORMS = ("dpN", "dpN_ppM", "ppM", "single")
+"""What `--help` and completion show for `mesh=`."""
+
+
+def spell_out(name: str) -> dict[str, Any]:
+    """The group `mesh` that a name stands for: {"dp": 3, "pp": 2, "stages": None}.
+
+    A name that is none is kept as {"name": ...}, so that the typed conversion refuses it: an exception here would reach
+    the user as a traceback through Hydra.
+    """
+    group: dict[str, Any] = {"dp": None, "pp": None, "stages": None}
+    try:
+        shape = MeshShape.parse(name)
+    except MeshError:
+        return group | {"name": name}
+    if shape.island_size > 1:
+        return group | {"name": name}
+    if name.startswith("stages"):
+        return group | {"stages": list(shape.stage_sizes)}
+    named = {axis for axis in ("dp", "pp") if axis in name}
+    return group | {axis: shape.axis_size(axis) for axis in named}
+
+
+class MeshNames(ConfigSource):
+    """The group `mesh`, without files. Hydra passes its arguments by name: they keep Hydra's names."""
+
+    @staticmethod
+    def scheme() -> str:
+        return _SCHEME
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") == _GROUP
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        return group == _GROUP and bool(name)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.removesuffix(".yaml").partition("/")[2]
+        config = OmegaConf.create(spell_out(name))
+        return ConfigResult(provider=self.provider, path=config_path, config=config, header={"package": None})
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if self.is_group(config_path):
+            return [] if results_filter is ObjectType.GROUP else [*FORMS]
+        return [_GROUP] if not config_path and results_filter is not ObjectType.CONFIG else []
+
+
+class MeshNamesPath(SearchPathPlugin):
+    """Puts `MeshNames` behind the files of conf/."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="elaswave_spmd", path=f"{_SCHEME}://")
+
+
+def register_mesh_names() -> None:
+    """Make `mesh=<any name>` known to Hydra in this process; again is harmless."""
+    plugins = Plugins.instance()
+    plugins.register(MeshNames)
+    plugins.register(MeshNamesPath)

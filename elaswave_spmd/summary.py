@@ -1,0 +1,87 @@
+"""What a finished run says of itself: summary.json."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.observe import MetricsLine
+from elaswave_spmd.recovery.messages import FinalPages, Finished
+
+if TYPE_CHECKING:
+    from elaswave_spmd.assembly import RunPlan
+    from elaswave_spmd.sharding.pages import ModelLayout
+
+_PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen", "einops")
+
+
+class RunRecord:
+    """What the controller keeps of a run until its end: the last line, timings, final parameters."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self.weights: dict[str, np.ndarray] = {}
+        self.last: MetricsLine | None = None
+        self.validation_loss: float | None = None
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def add_step(self, line: MetricsLine, *, after_validation: bool) -> None:
+        """Counts a committed step for the speed, except the first (start-up) and those that waited for a validation."""
+        if self.last is not None and not after_validation:
+            self._tokens += line.tokens
+            self._seconds += line.seconds
+        self.last = line
+
+    def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
+        """Files a run of final master pages."""
+        import torch
+
+        from elaswave_spmd.runtime.collect import collect_pages
+
+        collect_pages(self._layout, pages, torch.frombuffer(payload, dtype=torch.float32), self.weights)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
+
+
+def make_summary(
+    plan: RunPlan, data: PreparedData, record: RunRecord, finished: Mapping[int, Finished], weights_sha256: str
+) -> dict[str, object]:
+    """The fields of summary.json, as docs/run_files.md lists them."""
+    assert record.last is not None
+    return {
+        "steps": record.last.step,
+        "final_loss": record.last.loss,
+        "final_loss_hex": record.last.loss_hex,
+        "validation_loss": record.validation_loss,
+        "weights_sha256": weights_sha256,
+        "tokens_per_second": record.tokens_per_second,
+        "params": plan.description.layout.num_parameters,
+        "mesh": plan.placement.mesh.shape.name,
+        "sharding": f"zero{plan.shardings.zero_level}",
+        "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
+        "peak_rss_bytes_per_worker": {str(rank): finished[rank].peak_rss for rank in sorted(finished)},
+        "corpus": {
+            "name": data.corpus,
+            "sha256": data.sha256,
+            "bytes": data.num_bytes,
+            "tokenizer": data.tokenizer,
+            "train_samples": data.num_train_samples,
+            "validation_samples": data.num_validation_samples,
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,150 @@
+"""The one-process reference: what every mesh, sharding and fault history must reproduce bit for bit.
+
+It shares the models and the keyed random numbers with the framework and nothing else: one process, unit by unit, layer
+by layer, the canonical tree by recursion, the optimizer on whole parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elaswave_spmd.keyed import Keys, materialize, sample_ids
+from elaswave_spmd.models import Batch, LayeredModel
+
+
+class Data(Protocol):
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: Any) -> tuple[Any, Any]: ...  # (tokens, targets), int64 [B, T] each
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run. `optimizer` is adamw or sgd; `clip` 0 means never; `lr_at` maps steps 1, 2, ... to learning rates."""
+
+    lr_at: Callable[[int], float]
+    seed: int = 0
+    steps: int = 1
+    global_batch: int = 4
+    unit_size: int = 1
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    clip: float = 1.0
+    dtype: torch.dtype = torch.float32
+    page_size: int = 4096
+
+
+@dataclass(frozen=True)
+class Result:
+    loss_hex: list[str]
+    grad_norm_hex: list[str]
+    weights: dict[str, Tensor]
+
+    @property
+    def weights_sha256(self) -> str:
+        digest = hashlib.sha256()
+        for name in sorted(self.weights):
+            digest.update(name.encode() + self.weights[name].numpy().astype("<f4").tobytes())
+        return digest.hexdigest()
+
+
+def train(model: LayeredModel, data: Data, s: Settings) -> Result:
+    """Train `model` (on the CPU; its parameters are overwritten) and return the curve and the fp32 weights."""
+    model.train()
+    owner = {t.reader: t.owner for t in model.ties}
+    parameters = dict(model.named_parameters())
+    masters = {name: _initial(model, name, p.shape, s.seed) for name, p in parameters.items() if name not in owner}
+    state = {name: [torch.zeros_like(m), torch.zeros_like(m)] for name, m in masters.items()}
+    losses, norms = [], []
+    for step in range(1, s.steps + 1):
+        for name, p in parameters.items():
+            p.data = masters[owner.get(name, name)].to(s.dtype, copy=True)
+        *uses, loss = tree(
+            lambda unit, step=step: unit_leaves(model, data, s, step, unit), 0, s.global_batch // s.unit_size
+        )
+        grads: dict[str, Tensor] = {}
+        for name, g in zip(parameters, uses, strict=True):  # in layer order, so a tied parameter's uses are too
+            home = owner.get(name, name)
+            grads[home] = grads[home] + g if home in grads else g
+        norm = gradient_norm(model, grads, s.page_size)
+        losses, norms = [*losses, float(loss).hex()], [*norms, norm.hex()]
+        if math.isfinite(norm):
+            divisor = max(1.0, norm / s.clip) if s.clip > 0 else 1.0
+            for name, g in grads.items():
+                decay = s.weight_decay if model.decays(name, tuple(g.shape)) else 0.0
+                update(masters[name], g / torch.tensor(divisor) if divisor > 1 else g, state[name], s, step, decay)
+    return Result(losses, norms, masters)
+
+
+def tree(leaf: Callable[[int], Sequence[Tensor]], lo: int, hi: int) -> list[Tensor]:
+    """The canonical tree over units [lo, hi): split at the largest power of two below the length, left + right."""
+    if hi - lo == 1:
+        return list(leaf(lo))
+    middle = lo + (1 << ((hi - lo - 1).bit_length() - 1))
+    return [left + right for left, right in zip(tree(leaf, lo, middle), tree(leaf, middle, hi), strict=True)]
+
+
+def unit_leaves(model: LayeredModel, data: Data, s: Settings, step: int, unit: int) -> list[Tensor]:
+    """One unit: the fp32 gradient of each parameter, every use of a tied one by itself, and last the scaled loss."""
+    ids = sample_ids(s.seed, step, s.global_batch, len(data))[unit * s.unit_size : (unit + 1) * s.unit_size]
+    tokens, targets = (torch.as_tensor(np.ascontiguousarray(z)) for z in data.batch(ids))
+    ends, x = [], tokens
+    for number, layer in enumerate(model.layers):
+        x = x.detach().requires_grad_(number > 0)
+        ends.append((x, layer(x, Keys.make(s.seed, step, ids, number))))
+        x = ends[-1][1]
+    loss = model.loss(x, Batch(tokens, targets)) * (1.0 / (s.global_batch * tokens.shape[1]))
+    ends[-1], grad = (ends[-1][0], loss), None
+    for x, y in reversed(ends):
+        torch.autograd.backward(y, grad)
+        grad = x.grad
+    leaves = []
+    for p in model.parameters():
+        leaves.append(torch.zeros(p.shape) if p.grad is None else 0.0 + p.grad.float())  # + settles -0.0
+        p.grad = None
+    return [*leaves, 0.0 + loss.detach()]
+
+
+def gradient_norm(model: LayeredModel, grads: dict[str, Tensor], page_size: int) -> float:
+    """Square root of the exactly rounded sum over pages of their sums of squares."""
+    tied, values = {t.owner for t in model.ties}, []
+    for layer in model.layer_names:
+        own = [name for name in grads if name.startswith(f"{layer}.")]
+        rest = sorted(set(own) - tied, key=lambda n: (not model.decays(n, tuple(grads[n].shape)), own.index(n)))
+        for block in [*([name] for name in own if name in tied), rest]:
+            flat = [torch.nn.functional.pad(grads[n].flatten(), (0, -grads[n].numel() % 64)) for n in block]
+            values += [_page_value(page) for page in torch.cat(flat).split(page_size)] if flat else []
+    return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.nan
+
+
+def _page_value(page: Tensor) -> float:
+    x = torch.nn.functional.pad(page * page, (0, (1 << (page.numel() - 1).bit_length()) - page.numel()))
+    while x.numel() > 1:
+        x = x[: x.numel() // 2] + x[x.numel() // 2 :]
+    return float(x)
+
+
+def update(p: Tensor, g: Tensor, state: list[Tensor], s: Settings, step: int, decay: float) -> None:
+    """One parameter's update in place."""
+    if s.optimizer == "sgd":
+        p.add_(state[0].mul_(s.momentum).add_(g.add(p, alpha=decay)), alpha=-s.lr_at(step))
+        return
+    kw: dict[str, Any] = {"lr": s.lr_at(step), "beta1": s.betas[0], "beta2": s.betas[1], "eps": s.eps}
+    kw |= {"weight_decay": decay, "amsgrad": False, "maximize": False}
+    number = torch.tensor(float(step))
+    torch._fused_adamw_([p], [g], [state[0]], [state[1]], [], [number], **kw)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _initial(model: LayeredModel, name: str, shape: torch.Size, seed: int) -> Tensor:
+    return torch.from_numpy(materialize(model.init(name, tuple(shape)), seed, name, 0, shape.numel())).view(shape)

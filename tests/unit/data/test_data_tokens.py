@@ -1,0 +1,239 @@
+"""Tokenizers and the token cache."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elaswave_spmd.data import ByteTokenizer, JsonTokenizer, default_cache, text_corpus
+from elaswave_spmd.data import cache as caches
+from elaswave_spmd.data import tokenizer as tokenizers_room
+from elaswave_spmd.data.cache import TokenFile, token_dtype, tokenize_once
+from elaswave_spmd.data.corpus import Corpus
+from elaswave_spmd.data.tokenizer import load_tokenizer
+from elaswave_spmd.errors import ConfigError, DataError
+
+
+def _corpus(tmp_path: Path, *texts: bytes) -> Corpus:
+    folder = tmp_path / "text"
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_bytes(text)
+    return text_corpus(f"{folder}/*.txt")
+
+
+def _read(tokens: TokenFile) -> np.ndarray:
+    return np.fromfile(tokens.path, dtype=tokens.dtype)
+
+
+def _json_tokenizer(path: Path, num_extra: int = 0) -> Path:
+    vocab = {"[UNK]": 0, "hello": 1, "world": 2, "é": 3, **{f"w{i}": 4 + i for i in range(num_extra)}}
+    spec = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+    }
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    return path
+
+
+class _Counting(ByteTokenizer):
+    """Counts the documents that it was asked to encode."""
+
+    documents = 0
+
+    def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        self.documents += 1
+        return super().encode(blocks)
+
+
+def test_bytes_are_tokens(tmp_path: Path) -> None:
+    made = tokenize_once(_corpus(tmp_path, b"ab\xff", b"", b"c"), ByteTokenizer(), tmp_path / "cache")
+    assert (made.dtype, made.num_tokens, made.vocab_size) == ("uint8", 4, 256)
+    assert _read(made).tolist() == [97, 98, 255, 99]
+    assert os.path.isabs(made.path)
+
+
+def test_tokenised_once(tmp_path: Path) -> None:
+    corpus, tokenizer = _corpus(tmp_path, b"abc", b"def"), _Counting()
+    first = tokenize_once(corpus, tokenizer, tmp_path / "cache")
+    assert tokenize_once(corpus, tokenizer, tmp_path / "cache") == first
+    assert tokenizer.documents == 2
+    assert [path.name.startswith(".") for path in (tmp_path / "cache").iterdir()] == [False]
+
+
+def test_changed_text_gets_another_entry(tmp_path: Path) -> None:
+    first = tokenize_once(_corpus(tmp_path, b"abc"), ByteTokenizer(), tmp_path / "cache")
+    second = tokenize_once(_corpus(tmp_path, b"abd"), ByteTokenizer(), tmp_path / "cache")
+    assert first.path != second.path
+    assert _read(first).tolist() == list(b"abc")
+
+
+@pytest.mark.parametrize("damage", ["truncate", "no meta", "no json", "foreign"])
+def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str) -> None:
+    corpus = _corpus(tmp_path, b"abcdef")
+    made = tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
+    entry = Path(made.path).parent
+    if damage == "truncate":
+        Path(made.path).write_bytes(b"abc")
+    elif damage == "no meta":
+        (entry / "meta.json").unlink()
+    else:
+        (entry / "meta.json").write_text("{" if damage == "no json" else '{"dtype": 1}')
+    again = tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
+    assert again == made
+    assert _read(again).tolist() == list(b"abcdef")
+
+
+def test_the_second_of_two_writers_keeps_the_first_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, folder = _corpus(tmp_path, b"abcdef"), tmp_path / "cache"
+    made: list[TokenFile] = []
+
+    def meanwhile(num_tokens: int) -> None:
+        if not made:
+            made.append(tokenize_once(corpus, ByteTokenizer(), folder))
+
+    assert tokenize_once(corpus, ByteTokenizer(), folder, accept=meanwhile) == made[0]
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_refused_corpus_leaves_no_entry(tmp_path: Path) -> None:
+    def refuse(num_tokens: int) -> None:
+        raise DataError("too short", got=num_tokens)
+
+    with pytest.raises(DataError, match="too short"):
+        tokenize_once(_corpus(tmp_path, b"abc"), ByteTokenizer(), tmp_path / "cache", accept=refuse)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_corpus_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    corpus = _corpus(tmp_path, b"abc")
+    corpus.files[0].write_bytes(b"xyz")
+    with pytest.raises(DataError, match="changed while it was read"):
+        tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        tokenize_once(_corpus(tmp_path, b"abc"), ByteTokenizer(), tmp_path / "file" / "cache")
+    assert caught.value.where == "data.cache"
+    assert "data.cache=DIR" in caught.value.fix
+
+
+def test_a_filled_cache_need_not_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = _corpus(tmp_path, b"abc")
+    made = tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
+    monkeypatch.setattr(Path, "mkdir", lambda *args, **kwargs: pytest.fail("wrote to the cache"))
+    assert tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache") == made
+
+
+def test_default_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "elaswave_spmd"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for value in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert default_cache() == tmp_path / "home" / ".cache" / "elaswave_spmd"
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
+def test_dtype_is_the_smallest_that_fits(vocab_size: int, dtype: str) -> None:
+    assert token_dtype(vocab_size) == dtype
+
+
+def test_the_bar_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenize_once(_corpus(tmp_path, b"abc" * 1000), ByteTokenizer(), tmp_path / "cache", progress=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_json_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = JsonTokenizer(_json_tokenizer(tmp_path / "tok.json", num_extra=300))
+    assert tokenizer.vocab_size == 304
+    assert tokenizer.name.startswith("tok.json:")
+    corpus = _corpus(tmp_path, b"hello world\nnobody", "é hello".encode())
+    made = tokenize_once(corpus, tokenizer, tmp_path / "cache")
+    assert made.dtype == "uint16"
+    assert _read(made).tolist() == [1, 2, 0, 3, 1]
+
+
+def test_json_tokenizer_cuts_long_documents_after_a_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(tokenizers_room, "BLOCK_CHARACTERS", 8)
+    monkeypatch.setattr("elaswave_spmd.data.corpus.READ_BYTES", 3)  # also cuts é in two
+    tokenizer = JsonTokenizer(_json_tokenizer(tmp_path / "tok.json"))
+    made = tokenize_once(_corpus(tmp_path, "hello\nworld é\nhello é".encode()), tokenizer, tmp_path / "cache")
+    assert _read(made).tolist() == [1, 2, 3, 1, 3]
+
+
+def test_tokenizers_do_not_share_an_entry(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    corpus = _corpus(tmp_path, b"hello world")
+    small = JsonTokenizer(_json_tokenizer(tmp_path / "a.json"))
+    large = JsonTokenizer(_json_tokenizer(tmp_path / "b.json", num_extra=1))
+    paths = {tokenize_once(corpus, t, tmp_path / "cache").path for t in (ByteTokenizer(), small, large)}
+    assert len(paths) == 3
+
+
+def test_a_document_that_is_not_text_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = JsonTokenizer(_json_tokenizer(tmp_path / "tok.json"))
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        tokenize_once(_corpus(tmp_path, b"fine", b"\x80"), tokenizer, tmp_path / "cache")
+    assert "001.txt" in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"not json", b"{}", b"\xff\xfe", b'{"version": "1.0"}'])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tok.json").write_bytes(content)
+    with pytest.raises(DataError, match="not one that the tokenizers package reads") as caught:
+        load_tokenizer(str(tmp_path / "tok.json"))
+    assert caught.value.where == "data.tokenizer"
+
+
+def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        load_tokenizer(str(tmp_path / "absent.json"))
+    assert "bytes" in caught.value.exists
+
+
+def test_without_the_package_the_pip_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without(name: str, *args: object, **kwargs: object) -> object:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError, match="optional package tokenizers") as caught:
+        load_tokenizer(str(_json_tokenizer(tmp_path / "tok.json")))
+    assert "pip install 'elaswave-spmd[tokenizers]'" in caught.value.fix
+
+
+def test_no_space_is_a_cache_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(caches.os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        tokenize_once(_corpus(tmp_path, b"abc"), ByteTokenizer(), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.errors import ModelError, SpecError
+from elaswave_spmd.keyed import Constant, KeyedDropout, Keys, Normal
+from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.sharding import Shardings, Tie, tie
+
+
+class Plain(nn.Module):
+    """A layer around whatever module is to be tried."""
+
+    def __init__(self, *inner: nn.Module, sizes: tuple[int, ...] = (4, 4)) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(sizes))
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x
+
+
+def stack(*layers: nn.Module, ties: tuple[Tie, ...] = ()) -> LayeredModel:
+    return LayeredModel({f"layer{i}": layer for i, layer in enumerate(layers)}, ties)
+
+
+def test_names_layers_and_rules() -> None:
+    model = stack(Plain(nn.LayerNorm(4)), Plain())
+    assert model.layer_names == ("layer0", "layer1")
+    assert [type(layer) for layer in model.layers] == [Plain, Plain]
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["layer0.weight", "layer0.inner.0.weight", "layer0.inner.0.bias", "layer1.weight"]
+    assert model.init("layer0.weight", (4, 4)) == Normal(0.02)
+    assert model.init("layer0.inner.0.bias", (4,)) == Constant(0.0)
+    assert model.init("layer0.inner.0.weight", (4,)) == Constant(1.0)
+    assert model.decays("layer0.weight", (4, 4)) and not model.decays("layer0.inner.0.weight", (4,))
+    assert model.shardings == Shardings()
+
+
+def test_loss_is_the_token_sum_of_the_cross_entropy_in_fp32() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.bfloat16)
+    targets = torch.randint(0, 5, (2, 3))
+    loss = stack(Plain()).loss(logits, Batch(targets, targets))
+    expected = -torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None]).sum()
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_dropout_sites_count_within_each_layer() -> None:
+    model = stack(Plain(KeyedDropout(0.1), nn.Sequential(KeyedDropout(0.2))), Plain(KeyedDropout(0.3)))
+    sites = {name: m.site for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
+    assert sites == {"layer0.inner.0": 0, "layer0.inner.1.0": 1, "layer1.inner.0": 0}
+
+
+def test_share_ties_binds_the_reader_to_the_owner() -> None:
+    model = stack(Plain(), Plain(), ties=(tie("layer1.weight", "layer0.weight"),))
+    assert len(list(model.parameters())) == 2
+    model.share_ties()
+    assert model.get_parameter("layer1.weight") is model.get_parameter("layer0.weight")
+
+
+class OneArgument(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def frozen() -> nn.Module:
+    layer = Plain()
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def shared_parameter() -> LayeredModel:
+    first, second = Plain(), Plain()
+    second.weight = first.weight
+    return stack(first, second)
+
+
+def shared_dropout() -> LayeredModel:
+    drop = KeyedDropout(0.1)
+    return stack(Plain(drop), Plain(drop))
+
+
+REFUSED: list[tuple[str, Callable[[], object], str]] = [
+    ("no layers", lambda: LayeredModel({}), "at least one layer"),
+    ("forward(x)", lambda: stack(OneArgument()), r"layer\(x, keys\)"),
+    ("no module", lambda: stack(3), "nn.Module"),  # type: ignore[arg-type]
+    ("name in use", lambda: LayeredModel({"loss": Plain()}), "loss_layer"),
+    ("name with a dot", lambda: LayeredModel({"a.b": Plain()}), "identifier"),
+    ("global dropout", lambda: stack(Plain(nn.Dropout(0.1))), "KeyedDropout"),
+    ("global dropout, deep", lambda: stack(Plain(nn.TransformerEncoderLayer(4, 2))), "layer0.inner.0"),
+    ("attention dropout", lambda: stack(Plain(nn.MultiheadAttention(4, 2, dropout=0.1))), "KeyedDropout"),
+    ("recurrent dropout", lambda: stack(Plain(nn.LSTM(4, 4, 2, dropout=0.1))), "KeyedDropout"),
+    ("random slope", lambda: stack(Plain(nn.RReLU())), "global generator"),
+    ("batch norm", lambda: stack(Plain(nn.BatchNorm1d(4))), "LayerNorm"),
+    ("running statistics", lambda: stack(Plain(nn.InstanceNorm1d(4, track_running_stats=True))), "statistics"),
+    ("frozen parameter", lambda: stack(frozen()), "register_buffer"),
+    ("shared parameter", shared_parameter, 'tie\\("layer1.weight", "layer0.weight"\\)'),
+    ("shared dropout", shared_dropout, "make two"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_the_contract_forbids_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        make()
+
+
+def test_dropout_of_probability_zero_and_layer_norms_are_fine() -> None:
+    stack(Plain(nn.Dropout(0.0), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)))
+
+
+TIES = [
+    (("layer1.wieght", "layer0.weight"), "wieght"),
+    (("layer1.weight", "layer0.wight"), "layer0.weight"),
+    (("layer2.weight", "layer0.weight"), "one shape"),
+    (("layer0.inner.0.weight", "layer0.weight"), "two layers"),
+]
+
+
+@pytest.mark.parametrize(("names", "message"), TIES)
+def test_a_tie_must_fit(names: tuple[str, str], message: str) -> None:
+    inner = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=message):
+        stack(Plain(inner), Plain(), Plain(sizes=(4, 5)), ties=(tie(*names),))
+
+
+def test_ties_neither_chain_nor_repeat() -> None:
+    first = tie("layer1.weight", "layer0.weight")
+    for second in (tie("layer2.weight", "layer1.weight"), tie("layer1.weight", "layer2.weight")):
+        with pytest.raises(ModelError, match="one owner"):
+            stack(Plain(), Plain(), Plain(), ties=(first, second))
+    stack(Plain(), Plain(), Plain(), ties=(first, tie("layer2.weight", "layer0.weight")))
+
+
+def test_a_tie_to_itself_or_to_no_layer_is_refused() -> None:
+    with pytest.raises(SpecError):
+        tie("head.weight", "head.weight")
+    with pytest.raises(SpecError):
+        tie("weight", "embed.weight")

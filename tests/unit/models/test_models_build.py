@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models import GPT, MLP, Llama, build_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 17, "seq_len": 8, "layers": 1, "d_model": 8, "heads": 2, "dropout": 0.0,
+}  # fmt: skip
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from elaswave_spmd.models import LayeredModel
+
+class Layer(nn.Module):
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+    def forward(self, x, keys):
+        return self.weight[x] if not x.is_floating_point() else x @ self.weight
+
+class MyModel(LayeredModel):
+    def __init__(self, vocab_size, d_model, depth):
+        middle = {f"m{i}": Layer(d_model, d_model) for i in range(depth)}
+        super().__init__({"embed": Layer(vocab_size, d_model), **middle, "head": Layer(d_model, vocab_size)})
+
+class Open(MyModel):
+    def __init__(self, **everything):
+        self_sizes = {k: everything[k] for k in ("vocab_size", "d_model")}
+        super().__init__(depth=everything.get("depth", 0), **self_sizes)
+
+not_a_model = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory of its own; what is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("target", "cls"),
+    [("gpt", GPT), ("llama", Llama), ("mlp", MLP), ("elaswave_spmd.models.GPT", GPT), (MLP, MLP)],
+)
+def test_own_models_get_the_sizes_that_they_name(target: Any, cls: type) -> None:
+    with torch.device("meta"):
+        assert type(build_model(target, SIZES)) is cls
+
+
+def test_extra_arguments_reach_the_constructor() -> None:
+    assert build_model("gpt", SIZES, {"tied": True}).ties
+    with pytest.raises(ModelError, match=r"model.args.mlp_ration(.|\n)*mlp_ratio"):
+        build_model("gpt", SIZES, {"mlp_ration": 2})
+
+
+def test_a_users_model_in_the_working_directory(here: Path) -> None:
+    (here / "km_own_model.py").write_text(OWN_MODEL)
+    model = build_model("km_own_model.MyModel", SIZES, {"depth": 3})
+    assert model.layer_names == ("embed", "m0", "m1", "m2", "head")
+    assert build_model("km_own_model.Open", SIZES).layer_names == ("embed", "head")
+    with pytest.raises(ModelError, match=r"\+model.args.depth=VALUE"):
+        build_model("km_own_model.MyModel", SIZES)
+    with pytest.raises(ModelError, match="MyModel"):
+        build_model("km_own_model.MyModle", SIZES)
+    with pytest.raises(ModelError, match="LayeredModel"):
+        build_model("km_own_model.not_a_model", SIZES)
+    with pytest.raises(ModelError, match="LayeredModel"):
+        build_model("km_own_model.Layer", SIZES)
+
+
+@pytest.mark.parametrize("target", ["gtp", "no_such_file.Model", "elaswave_spmd.modles.GPT", ""])
+def test_an_unknown_model_lists_what_exists(here: Path, target: str) -> None:
+    (here / "km_some_file.py").write_text("")
+    with pytest.raises(ModelError, match="no such model") as caught:
+        build_model(target, SIZES)
+    assert "gpt, llama, mlp" in str(caught.value) and "km_some_file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "line"),
+    [
+        ("x = 1\nimport no_such_package_at_all\n", "no_such_package_at_all", 2),
+        ("x = (\n", "SyntaxError", 1),
+        ("def f():\n    return y\n\nf()\n", "NameError", 2),
+    ],
+)
+def test_a_file_that_fails_is_shown_with_its_line(here: Path, text: str, shown: str, line: int) -> None:
+    (here / "km_broken.py").write_text(text)
+    with pytest.raises(ModelError, match=shown) as caught:
+        build_model("km_broken.MyModel", SIZES)
+    assert f"km_broken.py:{line}" in str(caught.value)

@@ -1,0 +1,114 @@
+"""Placements and action lists: every unit, layer and page somewhere exactly once; every list can be run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling import actions
+from elaswave_spmd.scheduling.actions import Action, in_flight_limits, schedule
+from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.learning_rate import LearningRate
+from elaswave_spmd.scheduling.placement import deal_units, even_counts, place
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+
+STAGES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+def layout_of(sizes: list[int], page_size: int = 64) -> ModelLayout:
+    uses = [LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (size,)),)) for i, size in enumerate(sizes)]
+    return lay_out(uses, page_size=page_size)
+
+
+@given(STAGES, st.integers(1, 23), st.integers(0, 3), st.data())
+@settings(deadline=None)
+def test_every_unit_page_and_action_once(stages, num_units, zero, data):
+    sizes = data.draw(st.lists(st.integers(1, 900), min_size=len(stages), max_size=7))
+    layout = layout_of(sizes)
+    mesh = Mesh.initial(MeshShape.of_stages(stages))
+    placement = place(mesh, layout, Shardings().with_zero(zero), num_units)
+    for stage, members in enumerate(mesh.stages):
+        dealt = sorted(u for m in members for u in placement.units_of(m))
+        assert dealt == list(range(num_units))
+        counts = [len(placement.units_of(m)) for m in members]
+        assert max(counts) - min(counts) <= 1
+        held = dict.fromkeys(members, 0)
+        for layer in placement.layers_of_stage(stage):
+            runs = placement.holder_runs(layout)[layer]
+            state = [r for r in runs if r.first < layout.layers[layer].num_state_pages]
+            assert [p for r in state for p in range(r.first, r.stop)] == list(range(layout.layers[layer].num_state_pages))
+            for run in state:
+                held[run.primary] += run.stop - run.first
+                assert set(run.holders) == ({run.primary} if zero else set(members))
+        assert max(held.values()) - min(held.values()) <= 1, "load over a stage is even within one page"
+    plan = schedule(placement)
+    actions.check(plan, len(stages))
+    assert actions.parse(actions.render(plan)) == plan
+    for rank, todo in plan.items():
+        stage = mesh.stage_of(rank)
+        running = 0
+        for action in todo:
+            running += 1 if action.kind == "F" else -1
+            assert 0 <= running <= in_flight_limits(stages)[stage]
+        assert sorted(a.unit for a in todo if a.kind == "B") == list(placement.units_of(rank))
+
+
+def test_even_mesh_is_1f1b():
+    placement = place(Mesh.initial(MeshShape.parse("pp3")), layout_of([64, 64, 64]), Shardings(), 4)
+    assert actions.render(schedule(placement)).splitlines() == [
+        "0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+def test_check_names_a_circle():
+    plan = {0: (Action.parse("0F0"), Action.parse("0B0"), Action.parse("0F1"), Action.parse("0B1"))}
+    plan[1] = tuple(map(Action.parse, ["1F0", "1F1", "1B0", "1B1"]))
+    with pytest.raises(PlanError, match="wait for ever"):
+        actions.check(plan, 2)
+
+
+def test_check_refuses_an_action_twice():
+    with pytest.raises(PlanError, match="done once"):
+        actions.check({0: (Action.parse("0F0"), Action.parse("0F0"))}, 1)
+
+
+def test_dealings():
+    assert deal_units([7, 8, 9], [2, 1, 1], "contiguous") == (7, 7, 8, 9)
+    assert deal_units([7, 8, 9], [2, 1, 1], "time-major") == (7, 8, 9, 7)
+    assert even_counts(10, 4) == (3, 3, 2, 2)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_layers_over_stages_is_optimal(costs, workers):
+    if len(workers) > len(costs):
+        return
+    def slowest(cuts):
+        return max(sum(costs[a:b]) / w for a, b, w in zip(cuts, cuts[1:], workers, strict=False))
+
+    best = min(
+        slowest((0, *inner, len(costs)))
+        for inner in itertools.combinations(range(1, len(costs)), len(workers) - 1)
+    )
+    assert slowest(balance_layers(costs, workers)) == pytest.approx(best)
+
+
+def test_more_stages_than_layers_is_refused():
+    with pytest.raises(PlanError, match="at least one layer") as error:
+        place(Mesh.initial(MeshShape.parse("pp4")), layout_of([10, 10, 10]), Shardings(), 4)
+    assert "pp3" in str(error.value)
+
+
+def test_learning_rate_is_a_function_of_the_step():
+    rate = LearningRate(1.0, "linear", warmup_steps=2, num_steps=12, final_ratio=0.0)
+    assert [rate.at(s) for s in (1, 2, 7, 12, 99)] == [0.5, 1.0, 0.5, 0.0, 0.0]
+    cosine = LearningRate(2.0, "cosine", num_steps=10, final_ratio=0.5)
+    assert cosine.at(10) == pytest.approx(1.0) and cosine.at(5) == pytest.approx(1.5)
+    assert LearningRate(3.0).at(1000) == 3.0
