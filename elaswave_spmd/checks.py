@@ -34,9 +34,9 @@ def number(
     name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf, below: float = math.inf
 ) -> float:
     """A finite number with above < value, at_least <= value, value < below; whole ones become floats."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and above < value and at_least <= value < below:
-        return float(value)
+    found = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if math.isfinite(found) and above < found and at_least <= found < below:
+        return float(found)
     limits = {"above": above, "at least": at_least, "below": below}
     asked = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
     raise _wrong(f"{name} is a number {asked}".rstrip(), name, value)
@@ -70,6 +70,13 @@ def plain_mapping(name: str, value: object) -> dict[str, Any]:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
     raise _wrong(f"{name} is a mapping from names to values", name, value, fix=f"+{name}.NAME=VALUE")
+
+
+def plain(value: Any) -> Any:
+    """The value with lists for tuples, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _wrong(rule: str, name: str, value: object, *, exists: str = "", fix: str = "") -> ConfigError:

@@ -1,8 +1,8 @@
 """The command line: `python train.py`, `python -m elaswave_spmd train` and `elaswave-spmd train` are the same.
 
 Hydra composes, `settings.from_config` checks, the controller runs. Exit codes: 0 done; 1 the run failed (or Hydra
-refused an override, in its own words); 2 bad input, found before any worker starts; 130 Ctrl-C. Heavy imports wait until
-the settings are good.
+refused an override, in its own words); 2 bad input, found before any worker starts; 130 Ctrl-C. Heavy imports wait
+until the settings are good.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from elaswave_spmd.errors import ConfigError, RunError, UserError
 if TYPE_CHECKING:
     from elaswave_spmd.settings import Settings
 
+GROUPS = ("mesh", "sharding", "model", "data", "optim", "train", "unit", "page", "runtime", "run")
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
@@ -80,8 +81,27 @@ def refuse_multirun(arguments: Sequence[str]) -> None:
             )
 
 
+def refuse_choices_without_name(arguments: Sequence[str]) -> None:
+    """`mesh=3` and `model=null`, on which Hydra would end with a traceback.
+
+    Raises:
+        ConfigError: with the form of a choice.
+    """
+    for argument in arguments:
+        group, _, choice = argument.partition("=")
+        if group in GROUPS and re.fullmatch(r"null|true|false|[-+]?[0-9._]+(e[-+]?[0-9]+)?", choice, re.IGNORECASE):
+            raise ConfigError(
+                f"{group} is chosen by a name",
+                got=choice,
+                where=argument,
+                exists="what --help lists under Choices",
+                fix=f"mesh=dp{choice}, mesh=pp{choice}" if group == "mesh" and choice.isdigit() else f"{group}=NAME",
+            )
+
+
 def _train() -> int:
     refuse_multirun(sys.argv[1:])
+    refuse_choices_without_name(sys.argv[1:])
     config = _compose()
     if config is None:
         return DONE
@@ -97,15 +117,20 @@ def _run(settings: Settings) -> int:
 
 
 def _compose() -> Any:
-    """What Hydra composes from `sys.argv`, a DictConfig; None if it only printed something, such as --help."""
+    """What Hydra composes from `sys.argv`, a DictConfig; None if it only printed something, as --cfg does."""
     import hydra
 
     from elaswave_spmd.conf import register_mesh_names
 
     register_mesh_names()
     composed: list[Any] = []
-    # Hydra ignores what its task returns and catches what it raises: so the task only keeps the config.
-    hydra.main(config_path="pkg://elaswave_spmd.conf", config_name="config", version_base="1.3")(composed.append)()
+
+    # Hydra ignores what its task returns and prints a traceback for what it raises: so the task only keeps the config.
+    @hydra.main(config_path="pkg://elaswave_spmd.conf", config_name="config", version_base="1.3")
+    def keep(config: Any) -> None:
+        composed.append(config)
+
+    keep()
     return composed[0] if composed else None
 
 

@@ -1,8 +1,8 @@
-"""The settings of a run: plain frozen values, checked when they are made. Below the command line there is no other form.
+"""The settings of a run: plain frozen values, checked when they are made; the command line's only product.
 
 `from_config` makes them from what Hydra composed; `Settings.to_dict` and `Settings.from_dict` carry them to workers as
-plain JSON. Every error is a ConfigError that names the override. What needs the model, the data or the device is checked
-where those are opened.
+plain JSON. Every error is a ConfigError that names the override. What needs the model, the data or the device is
+checked where those are opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from elaswave_spmd import checks
 from elaswave_spmd.errors import ConfigError, MeshError
@@ -24,8 +24,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 DEVICES = ("cpu", "cuda", "npu")
 DTYPES = ("fp32", "bf16")
 TRANSPORTS = ("ipc", "tcp")
-
-_Section = TypeVar("_Section")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,8 @@ class ShardingSettings:
 class ModelSettings:
     """The model. `target` is a short name or my_file.MyModel.
 
-    The constructor gets the sizes that it names, and all of `args`. `layers` counts transformer layers, `dropout` is a probability in [0, 1).
+    The constructor gets the sizes that it names, and all of `args`. `layers` counts transformer layers,
+    `dropout` is a probability in [0, 1).
     """
 
     name: str = "gpt_tiny"
@@ -138,7 +137,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """The update. `betas` and `eps` are of adamw, `momentum` of sgd; `lr` is the schedule's peak; `clip=0` clips nothing.
+    """The update. `betas` and `eps` are of adamw, `momentum` of sgd; `lr` is the schedule's peak; `clip=0`: none.
 
     `max_skipped`: steps in a row without an update, because a gradient was not finite, before the run gives up.
     """
@@ -181,7 +180,8 @@ class OptimSettings:
 class TrainSettings:
     """How long and on what: `global_batch` sequences of `seq_len` tokens per step.
 
-    A validation has `validate_units` units; `validate_every` steps between validations, 0 for none. `resume` arrives with checkpoints and is refused until then.
+    A validation has `validate_units` units; `validate_every` steps between validations, 0 for none.
+    `resume` arrives with checkpoints and is refused until then.
     """
 
     steps: int = 600
@@ -300,7 +300,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` inverts it."""
-        return _plain(dataclasses.asdict(self))
+        return checks.plain(dataclasses.asdict(self))
 
     def to_yaml(self) -> str:
         """The text of config.yaml."""
@@ -316,26 +316,13 @@ class Settings:
             ConfigError: an unknown setting, or a value that breaks a rule.
         """
         values = dict(_known(cls, fields, ""))
-        for name, section in _SECTIONS.items():
-            if name in values:
-                values[name] = _section(section, name, values[name])
+        for section in dataclasses.fields(cls):
+            if section.name in values and section.default_factory is not dataclasses.MISSING:
+                values[section.name] = _section(section.default_factory, section.name, values[section.name])
         return cls(**values)
 
 
 _EXAMPLES = {"data.path": "'data.path=\"corpus/*.txt\"'", "data.target": "data.target=my_file.MyDataset"}
-
-_SECTIONS: Mapping[str, type] = {
-    "mesh": MeshSettings,
-    "sharding": ShardingSettings,
-    "model": ModelSettings,
-    "data": DataSettings,
-    "optim": OptimSettings,
-    "train": TrainSettings,
-    "unit": UnitSettings,
-    "page": PageSettings,
-    "runtime": RuntimeSettings,
-    "run": RunSettings,
-}
 
 
 def from_config(config: Any) -> Settings:
@@ -366,7 +353,7 @@ def from_config(config: Any) -> Settings:
     return Settings.from_dict({str(name): value for name, value in fields.items()})
 
 
-def _section(section: type[_Section], name: str, value: object) -> _Section:
+def _section(section: Any, name: str, value: object) -> Any:
     if not isinstance(value, Mapping):
         where = checks.override(name, value)
         raise ConfigError(f"{name} is a group of settings", got=value or "nothing", where=where)
@@ -402,13 +389,6 @@ def _no_mesh(name: object) -> ConfigError:
         exists="single, dpN, ppN, dpN_ppM (dp3, pp4, dp3_pp2), stagesN-M",
         fix="use one of these forms, or 'mesh.stages=[3,2]' for ragged stages",
     )
-
-
-def _plain(value: Any) -> Any:
-    """Tuples become lists, as in JSON."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _set(section: object, **values: object) -> None:

@@ -7,7 +7,6 @@ other devices, which are also the oracle in tests. Words are compared as integer
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.keyed.keys import Keys
-from elaswave_spmd.keyed.permutation import DROPOUT_DOMAIN
-from elaswave_spmd.keyed.philox import MASK32, MULTIPLIERS, ROUNDS, WEYL, fast_streams, fold, root, split64
+from elaswave_spmd.keyed.philox import DROPOUT, MASK32, MULTIPLIERS, ROUNDS, WEYL, fold, root, split64
 
 #: A site's word is `site + (use << USE_SHIFT)`: the use-th call of the same module within a layer call.
 USE_SHIFT = 16
@@ -44,10 +42,17 @@ def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
         return x_B___
     word = site + (keys.count(site) << USE_SHIFT)
     scale = 1.0 / (1.0 - p)
-    if x_B___.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _Masked.apply(x_B___, keep_mask_numpy(tuple(x_B___.shape), p, keys, word), scale)
-    # The order of the product is that of `_Masked`: exact zeros first, one rounding after.
-    return (x_B___ * keep_mask_torch(tuple(x_B___.shape), p, keys, word, x_B___.device)) * scale
+    # In every branch the product with the mask is exact and the one with the scale rounds once: the same bits. For fp32
+    # and bf16 autograd keeps a mask of the dtype of x, as F.dropout does; one byte per element would do, for 5 to 10 %
+    # more time (benchmarks/dropout.py).
+    if x_B___.device.type != "cpu" or torch.compiler.is_compiling():
+        return (x_B___ * keep_mask_torch(tuple(x_B___.shape), p, keys, word, x_B___.device)) * scale
+    mask = keep_mask_numpy(tuple(x_B___.shape), p, keys, word)
+    if x_B___.dtype == torch.float32:
+        return x_B___ * torch.from_numpy(np.multiply(mask, np.float32(scale)))
+    if x_B___.dtype == torch.bfloat16:
+        return (x_B___ * torch.from_numpy(np.multiply(mask, np.uint16(_BF16_ONE))).view(torch.bfloat16)) * scale
+    return (x_B___ * torch.from_numpy(mask)) * scale
 
 
 class KeyedDropout(nn.Module):
@@ -82,12 +87,11 @@ def keep_mask_numpy(shape: tuple[int, ...], p: float, keys: Keys, word: int) -> 
     """The mask as a bool array of `shape`, by randomgen; reads the key tensors, so they must lie on the CPU."""
     samples = keys.sample_ids.tolist()
     _check_rows(shape, len(samples))
-    key = fold(root(int(keys.seed)), DROPOUT_DOMAIN)
-    key = fold(key, *split64(int(keys.step)), int(keys.layer), word)
+    key = fold(root(int(keys.seed.item())), *split64(int(keys.step.item())), int(keys.layer.item()), word | DROPOUT)
     mask = np.empty((shape[0], math.prod(shape[1:])), np.bool_)
     below = np.uint32(threshold(p))
-    for row, sample_words in zip(mask, fast_streams(key, 0, mask.shape[1], samples), strict=True):
-        np.less(sample_words, below, out=row)
+    for row, sample in zip(mask, samples, strict=True):
+        np.less(keys.source.words(key, 0, mask.shape[1], sample), below, out=row)
     return mask.reshape(shape)
 
 
@@ -95,10 +99,8 @@ def keep_mask_torch(shape: tuple[int, ...], p: float, keys: Keys, word: int, dev
     """The same mask as a bool tensor on `device`, by int64 torch operators only: compiles, and runs on any device."""
     samples, seed, step, layer = (t.to(device) for t in (keys.sample_ids, keys.seed, keys.step, keys.layer))
     _check_rows(shape, samples.shape[0])
-    zero = torch.zeros_like(seed)
-    seed_lo, seed_hi = _split64(seed)
-    key_0, key_1, _, _ = _philox(zero + DROPOUT_DOMAIN, zero, zero, zero, seed_lo, seed_hi)
-    key_0, key_1, _, _ = _philox(*_split64(step), layer & MASK32, zero + word, key_0, key_1)
+    last = torch.full_like(seed, word | DROPOUT)
+    key_0, key_1, _, _ = _philox(*_split64(step), layer & MASK32, last, *_split64(seed))
     count = math.prod(shape[1:])
     block = torch.arange(-(-count // 4), dtype=torch.int64, device=device)
     sample_lo, sample_hi = _split64(samples[:, None])
@@ -127,27 +129,3 @@ def _check_rows(shape: tuple[int, ...], samples: int) -> None:
         raise ModelError(
             "dropout's input has one row per sample id in dim 0", got=f"shape {shape}, {samples} sample ids"
         )
-
-
-class _Masked(torch.autograd.Function):
-    """x * mask * scale. The mask is kept as one byte per element; numpy widens it twice as quickly as torch does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: np.ndarray, scale: float) -> Tensor:
-        ctx.mask, ctx.scale = mask, scale
-        return _apply_mask(x, mask, scale)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _apply_mask(grads[0], ctx.mask, ctx.scale), None, None
-
-
-def _apply_mask(x: Tensor, mask: np.ndarray, scale: float) -> Tensor:
-    """x * mask, exact, times scale, rounded once: the same bits in all three forms."""
-    if x.dtype == torch.float32:
-        return torch.from_numpy(np.multiply(mask, np.float32(scale))).mul_(x)
-    if x.dtype == torch.bfloat16:
-        ones = torch.from_numpy(np.multiply(mask, np.uint16(_BF16_ONE))).view(torch.bfloat16)
-        return ones.mul_(x).mul_(scale)
-    return (x * torch.from_numpy(mask)).mul_(scale)

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.keyed.permutation import INIT_DOMAIN
-from elaswave_spmd.keyed.philox import Key, fast_words, fold, root
+from elaswave_spmd.keyed.philox import INIT, Key, fast_words, fold, root
 
 #: Elements are always computed in whole aligned chunks of this many: numpy's vector loops may round their tails
 #: differently, and a tile must have the bits of the slice of the whole.
@@ -81,7 +80,7 @@ def _chunk(init: Normal | Uniform, key: Key, base: int) -> NDArray[np.float32]:
 
 def _key(seed: int, name: str) -> Key:
     digest = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
-    return fold(fold(root(seed), INIT_DOMAIN), *(int(word) for word in digest))
+    return fold(fold(root(seed), 0, 0, 0, INIT), *(int(word) for word in digest))
 
 
 def _finite(what: str, value: float) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from elaswave_spmd.keyed.philox import WordSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +23,8 @@ class Keys:
     Attributes:
         seed, step, layer: int64 scalars.
         sample_ids: int64 [B], the sample in each row of the unit.
+        uses: site -> how often it was used in this layer call.
+        source: makes words of random bits; shared by the keys of a unit's layers, so these belong to one thread.
     """
 
     seed: Tensor
@@ -28,6 +32,7 @@ class Keys:
     sample_ids: Tensor
     layer: Tensor
     uses: dict[int, int] = field(default_factory=dict, repr=False)
+    source: WordSource = field(default_factory=WordSource, repr=False)
 
     @classmethod
     def make(
@@ -48,12 +53,12 @@ class Keys:
 
     def again(self) -> Keys:
         """The same keys with no use counted yet: for another layer, or for the same call run once more."""
-        return replace(self, uses={})
+        return Keys(self.seed, self.step, self.sample_ids, self.layer, {}, self.source)
 
     def at(self, layer: int) -> Keys:
         """These keys for the call of layer number `layer`."""
         number = torch.tensor(layer, dtype=torch.int64, device=self.layer.device)
-        return replace(self, layer=number, uses={})
+        return Keys(self.seed, self.step, self.sample_ids, number, {}, self.source)
 
     def count(self, site: int) -> int:
         """How often `site` was used before in this layer call; counts this use."""

@@ -10,11 +10,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from elaswave_spmd.keyed.philox import Key, fold, philox4x32, philox_block, root
+from elaswave_spmd.keyed.philox import ORDER, Key, fold, philox4x32, philox_block, root
 
 _ROUNDS = 6
-#: First word of every sub-key of a run, so that no two uses of randomness share one.
-DROPOUT_DOMAIN, ORDER_DOMAIN, INIT_DOMAIN = 1, 2, 3
 
 
 def permute(index: int, size: int, key: Key) -> int:
@@ -62,13 +60,12 @@ def sample_ids(seed: int, step: int, global_batch: int, num_samples: int) -> NDA
     Steps count from 1. Slot j of step t is number i = (t - 1) * global_batch + j of the run; pass e = i // num_samples
     permutes all samples anew, so that none comes twice within a pass.
     """
-    order = fold(root(seed), ORDER_DOMAIN)
     number = (step - 1) * global_batch + np.arange(global_batch, dtype=np.int64)
     out = np.empty(global_batch, np.int64)
     passes = number // num_samples
     for epoch in range(int(passes[0]), int(passes[-1]) + 1):
         here = passes == epoch
-        key = fold(order, epoch & 0xFFFFFFFF, epoch >> 32)
+        key = fold(root(seed), epoch & 0xFFFFFFFF, epoch >> 32, 0, ORDER)
         out[here] = permute_many(number[here] % num_samples, num_samples, key)
     return out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ class ValueBuffer:
         self.flat = torch.zeros(layout.num_value_elements, dtype=dtype)
         self.parameters = bind_parameters(module, layout, self.flat)
         self._versions = np.full(layout.num_value_pages, -1, dtype=np.int64)
+        self._common_version: int | None = None
         self._num_bytes = self.flat.untyped_storage().nbytes()
 
     def pages(self, first: int, stop: int) -> Tensor:
@@ -58,9 +61,12 @@ class ValueBuffer:
         """Pages [first, stop) are now at `version`; versions never go back."""
         assert (self._versions[first:stop] <= version).all(), (self.layout.name, first, stop, version)
         self._versions[first:stop] = version
+        # Looked at before every action, changed a few times a step: so it is worked out here.
+        self._common_version = version if (self._versions == version).all() else None
 
     def is_at(self, version: int) -> bool:
-        return bool((self._versions == version).all())
+        """Whether every page is at exactly this version."""
+        return self._common_version == version or not len(self._versions)
 
     def allocate(self) -> None:
         """Gives a dropped buffer its memory back; its content is undefined until installed."""
@@ -71,16 +77,31 @@ class ValueBuffer:
         """Frees the memory; the parameters stay bound to it, and no page has a version."""
         self.flat.untyped_storage().resize_(0)
         self._versions[:] = -1
+        self._common_version = None
 
 
 class GradientBuffer:
-    """One tree node's gradient of one layer: fp32, flat, zero at the start, with a view per parameter."""
+    """One tree node's gradient of one layer: fp32, flat, with a view per parameter. What lies between stays zero."""
 
-    def __init__(self, layout: LayerLayout, *, zero: bool = True) -> None:
-        make = torch.zeros if zero else torch.empty
+    def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
-        self.flat = make(layout.num_gradient_elements, dtype=torch.float32)
+        self.flat = torch.zeros(layout.num_gradient_elements, dtype=torch.float32)
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]
+
+    def set(self, gradients: Sequence[Tensor | None]) -> None:
+        """Overwrites all parameters' gradients, converting to fp32. A missing gradient is +0.0, never skipped."""
+        present = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None]
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [g for _, g in present])
+        for view, gradient in zip(self.views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+
+    @property
+    def loss(self) -> Tensor:
+        """The element of the loss page that carries the loss, a view; last layer only."""
+        assert self.layout.loss_block is not None
+        return self.flat[self.layout.loss_block.start]
 
     def pages(self, first: int, stop: int) -> Tensor:
         start, end = self.layout.span(first, stop)
@@ -97,12 +118,8 @@ class GradientPool:
         self.peak = 0
 
     def acquire(self) -> GradientBuffer:
-        """A zeroed buffer. (Zeroes settle -0.0: every leaf is +0.0 + gradient.)"""
-        if self._free:
-            buffer = self._free.pop()
-            buffer.flat.zero_()
-        else:
-            buffer = GradientBuffer(self._layout)
+        """A buffer whose parameters' gradients are those of an earlier node: to be overwritten."""
+        buffer = self._free.pop() if self._free else GradientBuffer(self._layout)
         self._lent.append(buffer)
         self.peak = max(self.peak, len(self._lent))
         return buffer

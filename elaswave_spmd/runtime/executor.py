@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.keyed import Init, Keys, materialize, sample_ids
+from elaswave_spmd.keyed.philox import WordSource
 from elaswave_spmd.models import Batch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import (
@@ -102,7 +103,6 @@ class Executor:
             loss=loss if self._is_last else None,
             loss_scale=1.0 / job.tokens_per_step,
             checkpointing=job.checkpointing,
-            dtype=dtype,
         )
         runs = placement.holder_runs(layout)
         held = held_runs(runs, rank)
@@ -131,7 +131,9 @@ class Executor:
         self._boundary: dict[BoundaryKey, Tensor] = {}
         self._published: dict[m.Publish, Tensor] = {}
         self._batches: dict[int, Batch] = {}
-        self._unit_keys: dict[int, Keys] = {}
+        self._seed = torch.tensor(job.seed)
+        self._words = WordSource()
+        self._layer_numbers = {layer: torch.tensor(layer) for layer in self._layers}
         self._step = 0
         self._step_started = 0.0
 
@@ -160,6 +162,7 @@ class Executor:
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
         self._step, self._step_started = step, time.perf_counter()
         self._samples = sample_ids(self.job.seed, step, self.job.global_batch, len(self._train))
+        self._step_number = torch.tensor(step)
         for action in self._actions:
             run = self._forward if action.kind == FORWARD else self._backward
             yield from run(step, action.unit)
@@ -176,10 +179,11 @@ class Executor:
             x = batch.tokens
         else:
             x = yield from self._receive(BoundaryKey(ACTIVATION, step, unit))
-        keys = self._unit_keys[unit] = Keys.make(self.job.seed, step, self._samples_of(unit), 0)
+        samples = torch.from_numpy(self._samples_of(unit))
         for layer in self._layers:
             yield from self._until_at(layer, step - 1)
-            x = self._programs.forward(layer, unit, x, keys.at(layer), batch)
+            keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
+            x = self._programs.forward(layer, unit, x, keys, batch)
         if not self._is_last:
             peer = self.placement.worker_of_unit(self._stage + 1, unit)
             self._port.send(peer, m.Activation(step, unit, tuple(x.shape)), x)
@@ -192,8 +196,8 @@ class Executor:
         last_unit = unit == self._last_backward
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
-            buffer = self._reducer.begin_unit(layer, unit)
-            dy = self._programs.backward(layer, unit, dy, buffer, batch)
+            buffer, add = self._reducer.begin_unit(layer, unit)
+            dy = self._programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
             if self._drops_params and last_unit:
                 self.values[layer].drop()
             self._reducer.end_unit(step, layer, unit)

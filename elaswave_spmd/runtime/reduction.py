@@ -86,6 +86,11 @@ class _PrimaryRun:
         self._root = (0, num_units)
         self.done = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the sums held."""
+        return sum(4 * value.numel() for tree in self._trees.values() for value in tree.sums.values())
+
     def add(self, use: int, node: Node, value: Tensor, *, owned: bool) -> Tensor | None:
         """The entry, once every use's tree has its root; None before, and again after."""
         self._trees[use].add(node, value, owned=owned)
@@ -139,6 +144,7 @@ class GradientReducer:
         self._steps: dict[int, dict[HolderRun, _PrimaryRun]] = {}
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
         self.decided = 0
+        self._sum_bytes = self._peak_sum_bytes = 0
 
     def _starts(self, run: HolderRun) -> list[tuple[int, int]]:
         """The (use, first page) under which nodes for this run arrive."""
@@ -151,17 +157,14 @@ class GradientReducer:
 
     # ---- this worker's own units
 
-    def begin_unit(self, layer: int, unit: int) -> GradientBuffer:
-        """The buffer that the unit's gradient of this layer is to be added to."""
+    def begin_unit(self, layer: int, unit: int) -> tuple[GradientBuffer, bool]:
+        """The buffer for the unit's gradient of this layer; True: add to it, False: overwrite it."""
         leaf = (unit, unit + 1)
         reduction, buffers = self._local.setdefault(layer, (Reduction(self.num_units), {}))
         above = parent_and_sibling(leaf, self.num_units)
-        if self._add_in_place and above and above[1] in buffers and leaf not in self._final:
-            buffer = buffers[above[1]]
-        else:
-            buffer = self._pools[layer].acquire()
-        buffers[leaf] = buffer
-        return buffer
+        sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
+        buffer = buffers[leaf] = sibling or self._pools[layer].acquire()
+        return buffer, sibling is not None
 
     def end_unit(self, step: int, layer: int, unit: int) -> None:
         """The unit's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
@@ -205,13 +208,17 @@ class GradientReducer:
             trees[run] = _PrimaryRun(run, self._uses[run], self.num_units)
         if trees[run].done:
             return
+        before = trees[run].num_bytes
         entry = trees[run].add(use, node, value, owned=owned)
+        self._sum_bytes += (trees[run].num_bytes if entry is None else 4 * entry.numel()) - before
+        self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
         if entry is not None:
             self._entry_done(run, entry)
 
     def step_decided(self, step: int) -> None:
         """Everybody has what it needs of this step: its buffers may be used again."""
         self.decided = step
+        self._sum_bytes = 0
         self._steps.pop(step, None)
         self._local.clear()
         for pool in self._pools.values():
@@ -219,8 +226,12 @@ class GradientReducer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of gradient buffers at the peak."""
-        return sum(pool.num_bytes for pool in self._pools.values())
+        """Bytes of gradients kept within a step, at the peak.
+
+        Replicated gradients: the full-size buffers of all open nodes. Sharded: the sums of this worker's own pages; on
+        top comes one layer's buffer at a time, on its way from the layer's backward to the primaries.
+        """
+        return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
 
 
 def uses_of(layout: ModelLayout, run: HolderRun) -> tuple[int, ...]:

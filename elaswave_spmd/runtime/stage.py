@@ -58,17 +58,10 @@ class StagePrograms:
         loss: Loss | None,
         loss_scale: float,
         checkpointing: bool,
-        dtype: torch.dtype,
     ) -> None:
         self._modules, self._values = modules, values
         self._loss, self._loss_scale, self._checkpointing = loss, loss_scale, checkpointing
         self._last = max(modules) if loss is not None else -1
-        # Below fp32 a unit's gradient is made in the compute dtype, then added to fp32 sums: one scratch per layer.
-        self._scratch: dict[int, list[Tensor]] = {}
-        if dtype != torch.float32:
-            for layer, buffer in values.items():
-                flat = torch.zeros_like(buffer.flat)
-                self._scratch[layer] = [flat, *(flat[s.start : s.stop] for s in buffer.layout.slots)]
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._losses: dict[int, Tensor] = {}
 
@@ -91,29 +84,31 @@ class StagePrograms:
             self._saved[layer, unit] = _Saved(x, y, keys)
         return y.detach()
 
-    def backward(self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, batch: Batch | None) -> Tensor | None:
-        """Adds the unit's gradient of the layer to `into`; returns the gradient by the layer's input.
+    def backward(
+        self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+    ) -> Tensor | None:
+        """Makes the unit's gradient of the layer, in `into`; returns the gradient by the layer's input.
 
         Args:
             dy: gradient by the output; None for the last layer, whose output is the loss.
+            add: add to what is in `into` (fp32 compute only), instead of overwriting it.
         """
         saved = self._saved.pop((layer, unit))
-        y = saved.y if saved.y is not None else self._run(layer, unit, saved.x, saved.keys, batch)
+        y = saved.y if saved.y is not None else self._run(layer, unit, saved.x, saved.keys.again(), batch)
         parameters = self._values[layer].parameters
-        scratch = self._scratch.get(layer)
-        if scratch:
-            scratch[0].zero_()
-        for i, parameter in enumerate(parameters):
-            parameter.grad = scratch[i + 1].view(parameter.shape) if scratch else into.views[i]
+        if add:
+            for parameter, view in zip(parameters, into.views, strict=True):
+                parameter.grad = view
         torch.autograd.backward(y, dy)
-        for i, parameter in enumerate(parameters):
+        if not add:
+            into.set([parameter.grad for parameter in parameters])
+        for parameter, view in zip(parameters, into.views, strict=True):
             # Autograd adds in place; a gradient tensor of its own would silently miss the buffer.
-            assert parameter.grad is not None and (scratch or parameter.grad is into.views[i])
+            assert not add or parameter.grad is view
             parameter.grad = None
-        if scratch:
-            into.flat[: scratch[0].numel()].add_(scratch[0])
         if layer == self._last:
-            into.flat[into.layout.loss_block.start] += self._losses.pop(unit)  # type: ignore[union-attr]
+            loss = self._losses.pop(unit)
+            into.loss.copy_(into.loss + loss if add else loss)
         return saved.x.grad
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
@@ -126,7 +121,7 @@ class StagePrograms:
         return y
 
     def _run(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        y = self._modules[layer](x, keys.again())
+        y = self._modules[layer](x, keys)
         if layer == self._last and self._loss is not None:
             assert batch is not None
             y = self._loss(y, batch) * self._loss_scale

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.keyed import fast_words, fold, philox4x32, root, words
-from elaswave_spmd.keyed.philox import fast_streams, philox_block
+from elaswave_spmd.keyed.philox import WordSource, philox_block
 
 # Published known-answer vectors of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, output.
 RANDOM123 = [
@@ -47,10 +47,11 @@ def test_randomgen_gives_the_words_of_the_oracle(key: tuple[int, int], start: in
     np.testing.assert_array_equal(fast_words(key, start, count, stream), expected)
 
 
-@given(key_pairs, st.integers(0, 9), st.integers(1, 20), st.lists(word64, min_size=1, max_size=5))
-def test_one_generator_serves_many_streams(key: tuple[int, int], start: int, count: int, streams: list[int]) -> None:
-    for got, stream in zip(fast_streams(key, start, count, streams), streams, strict=True):
-        np.testing.assert_array_equal(got, words(key, start, count, stream))
+@given(st.lists(st.tuples(key_pairs, st.integers(0, 9), st.integers(0, 20), word64), min_size=1, max_size=5))
+def test_one_source_serves_any_keys_and_streams_in_turn(calls: list[tuple[tuple[int, int], int, int, int]]) -> None:
+    source = WordSource()
+    for call in calls:
+        np.testing.assert_array_equal(source.words(*call), words(*call))
 
 
 @given(key_pairs, st.integers(0, 50), st.integers(0, 50))

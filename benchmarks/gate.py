@@ -1,0 +1,151 @@
+"""Blocks of steps on command: the doorway between a benchmark's driver and the workers of the systems it compares.
+
+Every worker connects to the driver's socket and waits before its first step. The driver lets all workers of one system
+run a number of steps and waits until each has said that it is through; workers of the other system sit in a read
+meanwhile and take no processor time. Both systems are timed by the same clock in the same way: from the driver's first
+"go" to the last worker's "through".
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_TIMEOUT_S = 300.0
+_LOOK_S = 0.2
+
+
+def peak_rss() -> int:
+    """Largest resident size of this process so far, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Gate:
+    """A worker's end.
+
+    Args:
+        path: the driver's socket.
+        rank: this worker within its system.
+        rss_at_entry: `peak_rss()` before the worker had anything but its imports.
+    """
+
+    def __init__(self, path: str, rank: int, pid: int, rss_at_entry: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._stream = self._socket.makefile("rwb")
+        self._tell({"rank": rank, "pid": pid, "rss_at_entry": rss_at_entry})
+        self._left = 0
+
+    def before_first(self) -> None:
+        """Waits for the first block; call it before the first step."""
+        self._wait()
+
+    def after_step(self, loss: float) -> None:
+        """Call it after each step, when its update has been made. Waits where a block ends.
+
+        Args:
+            loss: this worker's share of the step's loss, or the loss: whatever the driver is to compare.
+        """
+        self._left -= 1
+        if self._left == 0:
+            self._tell({"loss": loss, "peak_rss": peak_rss()})
+            self._wait()
+
+    def _wait(self) -> None:
+        line = self._stream.readline()
+        if not line:
+            raise SystemExit("the benchmark's driver is gone")
+        self._left = int(line)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(message).encode() + b"\n")
+        self._stream.flush()
+
+
+@dataclass
+class Member:
+    """The driver's end of one worker."""
+
+    rank: int
+    pid: int
+    rss_at_entry: int
+    stream: BinaryIO
+    loss: float = 0.0
+    peak_rss: int = 0
+
+    @property
+    def growth(self) -> int:
+        """Bytes of resident memory beyond the imports, at the peak."""
+        return self.peak_rss - self.rss_at_entry
+
+
+@dataclass
+class Team:
+    """The driver's end of one system: all its workers."""
+
+    name: str
+    directory: Path
+    members: list[Member] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.path = str(self.directory / f"{self.name}.sock")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(64)
+
+    def gather(self, count: int, alive: Callable[[], bool]) -> None:
+        """Waits until `count` workers have come.
+
+        Args:
+            alive: whether the process that starts them still runs.
+
+        Raises:
+            RuntimeError: they did not come.
+        """
+        self._listener.settimeout(_LOOK_S)
+        deadline = time.monotonic() + _TIMEOUT_S
+        while len(self.members) < count:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if alive() and time.monotonic() < deadline:
+                    continue
+                raise RuntimeError(f"{self.name}: {len(self.members)} of {count} workers came") from None
+            connection.settimeout(_TIMEOUT_S)
+            stream: Any = connection.makefile("rwb")
+            hello = json.loads(stream.readline())
+            self.members.append(Member(hello["rank"], hello["pid"], hello["rss_at_entry"], stream))
+        self.members.sort(key=lambda member: member.rank)
+
+    def block(self, steps: int) -> float:
+        """Lets all workers make `steps` steps. Returns the seconds until the last one is through.
+
+        Raises:
+            RuntimeError: a worker has ended.
+        """
+        began = time.perf_counter()
+        self.go(steps)
+        for member in self.members:
+            line = member.stream.readline()
+            if not line:
+                raise RuntimeError(f"{self.name}: worker {member.rank} (pid {member.pid}) has ended")
+            answer = json.loads(line)
+            member.loss, member.peak_rss = answer["loss"], answer["peak_rss"]
+        return time.perf_counter() - began
+
+    def go(self, steps: int) -> None:
+        """As `block`, without waiting."""
+        for member in self.members:
+            member.stream.write(f"{steps}\n".encode())
+            member.stream.flush()
+
+    def close(self) -> None:
+        for member in self.members:
+            member.stream.close()
+        self._listener.close()

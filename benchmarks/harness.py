@@ -1,0 +1,165 @@
+"""What the benchmarks share: ratios of interleaved pairs with an interval, the machine, tables, JSON.
+
+A pair is two blocks of work of two systems, one right after the other; a launch is a fresh start of all processes.
+Launches of the same code differ by more than pairs within one (memory layout, placement on cores), so the interval
+comes from a bootstrap over launches first and pairs within them second. Without torch: drivers stay small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_RESAMPLES = 10_000
+_PACKAGES = ("torch", "numpy", "pyzmq", "randomgen", "einops")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median with its 95 % interval, of `num_pairs` pairs over `num_launches` launches."""
+
+    median: float
+    low: float
+    high: float
+    num_pairs: int
+    num_launches: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def estimate(launches: Sequence[Sequence[float]]) -> Estimate:
+    """The median over all pairs, and its 95 % percentile interval from a two-stage bootstrap.
+
+    Args:
+        launches: per launch the value (a ratio, mostly) of each of its pairs; no launch is empty.
+    """
+    if not launches or not all(launches):
+        raise ValueError(f"every launch has at least one pair, got {[len(launch) for launch in launches]}")
+    samples = [np.asarray(launch, dtype=np.float64) for launch in launches]
+    generator = np.random.default_rng(0)
+    medians = np.empty(_RESAMPLES)
+    for i in range(_RESAMPLES):
+        drawn = generator.integers(len(samples), size=len(samples))
+        medians[i] = np.median(np.concatenate([generator.choice(samples[k], len(samples[k])) for k in drawn]))
+    low, high = np.quantile(medians, [0.025, 0.975]).tolist()
+    values = np.concatenate(samples)
+    return Estimate(float(np.median(values)), low, high, len(values), len(samples))
+
+
+def machine() -> dict[str, Any]:
+    """Processor, usable cores, memory, versions: what a number is worth nothing without."""
+    return {
+        "processor": _first_match("/proc/cpuinfo", r"model name\s*: (.+)") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(int(_first_match("/proc/meminfo", r"MemTotal:\s*(\d+)") or 0) / 2**20, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _first_match(path: str, pattern: str) -> str | None:
+    try:
+        found = re.search(pattern, Path(path).read_text())
+    except OSError:
+        return None
+    return found[1].strip() if found else None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+class Result:
+    """One run of a benchmark: collects what it says, then shows and writes it.
+
+    Args:
+        name: the benchmark; its section in docs/results.md has the same name.
+        settings: what was asked for, plain JSON.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self.name, self.settings = name, dict(settings)
+        self.tables: list[dict[str, Any]] = []
+        self.data: dict[str, Any] = {}
+        self._began, self._load_before = time.time(), os.getloadavg()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Adds a table and prints it."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        cells = [[str(cell) for cell in row] for row in rows]
+        self.tables.append({"title": title, "columns": list(columns), "rows": cells})
+        shown = Table(title=title, box=box.SIMPLE, title_justify="left")
+        for number, column in enumerate(columns):
+            shown.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        for row in cells:
+            shown.add_row(*row)
+        console = Console()
+        if not console.is_terminal:
+            console.width = 200
+        console.print(shown)
+
+    def to_dict(self) -> dict[str, Any]:
+        loads = {"before": self._load_before, "after": os.getloadavg()}
+        return {
+            "benchmark": self.name,
+            "settings": self.settings,
+            "machine": machine(),
+            "load_average_1_5_15_min": {when: [round(x, 2) for x in load] for when, load in loads.items()},
+            "began": time.strftime("%Y-%m-%d %H:%M", time.gmtime(self._began)) + " UTC",
+            "seconds": round(time.time() - self._began, 1),
+            "tables": self.tables,
+            "data": self.data,
+        }
+
+    def finish(self, path: Path | None) -> None:
+        """Prints the machine and its load, and writes the JSON file where one was asked for."""
+        found = self.to_dict()
+        where, loads = found["machine"], found["load_average_1_5_15_min"]
+        print(
+            f"{where['processor']}, {where['cores']} cores; Python {where['python']}, torch {where['versions']['torch']}; "
+            f"load average {loads['before'][0]} before, {loads['after'][0]} after; {found['seconds']:g} s"
+        )
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1, default=_plain) + "\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Estimate):
+        return asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"not plain data: {value!r}")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark has: --json and --quick; its help is the module's docstring."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="PATH", help="also write the result there")
+    made.add_argument("--quick", action="store_true", help="less of everything: shows that it works, measures little")
+    return made
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)

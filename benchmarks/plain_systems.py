@@ -1,0 +1,221 @@
+"""The other side of steady_state: plain PyTorch training steps over gloo, each written as its documentation says.
+
+All take the same model code, initial values, samples, micro-batches (`unit.size` sequences), global batch, fused AdamW
+with the same decay groups, and clipping by the global norm. Gradients of micro-batches are added up in place and
+reduced once per step wherever that is faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from elaswave_spmd.assembly import RunPlan, make_model
+from elaswave_spmd.data import open_split
+from elaswave_spmd.keyed import materialize, sample_ids
+from elaswave_spmd.models import Batch, LayeredModel
+
+
+class System(Protocol):
+    """One worker of a system."""
+
+    def step(self, number: int) -> float:
+        """Trains step `number` (from 1). Returns this worker's share of the loss (mean over the global batch)."""
+        ...
+
+
+class Windows:
+    """This worker's micro-batches of a step: the same samples as ours, `share` a range of units."""
+
+    def __init__(self, plan: RunPlan, share: range) -> None:
+        self._job, self._share = plan.job, share
+        self._train = open_split(plan.data, "train")
+
+    def of_step(self, step: int) -> list[Batch]:
+        size = self._job.unit_size
+        ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._train))
+        return [self._batch(ids[unit * size : (unit + 1) * size]) for unit in self._share]
+
+    def _batch(self, ids: np.ndarray) -> Batch:
+        tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in self._train.batch(ids))
+        return Batch(tokens, targets)
+
+
+def initial_model(plan: RunPlan) -> LayeredModel:
+    """The whole model with the initial values that our run has."""
+    model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = materialize(
+                model.init(name, tuple(parameter.shape)), plan.job.seed, name, 0, parameter.numel()
+            )
+            parameter.copy_(torch.from_numpy(values).view(parameter.shape))
+    model.share_ties()
+    return model
+
+
+def adamw(plan: RunPlan, model: LayeredModel, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
+    """Fused AdamW with our run's decay groups and rate (the benchmark's schedule is constant)."""
+    o = plan.settings.optim
+    named = list(parameters)
+    groups = []
+    for decays in (True, False):
+        members = [p for name, p in named if model.decays(name, tuple(p.shape)) == decays]
+        if members:
+            groups.append({"params": members, "weight_decay": o.weight_decay * decays})
+    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+
+
+class Replicated:
+    """One process, or DistributedDataParallel: gradients live in its buckets, one all-reduce per bucket and step."""
+
+    def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
+        self._model = initial_model(plan)
+        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_units, rank, world))
+        # DDP divides by the number of processes; the loss is a mean over the global batch.
+        self._scale, self._world = world / plan.job.tokens_per_step, world
+        self._replica = DistributedDataParallel(self._model, gradient_as_bucket_view=True) if world > 1 else None
+        self._optimizer = adamw(plan, self._model, self._model.named_parameters())
+
+    def step(self, number: int) -> float:
+        batches = self._windows.of_step(number)
+        forward = self._replica if self._replica is not None else self._model
+        total = torch.zeros(())
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            quiet = self._replica.no_sync() if self._replica is not None and not last else contextlib.nullcontext()
+            with quiet:
+                loss = self._model.loss(forward(batch.tokens), batch) * self._scale
+                loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._optimizer.step()
+        # In place: views of buckets stay views, and the next micro-batch is added without a copy.
+        self._optimizer.zero_grad(set_to_none=self._replica is None)
+        return float(total) / self._world
+
+
+class FullyShard:
+    """FSDP2, one group per layer. Parameters stay gathered from a step's first micro-batch to its last, as ours do.
+
+    Args:
+        sync_each: reduce-scatter every micro-batch's gradients, as ZeRO-3 of ours does; else only the last one's, which
+            is faster and keeps whole gradients.
+    """
+
+    def __init__(self, plan: RunPlan, rank: int, world: int, *, sync_each: bool = False) -> None:
+        self._model = initial_model(plan)
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in self._model.layers:
+            fully_shard(layer, mesh=mesh)
+        self._root = fully_shard(self._model, mesh=mesh)
+        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_units, rank, world))
+        self._scale, self._world, self._sync_each = world / plan.job.tokens_per_step, world, sync_each
+        self._root.set_reshard_after_forward(False)
+        self._optimizer = adamw(plan, self._model, self._model.named_parameters())
+
+    def step(self, number: int) -> float:
+        batches = self._windows.of_step(number)
+        total = torch.zeros(())
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            self._root.set_requires_gradient_sync(last or self._sync_each)
+            self._root.set_reshard_after_backward(last)
+            self._root.set_is_last_backward(last)
+            loss = self._model.loss(self._model(batch.tokens), batch) * self._scale
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(total) / self._world
+
+
+class _Stage(nn.Module):
+    """A slice of the stack as one module of the pipeline."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, None)
+        return x
+
+
+class Pipeline:
+    """Schedule1F1B of torch.distributed.pipelining over the stages of our placement, one process each."""
+
+    def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
+        model = initial_model(plan)
+        self._rank, self._last = rank, rank == world - 1
+        numbers = plan.placement.layers_of_stage(rank)
+        stage = _Stage([model.layers[number] for number in numbers])
+        # Held by the stage alone: the other stages' parameters go.
+        names = {id(p): name for name, p in model.named_parameters()}
+        mine = [(names[id(p)], p) for p in stage.parameters()]
+        self._optimizer = adamw(plan, model, mine)
+        self._parameters = [p for _, p in mine]
+        self._clip, self._windows = plan.job.clip, Windows(plan, range(plan.job.num_units))
+        scale = 1.0 / plan.job.tokens_per_step
+        shell = make_model(plan.settings, plan.data.vocab_size)  # on the meta device: for its loss only
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            return shell.loss(output, Batch(targets, targets)) * scale
+
+        self._schedule = Schedule1F1B(
+            PipelineStage(stage, rank, world, torch.device("cpu")),
+            plan.job.num_units,
+            loss_fn=loss if self._last else None,
+            scale_grads=False,
+        )
+
+    def step(self, number: int) -> float:
+        losses: list[Tensor] = []
+        if self._rank == 0 or self._last:
+            batches = self._windows.of_step(number)
+        if self._rank == 0:
+            self._schedule.step(torch.cat([b.tokens for b in batches]))
+        elif self._last:
+            self._schedule.step(target=torch.cat([b.targets for b in batches]), losses=losses)
+        else:
+            self._schedule.step()
+        self._clip_over_stages()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(torch.stack(losses).sum().detach()) if losses else 0.0
+
+    def _clip_over_stages(self) -> None:
+        """clip_grad_norm_ knows of one process only; the norm is over all stages."""
+        square = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]) ** 2
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(self._parameters, self._clip, square.sqrt())
+
+
+def even_share(num_units: int, rank: int, world: int) -> range:
+    """The units of one worker: contiguous, the first ones have one more where it does not divide."""
+    base, extra = divmod(num_units, world)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+def make_system(kind: str, plan: RunPlan, rank: int, world: int) -> System:
+    """The system called `kind`: plain, ddp, fsdp, fsdp_sync_each or pipeline."""
+    if kind in ("plain", "ddp"):
+        return Replicated(plan, rank, world)
+    if kind in ("fsdp", "fsdp_sync_each"):
+        return FullyShard(plan, rank, world, sync_each=kind == "fsdp_sync_each")
+    if kind == "pipeline":
+        return Pipeline(plan, rank, world)
+    raise ValueError(f"no such system: {kind!r}")

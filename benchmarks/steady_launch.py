@@ -1,0 +1,130 @@
+"""One launch of steady_state: both sides' processes alive at the same time, and the blocks that they run in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gate import Team
+
+_STOP_S = 20.0
+OURS, PLAIN = "ours", "plain"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model on a mesh, our sharding of it, and the kind of plain PyTorch that it is compared with."""
+
+    model: str
+    title: str
+    mesh: dict[str, int]
+    sharding: str
+    kind: str
+
+    @property
+    def workers(self) -> int:
+        return self.mesh.get("dp", 1) * self.mesh.get("pp", 1)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "1M": {
+        "model": {"name": "gpt_1m", "target": "gpt", "layers": 4, "d_model": 128, "heads": 4},
+        "unit": 4,
+    },
+    "10M": {
+        "model": {"name": "gpt_10m", "target": "gpt", "layers": 6, "d_model": 384, "heads": 6},
+        "unit": 2,
+    },
+}
+SEQ_LEN = 128
+
+
+def settings_of(case: Case, units: int, steps: int, directory: Path) -> dict[str, Any]:
+    """The settings of a run, as `Settings.from_dict` takes them; the plain side reads the same."""
+    unit = MODELS[case.model]["unit"]
+    return {
+        "mesh": case.mesh,
+        "sharding": {"name": case.sharding},
+        "model": MODELS[case.model]["model"],
+        "unit": {"size": unit},
+        "train": {"steps": steps, "global_batch": units * unit, "seq_len": SEQ_LEN, "validate_every": 0},
+        "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
+        "run": {"dir": str(directory / "run")},
+    }
+
+
+class Side:
+    """The process of one side, and the gate to its workers."""
+
+    def __init__(self, side: str, case: Case, settings: dict[str, Any], directory: Path) -> None:
+        self.team = Team(side, directory)
+        self.log = directory / f"{side}.log"
+        spec = json.dumps({"settings": settings, "gate": self.team.path, "kind": case.kind})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.steady_sides", side, spec],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Until it has ended by itself."""
+        if self.process.wait(_STOP_S):
+            raise RuntimeError(f"{self.team.name} ended with exit code {self.process.returncode}:\n{self.tail()}")
+
+    def close(self) -> None:
+        """Ctrl-C, and whatever is left after that is killed."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.team.close()
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+@contextlib.contextmanager
+def launch(case: Case, units: int, steps: int, sides: tuple[str, ...] = (OURS, PLAIN)) -> Iterator[dict[str, Side]]:
+    """The sides of a case, all workers before their first step; everything is gone afterwards.
+
+    Raises:
+        RuntimeError: a side did not start, or a worker ended; with the end of its output.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="steady-"))
+    started: dict[str, Side] = {}
+    try:
+        for side in sides:
+            started[side] = Side(side, case, settings_of(case, units, steps, directory / side), _made(directory / side))
+        for side in started.values():
+            side.team.gather(case.workers, lambda side=side: side.process.poll() is None)
+        yield started
+    except (OSError, RuntimeError) as error:
+        said = "\n".join(f"-- {name}\n{side.tail()}" for name, side in started.items())
+        raise RuntimeError(f"{case.title}, {case.model}: {error}\n{said}") from error
+    finally:
+        for side in started.values():
+            side.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory

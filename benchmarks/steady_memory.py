@@ -1,0 +1,138 @@
+"""The memory part of steady_state: both sides train a few steps, each alone on the machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import say
+from benchmarks.steady_launch import MODELS, OURS, PLAIN, Case, launch, settings_of
+
+_STEPS = 4
+_PERIOD_S = 0.001
+_MIB = 2**20
+COLUMNS = (
+    "model",
+    "row",
+    "units a worker",
+    "ours rss",
+    "plain rss",
+    "rss ratio",
+    "ours anon",
+    "plain anon",
+    "anon ratio",
+    "open nodes",
+    "grads measured",
+)
+
+
+class AnonSampler:
+    """Samples the anonymous resident memory of processes from a thread; keeps each one's peak growth, bytes."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._start = {pid: anonymous(pid) for pid in pids}
+        self._peak = dict(self._start)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            for pid in self._peak:
+                self._peak[pid] = max(self._peak[pid], anonymous(pid))
+
+    def __enter__(self) -> AnonSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def growth(self) -> list[int]:
+        return [self._peak[pid] - self._start[pid] for pid in self._peak]
+
+
+def anonymous(pid: int) -> int:
+    """RssAnon of a process, bytes; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+
+
+def measure(case: Case, units_per_worker: int) -> dict[str, Any]:
+    """Peak growth of both sides, bytes, worst worker; the bytes of open tree nodes by formula and as measured."""
+    found: dict[str, Any] = {}
+    pipelined = case.mesh.get("pp", 1) > 1
+    units = units_per_worker * (1 if pipelined else case.workers)
+    for name in (OURS, PLAIN):
+        with launch(case, units, _STEPS, (name,)) as sides:
+            side = sides[name]
+            with AnonSampler([member.pid for member in side.team.members]) as sampler:
+                side.team.block(_STEPS)
+            found[name] = {
+                "rss": max(member.growth for member in side.team.members),
+                "anon": max(sampler.growth),
+            }
+            side.team.go(1)  # nothing is left to do: they end by themselves
+            side.wait()
+            if name == OURS:
+                summary = json.loads((side.log.parent / "run" / "summary.json").read_text())
+                state = summary["state_bytes_per_worker"]
+                found["grads"] = max(worker["grads"] for worker in state.values())
+                found["state_bytes_per_worker"] = state
+    found["open_nodes"] = open_node_bytes(case, units)
+    return found
+
+
+def open_node_bytes(case: Case, units: int) -> int:
+    """Bytes of tree nodes that the worst worker holds at once, as the placement implies.
+
+    A worker's own sums: the gradient elements of its layers times the nodes open while it adds up its units in the
+    order of its actions. Under time-major dealing (sharded gradients) its leaves leave at once; what stays is its share
+    of the pages, times the nodes open over all units of the step, and one layer's leaf on its way out.
+    """
+    from elaswave_spmd.assembly import plan_run
+    from elaswave_spmd.controller import data_spec
+    from elaswave_spmd.data import prepare_data
+    from elaswave_spmd.scheduling.placement import TIME_MAJOR
+    from elaswave_spmd.scheduling.tree import max_open_nodes
+    from elaswave_spmd.settings import Settings
+
+    settings = Settings.from_dict(settings_of(case, units, _STEPS, Path("unused")))
+    plan = plan_run(settings, prepare_data(data_spec(settings)))
+    placement, layers = plan.placement, plan.description.layout.layers
+    worst = 0
+    for rank in placement.mesh.members:
+        stage = placement.mesh.stage_of(rank)
+        sizes = [4 * layers[ly].num_gradient_elements for ly in placement.layers_of_stage(stage)]
+        if placement.dealing == TIME_MAJOR and len(placement.mesh.stages[stage]) > 1:
+            share = math.ceil(sum(sizes) / len(placement.mesh.stages[stage]))
+            worst = max(worst, share * max_open_nodes(range(units), units) + max(sizes))
+        else:
+            worst = max(worst, sum(sizes) * max_open_nodes(placement.units_of(rank), units))
+    return worst
+
+
+def memory_rows(
+    chosen: Sequence[Case], units_per_worker: Sequence[int]
+) -> tuple[Sequence[str], list[list[str]], list[dict[str, Any]]]:
+    """(columns, rows, plain data)."""
+    rows, data = [], []
+    for case in chosen:
+        for units in units_per_worker:
+            found = measure(case, units)
+            ours, plain = found[OURS], found[PLAIN]
+            sizes = (ours["rss"], plain["rss"], ours["anon"], plain["anon"], found["open_nodes"], found["grads"])
+            a, b, c, d, e, f = (f"{size / _MIB:.1f}" for size in sizes)
+            ratios = f"{ours['rss'] / plain['rss']:.2f}", f"{ours['anon'] / plain['anon']:.2f}"
+            rows.append([case.model, case.title, str(units), a, b, ratios[0], c, d, ratios[1], e, f])
+            data.append({"model": case.model, "row": case.title, "units_per_worker": units, **found})
+            say(f"{case.model} {case.title}, {units} units a worker: rss {ratios[0]}, anon {ratios[1]}")
+    return COLUMNS, rows, data

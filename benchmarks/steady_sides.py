@@ -1,0 +1,140 @@
+"""The two sides of steady_state as processes of their own.
+
+    python -m benchmarks.steady_sides ours|plain JSON
+
+Ours is the product: its controller, its files of a run, its display, its workers. The only thing added is the gate:
+a worker's port waits after it has reported a step as applied, which is where the step ends. Plain is one process per
+worker from the same kind of zygote, so both sides begin with the same imports in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+from typing import Any
+from unittest import mock
+
+from benchmarks.gate import Gate, peak_rss
+from elaswave_spmd import controller, worker
+from elaswave_spmd.assembly import plan_run
+from elaswave_spmd.data import PreparedData, prepare_data
+from elaswave_spmd.observe import RunDir, RunObserver
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.links import CONTROLLER, socket_directory
+from elaswave_spmd.runtime.port import LinkPort
+from elaswave_spmd.runtime.zygote import Zygote
+from elaswave_spmd.settings import Settings
+
+_GATE_PATH = "ELASWAVE_BENCHMARK_GATE"
+_PRELOAD = (*controller._PRELOAD, "benchmarks.steady_sides")
+_PLAIN_PRELOAD = (*_PRELOAD, "benchmarks.plain_systems")
+
+
+class GatedPort(LinkPort):
+    """A worker's port that lets the driver of the benchmark decide when the next steps may begin."""
+
+    gate: Gate
+
+    def send(self, peer: int, message: m.Message, payload: Any = None) -> None:
+        super().send(peer, message, payload)
+        if peer == CONTROLLER and isinstance(message, m.Applied):
+            self.gate.after_step(message.loss)
+
+
+def our_worker(spec: dict[str, Any]) -> int:
+    """Entry of a worker of ours: the product's own, with a gated port."""
+    gate = Gate(os.environ[_GATE_PATH], int(spec["rank"]), os.getpid(), peak_rss())
+
+    class Port(GatedPort):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            self.gate = gate
+            gate.before_first()
+
+    with mock.patch.object(worker, "LinkPort", Port):
+        return worker.main(spec)
+
+
+def ours(settings: Settings, gate_path: str) -> None:
+    """`controller.run` with our own entry of workers."""
+    scratch = socket_directory()
+    zygote = Zygote.start(
+        "benchmarks.steady_sides:our_worker", preload=_PRELOAD, scratch=[scratch], env={_GATE_PATH: gate_path}
+    )
+    try:
+        data = prepare_data(controller.data_spec(settings))
+        plan = plan_run(settings, data)
+        run_dir = RunDir.create(
+            settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
+        )
+        with RunObserver(run_dir, board=settings.run.tensorboard) as observer:
+            controller.Controller(plan, data, zygote, observer, scratch).run()
+    finally:
+        zygote.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def plain_worker(spec: dict[str, Any]) -> None:
+    """Entry of a worker of plain PyTorch."""
+    rank, world = int(spec["rank"]), int(spec["world"])
+    gate = Gate(spec["gate"], rank, os.getpid(), peak_rss())
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.plain_systems import make_system
+
+    settings = Settings.from_dict(spec["settings"])
+    torch.set_num_threads(settings.runtime.threads_per_worker)
+    if world > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(spec["store"], world), rank=rank, world_size=world)
+    system = make_system(spec["kind"], plan_run(settings, PreparedData.from_dict(spec["data"])), rank, world)
+    gate.before_first()
+    step = 0
+    while step < settings.train.steps:
+        step += 1
+        gate.after_step(system.step(step))
+
+
+def plain(settings: Settings, gate_path: str, kind: str) -> None:
+    """One process per worker, until the driver ends it."""
+    data = prepare_data(controller.data_spec(settings))
+    spec = {
+        "settings": settings.to_dict(),
+        "data": data.to_dict(),
+        "gate": gate_path,
+        "kind": kind,
+        "world": settings.mesh.shape.num_workers,
+        "store": gate_path + ".store",
+    }
+    with Zygote.start("benchmarks.steady_sides:plain_worker", preload=_PLAIN_PRELOAD) as zygote:
+        for rank in range(spec["world"]):
+            zygote.spawn(rank, spec)
+        left = spec["world"]
+        while left:
+            select.select([zygote], [], [])
+            for exited in zygote.poll():
+                left -= 1
+                if exited.code != 0:
+                    raise SystemExit(str(exited))
+
+
+def main() -> None:
+    """Entry of a side's process; Ctrl-C from the driver ends it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    side, spec = sys.argv[1], json.loads(sys.argv[2])
+    settings = Settings.from_dict(spec["settings"])
+    try:
+        if side == "ours":
+            ours(settings, spec["gate"])
+        else:
+            plain(settings, spec["gate"], spec["kind"])
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Training speed and memory against plain PyTorch, healthy run.
+
+    python -m benchmarks.steady_state [--quick] [--rows TEXT] [--part speed|memory] [--json PATH]
+
+Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
+plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or Schedule1F1B. Same model
+code, initial values, samples, micro-batch (= unit), global batch, fused AdamW, clipping; one thread per process, gloo.
+
+How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
+the other's workers sit in a read, then they change places, and every other pair begins with the other side. So a
+machine that gets slower gets slower for both, and one clock times both, from "go" to "all workers through". This was
+preferred to SIGSTOP, which halts processes in the middle of a step with messages on their way, and to reading time
+stamps out of metrics.jsonl, which the other side does not write. A block ends when the last worker has updated its
+parameters. Ours then still sends updated parameters of the block's last step, which it would overlap with the next
+step; with several steps per block that is a small part of the time of one step in many.
+
+Ratio: tokens/s of ours over plain, per pair; median and 95 % interval over launches and pairs (benchmarks/harness.py).
+The losses of both sides after the warm-up must agree to 1e-3, or the row fails: both did the same work.
+
+Memory: at two units per worker and at eight, per worker, worst worker. `rss`: growth of the resident peak since the
+worker's imports (ru_maxrss); `anon`: growth of anonymous resident memory, sampled every millisecond, which leaves out
+pages of libraries that both sides read in. "open nodes": the partial sums of the canonical tree, by formula: the
+gradients of the worker's layers times the nodes that are open at once (scheduling.tree.max_open_nodes).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Result, estimate, parser, say
+from benchmarks.steady_launch import MODELS, OURS, PLAIN, SEQ_LEN, Case, Side, launch
+from benchmarks.steady_memory import memory_rows
+
+UNITS = 8
+_WARM_UP = 4
+_BLOCK_S = 1.0
+_ENDLESS = 10**6
+_KINDS: tuple[tuple[str, dict[str, int], str, str], ...] = (
+    ("single against one process", {}, "zero0", "plain"),
+    ("dp2 zero0 against DDP", {"dp": 2}, "zero0", "ddp"),
+    ("dp2 zero1 against DDP", {"dp": 2}, "zero1", "ddp"),
+    ("dp2 zero2 against DDP", {"dp": 2}, "zero2", "ddp"),
+    ("dp2 zero3 against FSDP2", {"dp": 2}, "zero3", "fsdp"),
+    ("dp2 zero3 against FSDP2, reduced every micro-batch", {"dp": 2}, "zero3", "fsdp_sync_each"),
+    ("pp2 against Schedule1F1B", {"pp": 2}, "zero0", "pipeline"),
+    ("dp4 zero1 against DDP, four workers", {"dp": 4}, "zero1", "ddp"),
+)
+
+
+def cases(models: Sequence[str]) -> list[Case]:
+    """All rows of the tables."""
+    return [Case(model, *kind) for model in models for kind in _KINDS]
+
+
+def measure(case: Case, launches: int, pairs: int) -> dict[str, Any]:
+    """Speed of one row.
+
+    Returns: plain data: seconds per step of both sides by launch and pair, steps per block, losses after the warm-up.
+    """
+    found: dict[str, Any] = {"seconds": {OURS: [], PLAIN: []}, "losses": []}
+    steps = 0
+    for number in range(launches):
+        with launch(case, UNITS, _ENDLESS) as sides:
+            found["losses"].append(_warm_up(case, sides))
+            if not steps:
+                seconds = max(side.team.block(2) / 2 for side in sides.values())
+                steps = max(2, math.ceil(_BLOCK_S / seconds))
+            times: dict[str, list[float]] = {OURS: [], PLAIN: []}
+            for pair in range(pairs):
+                order = (OURS, PLAIN) if (pair + number) % 2 else (PLAIN, OURS)
+                for name in order:
+                    times[name].append(sides[name].team.block(steps) / steps)
+            for name, values in times.items():
+                found["seconds"][name].append(values)
+        ratios = [b / a for a, b in zip(times[OURS], times[PLAIN], strict=True)]
+        say(f"{case.model} {case.title}: launch {number + 1}/{launches}, ratio {statistics.median(ratios):.3f}")
+    return found | {"steps_per_block": steps}
+
+
+def _warm_up(case: Case, sides: dict[str, Side]) -> dict[str, float]:
+    losses = {}
+    for name, side in sides.items():
+        side.team.block(_WARM_UP)
+        members = side.team.members
+        # Each of our workers reports the loss of the step, each of theirs its share of it.
+        losses[name] = members[0].loss if name == OURS else sum(member.loss for member in members)
+    if not math.isclose(losses[OURS], losses[PLAIN], rel_tol=1e-3):
+        raise SystemExit(f"{case.title}, {case.model}: the sides do not train alike, losses {losses}")
+    return losses
+
+
+def speed_row(case: Case, found: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    ours, plain = found["seconds"][OURS], found["seconds"][PLAIN]
+    ratios = [[b / a for a, b in zip(*both, strict=True)] for both in zip(ours, plain, strict=True)]
+    found["ratio"] = ratio = estimate(ratios)
+    tokens = UNITS * MODELS[case.model]["unit"] * SEQ_LEN
+    rates = [tokens / statistics.median(sum(side, [])) for side in (ours, plain)]
+    return [
+        case.model,
+        case.title,
+        *(f"{rate:,.0f}" for rate in rates),
+        str(ratio),
+        f"{ratio.num_pairs} / {ratio.num_launches}",
+        f"{found['steps_per_block']}",
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    options = parser(__doc__)
+    options.add_argument("--rows", default="", help="only rows whose model and title contain this, words with commas")
+    options.add_argument("--part", choices=("all", "speed", "memory"), default="all")
+    options.add_argument("--launches", type=int)
+    options.add_argument("--pairs", type=int, help="per launch")
+    args = options.parse_args()
+    launches = args.launches or (2 if args.quick else 5)
+    pairs = args.pairs or (3 if args.quick else 6)
+    words = [word for word in args.rows.split(",") if word]
+    chosen = [c for c in cases(list(MODELS)) if all(word in f"{c.model} {c.title}" for word in words)]
+    result = Result("steady_state", {"launches": launches, "pairs_per_launch": pairs, "units": UNITS, "seq_len": SEQ_LEN})
+    if args.part in ("all", "speed"):
+        _speed(result, chosen, launches, pairs)
+    if args.part in ("all", "memory"):
+        columns, rows, data = memory_rows(chosen, (2,) if args.quick else (2, 8))
+        result.data["memory"] = data
+        result.table("Peak memory of the worst worker beyond its imports, MiB", columns, rows)
+    result.finish(args.json)
+
+
+def _speed(result: Result, chosen: Sequence[Case], launches: int, pairs: int) -> None:
+    rows, data = [], []
+    for case in chosen:
+        found = measure(case, launches, pairs)
+        rows.append(speed_row(case, found))
+        data.append({"model": case.model, "row": case.title, **found})
+    result.data["speed"] = data
+    columns = ("model", "row", "ours tok/s", "plain tok/s", "ratio [95 %]", "pairs / launches", "steps a block")
+    result.table("Speed against plain PyTorch", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

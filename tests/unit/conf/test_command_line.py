@@ -1,0 +1,206 @@
+"""The command line: exit codes, one clear screen, nothing left behind, the first lines of --help, the README."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd import cli
+from elaswave_spmd.errors import MeshError, RunError, WorkerFailed
+from elaswave_spmd.settings import Settings
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+class Ran:
+    """Stands in for the controller: keeps the settings, ends as told."""
+
+    def __init__(self) -> None:
+        self.settings: list[Settings] = []
+        self.ends: BaseException | int = 0
+
+    def __call__(self, settings: Settings) -> int:
+        self.settings.append(settings)
+        if isinstance(self.ends, BaseException):
+            raise self.ends
+        return self.ends
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
+    made = Ran()
+    monkeypatch.setattr(cli, "_run", made)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """`python train.py ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    return cli.train()
+
+
+def test_settings_reach_the_controller(monkeypatch: pytest.MonkeyPatch, ran: Ran, tmp_path: Path) -> None:
+    assert command(monkeypatch, "mesh=dp2_pp2", "train.steps=7", "sharding=zero3") == 0
+    (settings,) = ran.settings
+    assert (settings.mesh.shape.name, settings.train.steps, settings.sharding.zero_level) == ("dp2_pp2", 7, 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "shown"),
+    [
+        (0, 0, ""),
+        (MeshError("More stages than layers", got="pp9", where="mesh", fix="mesh=pp6"), 2, "error: More stages than"),
+        (RunError("the disk is full"), 1, "error: the disk is full"),
+        (WorkerFailed(3, "Traceback: ZeroDivisionError"), 1, "error: worker 3 failed:\nTraceback: ZeroDivisionError"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_exit_codes(
+    ends: BaseException | int,
+    code: int,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    ran: Ran,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ran.ends = ends
+    assert command(monkeypatch) == code
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith(shown) and err.count("Traceback") == shown.count("Traceback")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "mesh=dpp3",
+        "mesh=3",
+        "model=null",
+        "mesh=dp2_tp2",
+        "mesh.dp=abc",
+        "mesh.dp=",
+        "mesh=dp2 mesh.stages=[3,2]",
+        "train.steps=0",
+        "train.steps=",
+        "optim.lr=-1",
+        "train.global_batch=0",
+        "unit.size=5",
+        "model.dropout=-0.1",
+        "data=text",
+        "train.resume=runs/a",
+        "run.dir=",
+        "-m seed=1,2",
+        "--multirun",
+        "--multi",
+        "hydra.mode=MULTIRUN",
+    ],
+)
+def test_bad_input(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, ran: Ran, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, *arguments.split()) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and len(err.splitlines()) <= 5 and "got: " in err
+    assert ran.settings == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", ["model=gpt9", "trian.steps=3", "model.layer=3", "seed=1,2", "seed"])
+def test_hydra_refuses_in_its_own_words(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, ran: Ran, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, arguments)
+    assert ended.value.code == 1 and "Traceback" not in capfd.readouterr().err
+    assert ran.settings == [] and list(tmp_path.iterdir()) == []
+
+
+def test_on_a_terminal_the_screen_is_a_panel_without_markup(
+    monkeypatch: pytest.MonkeyPatch, ran: Ran, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert command(monkeypatch, "mesh=dp2", "mesh.stages=[3,2]") == 2
+    assert "mesh.stages=[3,2] beside mesh.dp=2" in capsys.readouterr().err
+
+
+def test_help_starts_with_examples(
+    monkeypatch: pytest.MonkeyPatch, ran: Ran, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, "--help")
+    assert ended.value.code == 0
+    out = capfd.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "Examples:" and lines[1].startswith("  python train.py ") and "mesh=dp2_pp2" in lines[2]
+    assert "mesh: dpN, dpN_ppM, ppM, single" in out and "sharding: model, zero0, zero1, zero2, zero3" in out
+    assert ran.settings == [] and list(tmp_path.iterdir()) == []
+
+
+def examples(text: str) -> list[str]:
+    """Overrides of each `python train.py ...` line, without the remark behind it."""
+    found = re.findall(r"^ +(?:\S*/)?python train\.py(.*?)(?: {4}.*)?$", text, re.MULTILINE)
+    return [line for line in found if "$" not in line]
+
+
+def test_the_examples_of_help_and_readme_are_good(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
+    shown = (ROOT / "elaswave_spmd/conf/config.yaml").read_text(encoding="utf-8")
+    lines = examples(shown) + examples(README)
+    assert len(lines) >= 8
+    for line in lines:
+        assert command(monkeypatch, *shlex.split(line)) == 0, line
+    assert len(ran.settings) == len(lines)
+
+
+def test_the_overrides_in_the_readmes_table_are_good(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
+    rows = [row[1] for row in re.finditer(r"^\| `([^`]*[^`=])` +\|", README, re.MULTILINE) if "P(" not in row[1]]
+    assert len(rows) >= 6
+    for row in rows:
+        assert command(monkeypatch, *shlex.split(row)) == 0, row
+
+
+def test_the_readme_shows_the_example_file() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert shown == (ROOT / "examples/my_file.py").read_text(encoding="utf-8")
+    assert len([line for line in shown.splitlines() if line.strip()]) <= 30
+
+
+def test_the_command_comes_first(monkeypatch: pytest.MonkeyPatch, ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["elaswave-spmd", "train", "mesh=dp3"])
+    assert cli.main() == 0 and ran.settings[0].mesh.shape.name == "dp3"
+    monkeypatch.setattr(sys, "argv", ["elaswave-spmd", "mesh=dp3"])
+    assert cli.main() == 2 and "a command comes first" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["elaswave-spmd", "--help"])
+    assert cli.main() == 0 and "elaswave-spmd train" in capsys.readouterr().out
+
+
+def outside(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command and says on the last line of its output whether torch was imported."""
+    tell = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    start, *rest = arguments
+    how = (
+        f"run_path({start!r}, run_name='__main__')"
+        if start.endswith(".py")
+        else f"run_module({start!r}, run_name='__main__')"
+    )
+    code = tell + f"sys.argv = {[start, *rest]!r}; runpy.{how}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=where, timeout=100)
+
+
+@pytest.mark.parametrize("start", [(str(ROOT / "train.py"),), ("elaswave_spmd", "train")], ids=["train.py", "-m"])
+def test_help_and_bad_input_come_before_torch_and_leave_nothing(start: tuple[str, ...], tmp_path: Path) -> None:
+    shown = outside(*start, "--help", where=tmp_path)
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, "Examples:")
+    assert shown.stdout.splitlines()[-1] == "False"
+    refused = outside(*start, "mesh.dp=abc", where=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "False\n") and "from mesh.dp=abc" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_entry_is_short() -> None:
+    assert len((ROOT / "train.py").read_text(encoding="utf-8").splitlines()) < 40

@@ -1,0 +1,162 @@
+"""What Hydra composes from conf/: names that exist, mesh names without files, overrides, and defaults said once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from elaswave_spmd import conf
+from elaswave_spmd.cli import GROUPS
+from elaswave_spmd.conf.mesh_names import FORMS, spell_out
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.mesh import MeshShape
+from elaswave_spmd.settings import Settings, from_config
+
+FOLDER = Path(conf.__file__).parent
+CHOICES = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.yaml"))]
+
+NAMES = """
+seed run.dir run.tensorboard train.steps train.global_batch train.seq_len train.validate_every train.validate_units
+train.resume unit.size page.size model.layers model.d_model model.heads model.dropout model.target model.args
+optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
+optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
+data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
+runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages sharding
+"""
+
+
+@pytest.fixture(autouse=True)
+def config_source() -> Iterator[None]:
+    conf.register_mesh_names()
+    with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
+        yield
+
+
+def compose(*overrides: str) -> DictConfig:
+    return hydra.compose("config", overrides=list(overrides))
+
+
+def settings(*overrides: str) -> Settings:
+    return from_config(compose(*overrides))
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_names_that_stay(name: str) -> None:
+    missing = object()
+    assert OmegaConf.select(compose(), name, default=missing) is not missing
+
+
+def test_the_defaults_of_files_and_of_dataclasses_are_the_same() -> None:
+    assert settings() == Settings()
+
+
+def test_files_and_dataclasses_have_the_same_names() -> None:
+    for group, choice in CHOICES:
+        found = OmegaConf.load(FOLDER / group / f"{choice}.yaml")
+        section = getattr(Settings(), group)
+        assert [*found] == [field.name for field in dataclasses.fields(section)], f"{group}/{choice}.yaml"
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["=".join(pair) for pair in CHOICES])
+def test_every_choice_is_good(group: str, choice: str) -> None:
+    needs = {"text": ["data.path=a"], "custom": ["data.target=my_file.MyDataset"]}.get(choice, [])
+    made = settings(f"{group}={choice}", *needs)
+    if group in ("sharding", "model", "data", "optim"):
+        assert getattr(made, group).name == choice
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ("", "single"),
+        ("mesh=single", "single"),
+        ("mesh=dp3", "dp3"),
+        ("mesh=pp4", "pp4"),
+        ("mesh=dp3_pp2", "dp3_pp2"),
+        ("mesh=pp2_dp3", "dp3_pp2"),
+        ("mesh=dp1", "single"),
+        ("mesh=dp1000_pp16", "dp1000_pp16"),
+        ("mesh=stages3-2", "stages3-2"),
+        ("mesh=stages2-2", "dp2_pp2"),
+        ("mesh=dp3_pp2 mesh.dp=4", "dp4_pp2"),
+        ("mesh.dp=4 mesh=dp3_pp2", "dp4_pp2"),
+        ("mesh.pp=2", "pp2"),
+        ("mesh=dp3 mesh.pp=2", "dp3_pp2"),
+        ("mesh=dp3_pp2 mesh.pp=null", "dp3"),
+        ("mesh.stages=[3,2]", "stages3-2"),
+        ("mesh=single mesh.stages=[1,3]", "stages1-3"),
+        ("mesh.stages=[2,2]", "dp2_pp2"),
+    ],
+)
+def test_mesh_names_and_overrides(overrides: str, name: str) -> None:
+    assert settings(*overrides.split()).mesh.shape == MeshShape.parse(name)
+
+
+@pytest.mark.parametrize("beside", ["mesh=dp2", "mesh=pp2", "mesh.dp=3", "mesh.pp=2", "mesh.dp=1"])
+def test_stages_stand_alone(beside: str) -> None:
+    with pytest.raises(ConfigError, match="and so do dp and pp"):
+        settings(beside, "mesh.stages=[3,2]")
+
+
+@pytest.mark.parametrize("name", ["dpp3", "dp0", "dp", "dp2-pp2", "dp2_dp3", "dp2_tp2", "double"])
+def test_a_typo_in_a_mesh_name_lists_what_exists(name: str) -> None:
+    with pytest.raises(ConfigError, match="mesh is named by") as caught:
+        settings(f"mesh={name}")
+    assert caught.value.where == f"mesh={name}" and "dpN_ppM" in caught.value.exists
+
+
+@given(dp=st.integers(1, 10**6), pp=st.integers(1, 10**6))
+def test_names_are_spelled_out(dp: int, pp: int) -> None:
+    assert spell_out(f"dp{dp}_pp{pp}") == {"dp": dp, "pp": pp, "stages": None}
+    assert spell_out(f"dp{dp}") == {"dp": dp, "pp": None, "stages": None}
+
+
+def test_help_lists_the_forms_of_mesh_names() -> None:
+    from hydra.core.global_hydra import GlobalHydra
+
+    loader: Any = GlobalHydra.instance().config_loader()
+    assert loader.get_group_options("mesh") == sorted(FORMS)
+    assert "mesh" in loader.list_groups("")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        ("mesh.dp=abc", "mesh.dp=abc"),
+        ("train.steps=", "train.steps="),
+        ("run.dir=", "run.dir="),
+        ("mesh.stages=[]", "mesh.stages=[]"),
+        ("data=text", "data.path=???"),
+        ("data=custom", "data.target=???"),
+        ("train.steps=???", "train.steps=???"),
+        ("+chaos=1", "+chaos=1"),
+        ("+train.step=1", "+train.step=1"),
+        ("seed=${nowhere}", ""),
+    ],
+)
+def test_what_hydra_lets_through_is_refused(overrides: str, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*overrides.split())
+    assert caught.value.where == where
+
+
+def test_groups_of_the_command_line() -> None:
+    assert set(GROUPS) == {group for group, _ in CHOICES}
+
+
+def test_arguments_of_a_users_model() -> None:
+    made = settings("model.target=my_file.MyModel", "+model.args.window=8", "+data.args.shift=2").model
+    assert made.args == {"window": 8} and made.label == "MyModel"
+
+
+def test_nothing_of_hydra_is_left() -> None:
+    plain = settings("optim.betas=[0.8,0.9]", "+model.args.sizes=[1,2]").to_dict()
+    assert type(plain["model"]["args"]["sizes"]) is list and type(plain["optim"]["betas"]) is list

@@ -1,0 +1,193 @@
+"""Settings: checked when made, plain when sent, and each error names the override."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd import settings as module
+from elaswave_spmd.data.spec import CORPUS_NAMES
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.scheduling.learning_rate import SCHEDULES
+from elaswave_spmd.settings import MeshSettings, OptimSettings, Settings, TrainSettings, UnitSettings
+
+PACKAGE = Path(module.__file__).parent
+
+
+def leaves(section: type = Settings, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        inner = field.default_factory
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            yield from leaves(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def nested(name: str, value: object) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+BAD = [
+    ("seed", -1), ("seed", 1.0), ("seed", None), ("seed", ""), ("seed", 2**63),
+    ("mesh.dp", "abc"), ("mesh.dp", ""), ("mesh.dp", 0), ("mesh.dp", 1.5), ("mesh.dp", True), ("mesh.pp", -2),
+    ("mesh.stages", "abc"), ("mesh.stages", []), ("mesh.stages", [3, 0]), ("mesh.stages", [3, "b"]), ("mesh.stages", 3),
+    ("sharding.name", "zero4"), ("sharding.name", None),
+    ("model.name", ""), ("model.target", None), ("model.target", ""), ("model.layers", 0), ("model.layers", None),
+    ("model.d_model", -8), ("model.heads", "four"), ("model.dropout", -0.1), ("model.dropout", 1.0),
+    ("model.dropout", "abc"), ("model.dropout", float("nan")), ("model.args", 3), ("model.args", None),
+    ("data.name", "wikipedia"), ("data.path", ""), ("data.path", ["a"]), ("data.tokenizer", None),
+    ("data.target", ""), ("data.args", [1]), ("data.cache", ""), ("data.validation_fraction", 1.0),
+    ("optim.name", "adam"), ("optim.lr", 0), ("optim.lr", -1), ("optim.lr", float("inf")), ("optim.lr", "fast"),
+    ("optim.weight_decay", -0.1), ("optim.clip", -1), ("optim.betas", 0.9), ("optim.betas", [0.9]),
+    ("optim.betas", [0.9, 1.0]), ("optim.eps", 0), ("optim.momentum", 1.0), ("optim.schedule", "step"),
+    ("optim.warmup_steps", -1), ("optim.final_lr_ratio", -0.5), ("optim.max_skipped", 0.5),
+    ("train.steps", 0), ("train.steps", -3), ("train.steps", ""), ("train.steps", 1e3), ("train.global_batch", 0),
+    ("train.seq_len", -1), ("train.validate_every", -1), ("train.validate_units", 0), ("train.resume", "runs/a"),
+    ("unit.size", 0), ("unit.size", ""), ("unit.size", None), ("page.size", 0), ("page.size", 100),
+    ("runtime.device", "tpu"), ("runtime.threads_per_worker", 0), ("runtime.dtype", "fp16"),
+    ("runtime.transport", "gloo"), ("runtime.activation_checkpointing", "yes"),
+    ("run.dir", ""), ("run.dir", ["a"]), ("run.tensorboard", 1), ("run.tensorboard", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value!r}" for name, value in BAD])
+def test_a_bad_value_is_refused_by_the_name_of_its_override(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_dict(nested(name, value))
+    assert caught.value.where.startswith(name) and "=" in caught.value.where
+    assert caught.value.fix or caught.value.exists
+
+
+def test_every_setting_has_a_bad_value_above() -> None:
+    assert {name for name, _ in BAD} == set(leaves())
+
+
+def test_every_setting_is_used() -> None:
+    read = {
+        node.attr
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "settings.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    # Read inside settings.py, for others: the mesh as a shape, the sharding as a level; resume is refused.
+    inside = {"mesh.dp", "mesh.pp", "mesh.stages", "sharding.name", "train.resume"}
+    assert [name for name in leaves() if name.split(".")[-1] not in read and name not in inside] == []
+
+
+def test_the_screen_says_rule_value_origin_and_fix() -> None:
+    with pytest.raises(ConfigError) as caught:
+        MeshSettings(dp="abc")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "mesh.dp is a whole number, 1 or more.\n"
+        "  got:    abc   (from mesh.dp=abc)\n"
+        "  fix:    give mesh.dp=VALUE, or leave it out"
+    )
+
+
+@pytest.mark.parametrize("unknown", [{"sed": 1}, {"model": {"layer": 2}}, {"chaos": {"events": []}}])
+def test_unknown_settings_are_refused_with_what_exists(unknown: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="no such setting") as caught:
+        Settings.from_dict(unknown)
+    assert "seed" in caught.value.exists or "model.layers" in caught.value.exists
+
+
+@pytest.mark.parametrize("value", [None, "", 3, "abc"])
+def test_a_section_is_a_group(value: object) -> None:
+    with pytest.raises(ConfigError, match="a group of settings"):
+        Settings.from_dict({"model": value})
+
+
+def test_units_divide_the_batch() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings(train=TrainSettings(global_batch=12), unit=UnitSettings(5))
+    assert caught.value.where == "unit.size=5 train.global_batch=12"
+    assert caught.value.exists == "unit.size of 1, 2, 3, 4, 6, 12"
+    assert caught.value.fix == "unit.size=4, or train.global_batch=15"
+
+
+@given(batch=st.integers(1, 10_000), size=st.integers(1, 10_000))
+def test_units_and_batch(batch: int, size: int) -> None:
+    train, unit = TrainSettings(global_batch=batch), UnitSettings(size)
+    if batch % size == 0:
+        assert Settings(train=train, unit=unit).num_units * size == batch
+    else:
+        with pytest.raises(ConfigError) as caught:
+            Settings(train=train, unit=unit)
+        advised = int(caught.value.fix.partition(",")[0].removeprefix("unit.size="))
+        assert batch % advised == 0
+
+
+@given(
+    dp=st.none() | st.integers(1, 2000),
+    pp=st.none() | st.integers(1, 200),
+    stages=st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=6),
+)
+def test_mesh_of_sizes_or_of_stages(dp: int | None, pp: int | None, stages: list[int] | None) -> None:
+    if stages is None:
+        assert MeshSettings(dp, pp).shape.stage_sizes == (dp or 1,) * (pp or 1)
+    elif dp is None and pp is None:
+        assert MeshSettings(stages=tuple(stages)).shape.stage_sizes == tuple(stages)
+    else:
+        with pytest.raises(ConfigError, match=r"mesh\.stages says"):
+            MeshSettings(dp, pp, tuple(stages))
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "seed": st.integers(0, 2**63 - 1),
+            "mesh": st.fixed_dictionaries({"stages": st.lists(st.integers(1, 5), min_size=1)}),
+            "model": st.fixed_dictionaries({"dropout": st.floats(0, 0.99), "args": st.just({"tied": True})}),
+            "optim": st.fixed_dictionaries({"lr": st.floats(1e-30, 1e3), "betas": st.just([0.8, 0.99])}),
+            "run": st.fixed_dictionaries({"dir": st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)}),
+        },
+    )
+)
+def test_dict_json_and_yaml_carry_settings_whole(fields: dict[str, Any]) -> None:
+    made = Settings.from_dict(fields)
+    assert Settings.from_dict(made.to_dict()) == made
+    assert Settings.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert Settings.from_dict(yaml.safe_load(made.to_yaml())) == made
+
+
+def test_values_take_their_own_type() -> None:
+    made = Settings.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "run": {"dir": 7}, "mesh": {"stages": [3, 2]}})
+    assert made.optim.lr == 1.0 and isinstance(made.optim.lr, float) and made.optim.betas == (0.0, 0.5)
+    assert made.run.dir == "7" and made.mesh.stages == (3, 2)
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OptimSettings().lr = 1.0  # type: ignore[misc]
+
+
+def test_words_agree_with_the_rooms_that_own_them() -> None:
+    assert set(module.SCHEDULES) == set(SCHEDULES)
+    assert set(module.CORPORA) == set(CORPUS_NAMES)
+    from elaswave_spmd.runtime.job import DTYPES
+
+    assert set(module.DTYPES) == set(DTYPES)
+
+
+def test_a_users_model_is_called_by_its_class() -> None:
+    assert Settings.from_dict({"model": {"target": "my_file.MyModel"}}).model.label == "MyModel"
+    assert Settings().model.label == "gpt_tiny"
+
+
+def test_zero_level() -> None:
+    levels = [Settings.from_dict({"sharding": {"name": name}}).sharding.zero_level for name in module.SHARDINGS]
+    assert levels == [None, 0, 1, 2, 3]

@@ -1,0 +1,68 @@
+"""Messages survive their encoding, and nothing else decodes as one."""
+
+from __future__ import annotations
+
+import math
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd.recovery import messages as m
+
+numbers, ints = st.floats(allow_nan=False), st.integers(0, 2**40)
+EXAMPLES: list[m.AnyMessage] = [
+    m.Activation(1, 2, (2, 8, 16)),
+    m.Activation(1, 2, (2, 8, 16), True),
+    m.ActivationGradient(3, 0, ()),
+    m.NodeSum(1, 2, 3, 4, 5, 6),
+    m.Entry(1, 2, 3, 5, b"\0\0\x80?\xff\0\0\0"),
+    m.Publish(7, 0, 0, 3),
+    m.Vote(1, 0, 4, (1.5, -0.0, 5e-324), 2.25),
+    m.Vote(1, 0, 4, (), None),
+    m.Ready(3, "ipc:///tmp/x", 77),
+    m.Place(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
+    m.Applied(9, 0, 1, 0.1, 0.2, False, 0.5),
+    m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
+    m.FinalPages(0, 0, 9),
+    m.Finished(1, {"params": 10, "optim": 2**40}, 2**33),
+    m.Failed(0, "Traceback ...\n"),
+    m.Stop(),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda it: type(it).__name__)
+def test_a_message_survives_its_encoding(message: m.AnyMessage) -> None:
+    data = m.encode(message)
+    assert m.decode(data) == message and type(m.decode(memoryview(data))) is type(message)
+    assert hash(m.decode(data)) if not isinstance(message, m.Place | m.Finished) else True
+
+
+def test_every_kind_of_message_has_an_example() -> None:
+    assert {type(message) for message in EXAMPLES} == set(typing.get_args(m.AnyMessage))
+
+
+@given(step=ints, epoch=ints, sender=ints, norm=st.lists(numbers).map(tuple), loss=st.none() | numbers)
+def test_votes_keep_every_bit(step: int, epoch: int, sender: int, norm: tuple[float, ...], loss: float | None) -> None:
+    vote = m.decode(m.encode(m.Vote(step, epoch, sender, norm, loss)))
+    assert isinstance(vote, m.Vote)
+    assert [x.hex() for x in vote.norm] == [x.hex() for x in norm]
+    assert (vote.loss is None) == (loss is None) and (loss is None or vote.loss is not None)
+    assert loss is None or (vote.loss or 0.0) == loss
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_travel(value: float) -> None:
+    applied = m.decode(m.encode(m.Applied(1, 0, 0, value, value, False, 0.0)))
+    assert isinstance(applied, m.Applied) and applied.loss.hex() == applied.grad_norm.hex() == value.hex()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x00", b"hello", msgspec.msgpack.encode(["Nonsense", 1]), msgspec.msgpack.encode(["Vote", "x"])],
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+        m.decode(data)

@@ -1,0 +1,218 @@
+"""The rules of the worker's half of the step protocol, one test each: leave a rule out and its test fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from elaswave_spmd.recovery.messages import Publish, Vote
+from elaswave_spmd.recovery.worker_protocol import Apply, Install, RunKey, SendVote, WorkerProtocol, held_runs, key_of
+from elaswave_spmd.scheduling.placement import HolderRun
+
+ME, OTHER, THIRD = 1, 0, 2
+OWN = HolderRun(0, 0, 2, (ME, OTHER))  # this worker is its primary ...
+MIRRORED = HolderRun(0, 2, 3, (OTHER, ME))  # ... and mirrors this one
+LOSS = HolderRun(1, 4, 5, (ME,))
+OWN_NORMS, MIRRORED_NORMS = [9.0, 7.0], [5.0]
+
+
+def worker(*, version: int = 0, epoch: int = 3, members: Sequence[int] = (OTHER, ME), loss: bool = True) -> WorkerProtocol:
+    held = [OWN, MIRRORED, LOSS] if loss else [OWN, MIRRORED]
+    return WorkerProtocol(ME, epoch, members, held, key_of(LOSS) if loss else None, version)
+
+
+def entries(protocol: WorkerProtocol, step: int, runs: Sequence[HolderRun] = (OWN, MIRRORED, LOSS)) -> list[object]:
+    """Completes the entries of these runs; returns all effects."""
+    norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: []}
+    effects: list[object] = []
+    for run in runs:
+        effects += protocol.entry_complete(step, key_of(run), norms[run], 2.5 if run is LOSS else None)
+    return effects
+
+
+def vote(step: int, sender: int = OTHER, epoch: int = 3, norm: tuple[float, ...] = (9.0,)) -> Vote:
+    return Vote(step, epoch, sender, norm, None)
+
+
+def test_a_vote_waits_for_the_own_units() -> None:
+    protocol = worker()
+    assert entries(protocol, 1) == []
+    (sent,) = protocol.computed(1)
+    assert sent == SendVote(Vote(1, 3, ME, (16.0,), 2.5)), "norm values of primary pages only, without the loss page"
+
+
+@pytest.mark.parametrize("late", [OWN, MIRRORED, LOSS], ids=["primary", "mirror", "loss"])
+def test_a_vote_waits_for_the_entry_of_every_held_run(late: HolderRun) -> None:
+    protocol = worker()
+    protocol.computed(1)
+    assert entries(protocol, 1, [run for run in (OWN, MIRRORED, LOSS) if run is not late]) == []
+    assert [type(e) for e in entries(protocol, 1, [late])] == [SendVote]
+
+
+def test_a_worker_votes_once() -> None:
+    protocol = worker()
+    entries(protocol, 1)
+    assert len(protocol.computed(1)) == 1
+    assert protocol.computed(1) == [] and entries(protocol, 1) == []
+
+
+def test_entries_of_the_next_step_do_not_make_a_vote_early() -> None:
+    protocol = worker()
+    assert entries(protocol, 2) == []  # a worker without units may have them before it has applied step 1
+    protocol.computed(1)
+    assert entries(protocol, 1, [OWN, MIRRORED]) == []
+    entries(protocol, 1, [LOSS])
+    assert protocol.vote_received(vote(1)) == [Apply(1, 2.5, 5.0)]
+    assert protocol.computed(2) == [SendVote(Vote(2, 3, ME, (16.0,), 2.5))]
+
+
+def test_computing_ahead_of_the_version_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        worker().computed(2)
+
+
+def test_an_entry_that_is_not_held_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="not held"):
+        worker().entry_complete(1, (7, 0, 1), [1.0])
+
+
+def test_all_votes_decide_and_the_version_advances_in_the_same_call() -> None:
+    protocol = worker(members=(OTHER, ME, THIRD))
+    entries(protocol, 1)
+    protocol.computed(1)
+    assert protocol.vote_received(vote(1, OTHER)) == [] and protocol.version == 0
+    assert protocol.vote_received(vote(1, OTHER)) == [], "the same vote twice is one vote"
+    (apply,) = protocol.vote_received(vote(1, THIRD, norm=(0.0,)))
+    assert apply == Apply(1, 2.5, 5.0) and apply.finite
+    assert protocol.version == 1, "while applying t the worker says t"
+
+
+def test_the_own_vote_is_needed_too() -> None:
+    protocol = worker()
+    assert protocol.vote_received(vote(1)) == []
+    protocol.computed(1)
+    sent, apply = entries(protocol, 1)
+    assert isinstance(sent, SendVote) and apply == Apply(1, 2.5, 5.0)
+
+
+def test_a_step_is_applied_once() -> None:
+    protocol = worker()
+    entries(protocol, 1)
+    protocol.computed(1)
+    assert len(protocol.vote_received(vote(1))) == 1
+    assert protocol.vote_received(vote(1)) == [] and entries(protocol, 1) == [] and protocol.version == 1
+
+
+def test_votes_of_an_older_epoch_are_void() -> None:
+    protocol = worker()
+    entries(protocol, 1)
+    protocol.computed(1)
+    assert protocol.vote_received(vote(1, epoch=2)) == [] and protocol.version == 0
+    assert protocol.vote_received(vote(1)) != []
+
+
+def test_votes_of_a_future_epoch_do_not_count_in_this_one_and_are_kept() -> None:
+    protocol = worker()
+    entries(protocol, 1)
+    protocol.computed(1)
+    early = vote(1, epoch=4)
+    assert protocol.vote_received(early) == [] and protocol.version == 0
+    assert early in protocol._later_epochs, "held for its epoch, not dropped"
+
+
+def test_a_vote_of_a_stranger_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        worker().vote_received(vote(1, sender=9))
+
+
+def test_a_vote_may_come_one_step_early() -> None:
+    """Another worker that has all votes of step 1 may have voted for 2 before this one has them."""
+    protocol = worker(members=(OTHER, ME, THIRD))
+    entries(protocol, 1)
+    protocol.computed(1)
+    protocol.vote_received(vote(1, OTHER))
+    assert protocol.vote_received(vote(2, OTHER)) == []
+    assert protocol.vote_received(vote(1, THIRD)) == [Apply(1, 2.5, math.sqrt(34.0))]
+    entries(protocol, 2)
+    protocol.computed(2)
+    assert [type(e) for e in protocol.vote_received(vote(2, THIRD))] == [Apply]
+
+
+def test_a_published_page_is_filed_until_its_step_is_applied() -> None:
+    protocol = worker()
+    early = Publish(1, 0, 5, 6)
+    assert protocol.publish_received(early) == []
+    entries(protocol, 1)
+    protocol.computed(1)
+    assert protocol.vote_received(vote(1)) == [Apply(1, 2.5, 5.0), Install(early)], "installed after the own Apply"
+    late, stale = Publish(1, 0, 6, 7), Publish(0, 0, 6, 7)
+    assert protocol.publish_received(late) == [Install(late)]
+    assert protocol.publish_received(stale) == []
+
+
+def test_a_norm_that_is_not_finite_is_seen_by_all_and_advances_the_version() -> None:
+    protocol = worker()
+    entries(protocol, 1)
+    protocol.computed(1)
+    (apply,) = protocol.vote_received(vote(1, norm=(math.nan,)))
+    assert isinstance(apply, Apply) and math.isnan(apply.norm) and not apply.finite and protocol.version == 1
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_page_that_is_not_finite_travels_in_the_vote(value: float) -> None:
+    protocol = worker()
+    protocol.computed(1)
+    protocol.entry_complete(1, key_of(OWN), [1.0, value])
+    (sent,) = entries(protocol, 1, [MIRRORED, LOSS])
+    assert isinstance(sent, SendVote) and len(sent.vote.norm) == 1 and not math.isfinite(sent.vote.norm[0])
+
+
+def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
+    values = [1e30, 1.0, -1.0, 1e-30, 3.0]  # a plain sum in another order would lose the small ones
+    norms = set()
+    for own in range(1, len(values)):
+        mine = HolderRun(0, 0, own, (ME,))
+        protocol = WorkerProtocol(ME, 0, (OTHER, ME), [mine, LOSS], key_of(LOSS))
+        protocol.entry_complete(1, key_of(mine), values[:own])
+        protocol.entry_complete(1, key_of(LOSS), [], 1.0)
+        (sent,) = protocol.computed(1)
+        other = HolderRun(0, 0, len(values) - own, (OTHER,))
+        peer = WorkerProtocol(OTHER, 0, (OTHER, ME), [other])
+        peer.entry_complete(1, key_of(other), values[own:])
+        (theirs,) = peer.computed(1)
+        assert isinstance(sent, SendVote) and isinstance(theirs, SendVote)
+        (apply,) = protocol.vote_received(theirs.vote)
+        assert isinstance(apply, Apply)
+        assert peer.vote_received(sent.vote) == [apply]
+        norms.add(apply.norm)
+    assert norms == {math.sqrt(math.fsum(values))}
+
+
+def test_a_worker_alone_decides_by_its_own_vote() -> None:
+    protocol = WorkerProtocol(ME, 0, (ME,), [LOSS], key_of(LOSS))
+    protocol.entry_complete(1, key_of(LOSS), [], 1.5)
+    assert [type(e) for e in protocol.computed(1)] == [SendVote, Apply]
+
+
+def test_a_worker_that_holds_nothing_votes_too() -> None:
+    protocol = WorkerProtocol(ME, 0, (OTHER, ME), [])
+    assert protocol.computed(1) == [SendVote(Vote(1, 0, ME, (), None))]
+
+
+def test_norm_values_are_kept_for_two_versions() -> None:
+    protocol = worker()
+    for step in (1, 2, 3):
+        entries(protocol, step)
+        protocol.computed(step)
+        protocol.vote_received(vote(step))
+    assert sorted(protocol._norms) == [2, 3]
+
+
+def test_held_runs_are_in_layer_and_page_order() -> None:
+    first, second = HolderRun(0, 0, 1, (5,)), HolderRun(1, 0, 1, (4, 5))
+    found = held_runs([[first, HolderRun(0, 1, 2, (4,))], [second]], 5)
+    assert found == (first, second)
+    keys: list[RunKey] = [key_of(run) for run in found]
+    assert keys == [(0, 0, 1), (1, 0, 1)]
