@@ -9,6 +9,7 @@ meanwhile and take no processor time. Both systems are timed by the same clock i
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import time
@@ -26,20 +27,29 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def anonymous(pid: int) -> int:
+    """RssAnon of a process, bytes; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+
+
 class Gate:
-    """A worker's end.
+    """A worker's end; to be made before the worker has anything in memory but its imports.
 
     Args:
         path: the driver's socket.
         rank: this worker within its system.
-        rss_at_entry: `peak_rss()` before the worker had anything but its imports.
     """
 
-    def __init__(self, path: str, rank: int, pid: int, rss_at_entry: int) -> None:
+    def __init__(self, path: str, rank: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._stream = self._socket.makefile("rwb")
-        self._tell({"rank": rank, "pid": pid, "rss_at_entry": rss_at_entry})
+        pid = os.getpid()
+        self._tell({"rank": rank, "pid": pid, "rss_at_entry": peak_rss(), "anon_at_entry": anonymous(pid)})
         self._left = 0
 
     def before_first(self) -> None:
@@ -75,6 +85,7 @@ class Member:
     rank: int
     pid: int
     rss_at_entry: int
+    anon_at_entry: int
     stream: BinaryIO
     loss: float = 0.0
     peak_rss: int = 0
@@ -120,7 +131,7 @@ class Team:
             connection.settimeout(_TIMEOUT_S)
             stream: Any = connection.makefile("rwb")
             hello = json.loads(stream.readline())
-            self.members.append(Member(hello["rank"], hello["pid"], hello["rss_at_entry"], stream))
+            self.members.append(Member(**hello, stream=stream))
         self.members.sort(key=lambda member: member.rank)
 
     def block(self, steps: int) -> float:

@@ -1,6 +1,6 @@
 """The other side of steady_state: plain PyTorch training steps over gloo, each written as its documentation says.
 
-All take the same model code, initial values, samples, micro-batches (`unit.size` sequences), global batch, fused AdamW
+Models are built on the meta device and get memory only where it stays. All take the same model code, initial values, samples, micro-batches (`unit.size` sequences), global batch, fused AdamW
 with the same decay groups, and clipping by the global norm. Gradients of micro-batches are added up in place and
 reduced once per step wherever that is faster.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elaswave_spmd.assembly import RunPlan, make_model
@@ -51,17 +52,24 @@ class Windows:
         return Batch(tokens, targets)
 
 
-def initial_model(plan: RunPlan) -> LayeredModel:
-    """The whole model with the initial values that our run has."""
-    model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
+def empty_model(plan: RunPlan) -> LayeredModel:
+    """The whole model on the meta device."""
+    return make_model(plan.settings, plan.data.vocab_size)
+
+
+def fill(plan: RunPlan, model: LayeredModel, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Gives parameters the initial values that our run has; of a DTensor, its shard of them."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = materialize(
-                model.init(name, tuple(parameter.shape)), plan.job.seed, name, 0, parameter.numel()
-            )
-            parameter.copy_(torch.from_numpy(values).view(parameter.shape))
-    model.share_ties()
-    return model
+        for name, parameter in named:
+            values = materialize(model.init(name, tuple(parameter.shape)), plan.job.seed, name, 0, parameter.numel())
+            whole = torch.from_numpy(values).view(parameter.shape)
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                shards = whole.chunk(mesh.size())
+                if mesh.get_local_rank() < len(shards):
+                    parameter.to_local().copy_(shards[mesh.get_local_rank()])
+            else:
+                parameter.copy_(whole)
 
 
 def adamw(plan: RunPlan, model: LayeredModel, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
@@ -80,7 +88,9 @@ class Replicated:
     """One process, or DistributedDataParallel: gradients live in its buckets, one all-reduce per bucket and step."""
 
     def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
-        self._model = initial_model(plan)
+        self._model = empty_model(plan).to_empty(device="cpu")
+        self._model.share_ties()
+        fill(plan, self._model, self._model.named_parameters())
         self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_units, rank, world))
         # DDP divides by the number of processes; the loss is a mean over the global batch.
         self._scale, self._world = world / plan.job.tokens_per_step, world
@@ -114,11 +124,13 @@ class FullyShard:
     """
 
     def __init__(self, plan: RunPlan, rank: int, world: int, *, sync_each: bool = False) -> None:
-        self._model = initial_model(plan)
+        self._model = empty_model(plan)
         mesh = init_device_mesh("cpu", (world,))
         for layer in self._model.layers:
             fully_shard(layer, mesh=mesh)
         self._root = fully_shard(self._model, mesh=mesh)
+        self._model.to_empty(device="cpu")
+        fill(plan, self._model, self._model.named_parameters())
         self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_units, rank, world))
         self._scale, self._world, self._sync_each = world / plan.job.tokens_per_step, world, sync_each
         self._root.set_reshard_after_forward(False)
@@ -158,26 +170,24 @@ class Pipeline:
     """Schedule1F1B of torch.distributed.pipelining over the stages of our placement, one process each."""
 
     def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
-        model = initial_model(plan)
+        model = empty_model(plan)  # stays on the meta device, but for this stage's layers
         self._rank, self._last = rank, rank == world - 1
-        numbers = plan.placement.layers_of_stage(rank)
-        stage = _Stage([model.layers[number] for number in numbers])
-        # Held by the stage alone: the other stages' parameters go.
-        names = {id(p): name for name, p in model.named_parameters()}
-        mine = [(names[id(p)], p) for p in stage.parameters()]
+        names = [model.layer_names[number] for number in plan.placement.layers_of_stage(rank)]
+        stage = _Stage([model.get_submodule(name) for name in names]).to_empty(device="cpu")
+        mine = [pair for name in names for pair in model.get_submodule(name).named_parameters(prefix=name)]
+        fill(plan, model, mine)
         self._optimizer = adamw(plan, model, mine)
         self._parameters = [p for _, p in mine]
         self._clip, self._windows = plan.job.clip, Windows(plan, range(plan.job.num_units))
         scale = 1.0 / plan.job.tokens_per_step
-        shell = make_model(plan.settings, plan.data.vocab_size)  # on the meta device: for its loss only
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
-            return shell.loss(output, Batch(targets, targets)) * scale
+            return model.loss(output, Batch(targets, targets)) * scale
 
         self._schedule = Schedule1F1B(
             PipelineStage(stage, rank, world, torch.device("cpu")),
             plan.job.num_units,
-            loss_fn=loss if self._last else None,
+            loss_fn=loss,  # on every stage: a schedule without one runs no backward
             scale_grads=False,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gate import Member, anonymous
 from benchmarks.harness import say
 from benchmarks.steady_launch import MODELS, OURS, PLAIN, Case, launch, settings_of
 
@@ -31,11 +32,11 @@ COLUMNS = (
 
 
 class AnonSampler:
-    """Samples the anonymous resident memory of processes from a thread; keeps each one's peak growth, bytes."""
+    """Samples the anonymous resident memory of workers from a thread; keeps each one's peak, bytes."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._start = {pid: anonymous(pid) for pid in pids}
-        self._peak = dict(self._start)
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._peak = {member.pid: member.anon_at_entry for member in members}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -54,16 +55,8 @@ class AnonSampler:
 
     @property
     def growth(self) -> list[int]:
-        return [self._peak[pid] - self._start[pid] for pid in self._peak]
-
-
-def anonymous(pid: int) -> int:
-    """RssAnon of a process, bytes; 0 when it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+        """Beyond the imports, per worker."""
+        return [self._peak[member.pid] - member.anon_at_entry for member in self._members]
 
 
 def measure(case: Case, units_per_worker: int) -> dict[str, Any]:
@@ -74,7 +67,7 @@ def measure(case: Case, units_per_worker: int) -> dict[str, Any]:
     for name in (OURS, PLAIN):
         with launch(case, units, _STEPS, (name,)) as sides:
             side = sides[name]
-            with AnonSampler([member.pid for member in side.team.members]) as sampler:
+            with AnonSampler(side.team.members) as sampler:
                 side.team.block(_STEPS)
             found[name] = {
                 "rss": max(member.growth for member in side.team.members),

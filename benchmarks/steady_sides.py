@@ -18,7 +18,7 @@ import sys
 from typing import Any
 from unittest import mock
 
-from benchmarks.gate import Gate, peak_rss
+from benchmarks.gate import Gate
 from elaswave_spmd import controller, worker
 from elaswave_spmd.assembly import plan_run
 from elaswave_spmd.data import PreparedData, prepare_data
@@ -47,7 +47,7 @@ class GatedPort(LinkPort):
 
 def our_worker(spec: dict[str, Any]) -> int:
     """Entry of a worker of ours: the product's own, with a gated port."""
-    gate = Gate(os.environ[_GATE_PATH], int(spec["rank"]), os.getpid(), peak_rss())
+    gate = Gate(os.environ[_GATE_PATH], int(spec["rank"]))
 
     class Port(GatedPort):
         def __init__(self, *args: Any, **named: Any) -> None:
@@ -81,7 +81,7 @@ def ours(settings: Settings, gate_path: str) -> None:
 def plain_worker(spec: dict[str, Any]) -> None:
     """Entry of a worker of plain PyTorch."""
     rank, world = int(spec["rank"]), int(spec["world"])
-    gate = Gate(spec["gate"], rank, os.getpid(), peak_rss())
+    gate = Gate(spec["gate"], rank)
     import torch
     import torch.distributed as dist
 

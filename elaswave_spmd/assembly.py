@@ -1,14 +1,14 @@
-"""From settings to the values of a run: model, layout, placement, job. The controller and every worker call the same."""
+"""From settings to the values of a run: model, layout, placement, job. Controller and workers call the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from elaswave_spmd.data import PreparedData, open_split
-from elaswave_spmd.errors import ConfigError, DataError
+from elaswave_spmd.errors import DataError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
@@ -39,10 +39,8 @@ class RunPlan:
         """The same run in the mesh epoch that the controller announced."""
         mesh = Mesh.initial(self.settings.mesh.shape)
         assert mesh.stages == message.stages, (mesh.stages, message.stages)
-        placement = Placement(
-            mesh, self.job.num_units, message.layer_cuts, message.unit_counts, self.shardings, self.placement.page_layout
-        )
-        return RunPlan(self.settings, self.data, self.job, self.description, self.shardings, placement)
+        placement = replace(self.placement, mesh=mesh, layer_cuts=message.layer_cuts, unit_counts=message.unit_counts)
+        return replace(self, placement=placement)
 
 
 def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
@@ -95,25 +93,13 @@ def _job(settings: Settings, data: PreparedData) -> Job:
         unit_size=settings.unit.size,
         seq_len=t.seq_len,
         dtype=settings.runtime.dtype,
-        optimizer=make_optimizer(
-            o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum
-        ),
+        optimizer=make_optimizer(o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum),
         learning_rate=rate,
         clip=o.clip,
         checkpointing=settings.runtime.activation_checkpointing,
         validate_every=t.validate_every,
         validation_units=min(t.validate_units, data.num_validation_samples // settings.unit.size),
     )
-
-
-def check_device(name: str) -> None:
-    """Refuses a device that this version cannot run on.
-
-    Raises:
-        ConfigError: with what exists.
-    """
-    if name != "cpu":
-        raise ConfigError("a device is one that this version runs on", got=name, where="runtime.device", exists="cpu")
 
 
 def make_executor(plan: RunPlan, rank: int, port: Port) -> Executor:

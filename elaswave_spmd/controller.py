@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
-from elaswave_spmd.errors import RunError, WorkerFailed
+from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
@@ -38,24 +38,42 @@ def run(settings: Settings) -> int:
         UserError: bad input, found before any worker starts; nothing is left behind.
         RunError: the run could not go on; all workers are gone.
     """
+    check_device(settings.runtime.device)
     scratch = socket_directory()
     # Started first: it imports torch while this process finds the data and imports torch itself.
     zygote = Zygote.start("elaswave_spmd.worker:main", preload=_PRELOAD, scratch=[scratch])
     try:
         data = prepare_data(data_spec(settings))
-        from elaswave_spmd.assembly import check_device, plan_run
+        from elaswave_spmd.assembly import plan_run
 
-        check_device(settings.runtime.device)
         plan = plan_run(settings, data)
         run_dir = RunDir.create(
             settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
         )
-        with RunObserver(run_dir, board=settings.run.tensorboard) as observer:
+        try:
+            zygote.ready()
+            observer = RunObserver(run_dir, board=settings.run.tensorboard)
+        except BaseException:
+            run_dir.discard()
+            raise
+        with observer:
             Controller(plan, data, zygote, observer, scratch).run()
     finally:
         zygote.stop()
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def check_device(name: str) -> None:
+    """Refuses a device that this version cannot run on.
+
+    Raises:
+        ConfigError: with what exists.
+    """
+    if name != "cpu":
+        raise ConfigError(
+            "a device is one that this version runs on", got=name, where=f"runtime.device={name}", exists="cpu"
+        )
 
 
 _PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq", "randomgen", "elaswave_spmd.worker", "elaswave_spmd.models")
@@ -85,9 +103,8 @@ class Controller:
         settings = plan.settings
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
-        self._links = Links(
-            CONTROLLER, self._mailbox, transport=cast(Transport, settings.runtime.transport), directory=scratch, token=self._token
-        )
+        transport = cast(Transport, settings.runtime.transport)
+        self._links = Links(CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token)
         self._protocol = ControllerProtocol(plan.placement, plan.job.validation_units)
         self._record = RunRecord(plan.description.layout)
         self._finished: dict[int, m.Finished] = {}
@@ -164,7 +181,7 @@ class Controller:
             case m.Finished():
                 self._finished[message.rank] = message
             case m.Failed():
-                raise WorkerFailed(message.rank, message.report)
+                raise WorkerError(message.rank, message.report)
             case _:
                 raise AssertionError(f"the controller got {message}")
 
@@ -187,11 +204,12 @@ class Controller:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        self._observer.on_event("skip", step=applied.step, message=f"step {applied.step}: gradient not finite, no update")
+        message = f"step {applied.step}: gradient not finite, no update"
+        self._observer.on_event("skip", step=applied.step, message=message)
         if self._skipped_in_a_row >= self._plan.settings.optim.max_skipped:
             raise RunError(
-                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row (optim.max_skipped); last: step "
-                f"{applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
+                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row (optim.max_skipped); "
+                f"last: step {applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
             )
 
     def _validated(self, step: int, total: float) -> None:

@@ -65,7 +65,7 @@ class RunError(RuntimeError):
     """A started run that cannot go on. The message is one screen for the user; details are in the run directory."""
 
 
-class WorkerFailed(RunError):
+class WorkerError(RunError):
     """A worker ended by itself. `rank` is its id, `report` its traceback or exit status, shown once."""
 
     def __init__(self, rank: int, report: str) -> None:

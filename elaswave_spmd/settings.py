@@ -184,7 +184,7 @@ class TrainSettings:
     `resume` arrives with checkpoints and is refused until then.
     """
 
-    steps: int = 600
+    steps: int = 400
     global_batch: int = 32
     seq_len: int = 128
     validate_every: int = 100

@@ -41,8 +41,9 @@ class ControllerProtocol:
         first = self._reports.setdefault(message.step, message)
         if (first.loss.hex(), first.grad_norm.hex()) != (message.loss.hex(), message.grad_norm.hex()):
             raise RunError(
-                f"workers {first.rank} and {message.rank} disagree about step {message.step}: loss {first.loss.hex()} and "
-                f"{message.loss.hex()}, gradient norm {first.grad_norm.hex()} and {message.grad_norm.hex()}"
+                f"workers {first.rank} and {message.rank} disagree about step {message.step}: "
+                f"loss {first.loss.hex()} and {message.loss.hex()}, "
+                f"gradient norm {first.grad_norm.hex()} and {message.grad_norm.hex()}"
             )
         for old in [s for s in self._reports if s < message.step - 2]:
             del self._reports[old]
@@ -59,4 +60,3 @@ class ControllerProtocol:
             return None
         del self._validation[message.step]
         return message.step, math.fsum(found.values())
-

@@ -7,7 +7,7 @@ a message, as its payload.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import TypeAlias
 
 import msgspec
 
@@ -152,22 +152,22 @@ class Stop(Message, frozen=True):
     """Controller to worker: end now."""
 
 
-AnyMessage = Union[
-    Activation,
-    ActivationGradient,
-    NodeSum,
-    Entry,
-    Publish,
-    Vote,
-    Ready,
-    Place,
-    Applied,
-    ValidationLoss,
-    FinalPages,
-    Finished,
-    Failed,
-    Stop,
-]
+AnyMessage: TypeAlias = (
+    Activation
+    | ActivationGradient
+    | NodeSum
+    | Entry
+    | Publish
+    | Vote
+    | Ready
+    | Place
+    | Applied
+    | ValidationLoss
+    | FinalPages
+    | Finished
+    | Failed
+    | Stop
+)
 
 
 def encode(message: Message) -> bytes:

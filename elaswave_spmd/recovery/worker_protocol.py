@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Union
+from typing import TypeAlias
 
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.scheduling.exact import exact_sum, expansion
@@ -54,7 +54,7 @@ class Install:
     publish: Publish
 
 
-Effect = Union[SendVote, Apply, Install]
+Effect: TypeAlias = SendVote | Apply | Install
 
 
 @dataclass

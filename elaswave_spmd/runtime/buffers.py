@@ -92,7 +92,9 @@ class GradientBuffer:
         """Overwrites all parameters' gradients, converting to fp32. A missing gradient is +0.0, never skipped."""
         present = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None]
         if present:
-            torch._foreach_copy_([view for view, _ in present], [g for _, g in present])
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [view for view, _ in present], [g for _, g in present]
+            )
         for view, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:
                 view.zero_()

@@ -35,6 +35,7 @@ from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.numerics import page_norm_values
 from elaswave_spmd.runtime.optimizers import clip_divisor
 from elaswave_spmd.runtime.port import Incoming, Port
+from elaswave_spmd.runtime.publication import Publisher
 from elaswave_spmd.runtime.reduction import GradientReducer
 from elaswave_spmd.runtime.stage import Batches, Loss, StagePrograms
 from elaswave_spmd.runtime.state import HeldState
@@ -93,10 +94,8 @@ class Executor:
         self._stage = mesh.stage_of(rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
-        shardings = placement.shardings
-        self._drops_params = bool(shardings.params.axes)
-        dtype = job.torch_dtype
-        self.values = {ly: ValueBuffer(layout.layers[ly], modules[ly], dtype) for ly in self._layers}
+        self._drops_params = bool(placement.shardings.params.axes)
+        self.values = {ly: ValueBuffer(layout.layers[ly], modules[ly], job.torch_dtype) for ly in self._layers}
         self._programs = StagePrograms(
             modules,
             self.values,
@@ -104,29 +103,7 @@ class Executor:
             loss_scale=1.0 / job.tokens_per_step,
             checkpointing=job.checkpointing,
         )
-        runs = placement.holder_runs(layout)
-        held = held_runs(runs, rank)
-        self._loss_run = next((r for r in held if layout.layers[r.layer].block_of(r.first).kind == LOSS), None)
-        separate = self._drops_params or dtype != torch.float32
-        self.state = HeldState(
-            (r for r in held if r is not self._loss_run), self.values, job.optimizer, separate_master=separate
-        )
-        self.protocol = WorkerProtocol(
-            rank, mesh.epoch, mesh.members, held, key_of(self._loss_run) if self._loss_run else None
-        )
-        self._reducer = GradientReducer(
-            rank,
-            layout,
-            runs,
-            self._layers,
-            placement.units_of(rank),
-            job.num_units,
-            sharded=bool(shardings.grads.axes),
-            add_in_place=dtype == torch.float32,
-            send=self._port.send,
-            entry_done=self._entry_done,
-        )
-        self._publish_to = {key_of(run): self._readers_of(run) for run in held if run.primary == rank}
+        self._set_up_state(placement.holder_runs(layout))
         self._entries: dict[int, dict[RunKey, Tensor]] = {}
         self._boundary: dict[BoundaryKey, Tensor] = {}
         self._published: dict[m.Publish, Tensor] = {}
@@ -136,6 +113,33 @@ class Executor:
         self._layer_numbers = {layer: torch.tensor(layer) for layer in self._layers}
         self._step = 0
         self._step_started = 0.0
+
+    def _set_up_state(self, runs: Sequence[Sequence[HolderRun]]) -> None:
+        """Held pages, and the parts that reduce, decide and publish them."""
+        job, placement, layout, rank = self.job, self.placement, self.layout, self.rank
+        held = held_runs(runs, rank)
+        self._loss_run = next((r for r in held if layout.layers[r.layer].block_of(r.first).kind == LOSS), None)
+        self.state = HeldState(
+            (r for r in held if r is not self._loss_run),
+            self.values,
+            job.optimizer,
+            separate_master=self._drops_params or job.torch_dtype != torch.float32,
+        )
+        loss_key = key_of(self._loss_run) if self._loss_run else None
+        self.protocol = WorkerProtocol(rank, placement.mesh.epoch, placement.mesh.members, held, loss_key)
+        self._reducer = GradientReducer(
+            rank,
+            layout,
+            runs,
+            self._layers,
+            placement.units_of(rank),
+            job.num_units,
+            sharded=bool(placement.shardings.grads.axes),
+            add_in_place=job.torch_dtype == torch.float32,
+            send=self._port.send,
+            entry_done=self._entry_done,
+        )
+        self._publisher = Publisher(rank, placement, layout, self.values, self.state, self._port.send)
 
     # ---- the loop
 
@@ -157,7 +161,7 @@ class Executor:
 
         self.state.initialise(draw)
         for layer in self._layers:
-            self._publish(layer, 0)
+            self._publisher.publish(layer, 0)
 
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
         self._step, self._step_started = step, time.perf_counter()
@@ -276,17 +280,20 @@ class Executor:
 
     # ---- reduction, commit, publication
 
-    def _entry_done(self, run: HolderRun, entry: Tensor) -> None:
-        """A run of this worker's primary pages is reduced: forward it to the mirrors, tell the protocol."""
+    def _entry_done(self, step: int, run: HolderRun, entry: Tensor) -> None:
+        """A run of this worker's primary pages is reduced: forward it to the mirrors, tell the protocol.
+
+        `step` can be ahead of this worker's own: others' units may be all of a step.
+        """
         key = key_of(run)
-        self._entries.setdefault(self._step, {})[key] = entry
+        self._entries.setdefault(step, {})[key] = entry
         loss = self._loss_of(key, entry)
         norms = page_norm_values(entry, self.layout.page_size) if loss is None else []
         if len(run.holders) > 1:
-            message = m.Entry(self._step, *key, np.array(norms, "<f4").tobytes())
+            message = m.Entry(step, *key, np.array(norms, "<f4").tobytes())
             for mirror in run.holders[1:]:
                 self._port.send(mirror, message, entry)
-        self._perform(self.protocol.entry_complete(self._step, key, norms, loss))
+        self._perform(self.protocol.entry_complete(step, key, norms, loss))
 
     def _loss_of(self, key: tuple[int, int, int], entry: Tensor) -> float | None:
         return float(entry[0]) if self._loss_run and key == key_of(self._loss_run) else None
@@ -301,7 +308,7 @@ class Executor:
                 case Apply():
                     self._apply(effect)
                 case Install(publish):
-                    self._install(publish, self._published.pop(publish))
+                    self._publisher.install(publish, self._published.pop(publish))
 
     def _apply(self, decided: Apply) -> None:
         lr = self.job.learning_rate.at(decided.step)
@@ -312,44 +319,13 @@ class Executor:
                 self.state.apply(layer, entries, step=decided.step, lr=lr, divisor=divisor)
             else:
                 self.state.keep(layer, decided.step)
-            self._publish(layer, decided.step)
+            self._publisher.publish(layer, decided.step)
         self._reducer.step_decided(decided.step)
         seconds = time.perf_counter() - self._step_started
         report = m.Applied(
             decided.step, self.protocol.epoch, self.rank, decided.loss, decided.norm, decided.finite, seconds
         )
         self._port.send(CONTROLLER, report)
-
-    def _readers_of(self, run: HolderRun) -> tuple[int, ...]:
-        """Who computes with a run's pages and does not hold them: its stage, and the stages that read a tied parameter."""
-        block = self.layout.layers[run.layer].block_of(run.first)
-        readers = self.layout.readers.get((run.layer, block.first_page), ())
-        stages = {self._stage, *(self.placement.stage_of_layer(layer) for layer, _ in readers)}
-        workers = [w for stage in sorted(stages) for w in self.placement.mesh.stages[stage]]
-        return tuple(w for w in workers if w not in run.holders)
-
-    def _publish(self, layer: int, version: int) -> None:
-        """Sends the layer's new values, from their primaries, to whoever computes with them and does not hold them."""
-        for part in self.state.layers.get(layer, ()):
-            message = m.Publish(version, *key_of(part.run))
-            self._install_readers(message, self.state.compute_values(part))
-            if part.run.primary == self.rank and (peers := self._publish_to[key_of(part.run)]):
-                payload = self.state.payload(part, may_drop=self._drops_params)
-                for peer in peers:
-                    self._port.send(peer, message, payload)
-
-    def _install(self, publish: m.Publish, payload: Tensor) -> None:
-        if publish.layer in self.values:
-            self.values[publish.layer].install(publish.first, publish.stop, payload, publish.step)
-        self._install_readers(publish, payload)
-
-    def _install_readers(self, publish: m.Publish, values: Tensor) -> None:
-        """Copies a tied parameter's pages to the layers of this worker that read it."""
-        block = self.layout.layers[publish.layer].block_of(publish.first)
-        for layer, reader in self.layout.readers.get((publish.layer, block.first_page), ()):
-            if layer in self.values:
-                shift = reader.first_page - block.first_page
-                self.values[layer].install(publish.first + shift, publish.stop + shift, values, publish.step)
 
     # ---- validation
 

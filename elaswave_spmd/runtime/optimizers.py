@@ -71,7 +71,7 @@ class AdamW:
         divisor: float,
     ) -> None:
         number = torch.tensor(float(step))
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             list(params),
             list(grads),
             list(states["moment1"]),

@@ -41,7 +41,7 @@ def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
     return torch.float32 if isinstance(message, _FP32) else compute
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818  (an end, no error)
     """The controller told this worker to end, or is gone."""
 
 
@@ -64,7 +64,7 @@ class LinkPort:
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         frames: Sequence[memoryview] = ()
         if payload is not None:
-            frames = (memoryview(payload.detach().reshape(-1).view(torch.uint8).numpy()),)
+            frames = (memoryview(payload.detach().reshape(-1).view(torch.uint8).numpy()),)  # pyright: ignore[reportArgumentType]
         self._links.send(peer, m.encode(message), frames)
 
     def take(self) -> list[Incoming]:

@@ -1,4 +1,4 @@
-"""The canonical reduction of gradients: local tree nodes, sent to the primaries, combined there, entries to the mirrors.
+"""The canonical reduction of gradients: local tree nodes go to the primaries, entries from there to the mirrors.
 
 A worker adds up its own units as far as the tree allows. A node that it cannot complete alone is cut by page runs and
 sent to each run's primary. The primary adds nodes until it has the root: the entry.
@@ -18,7 +18,7 @@ from elaswave_spmd.scheduling.tree import Node, Reduction, maximal_nodes, parent
 from elaswave_spmd.sharding.pages import LOSS, READER, ModelLayout
 
 Send = Callable[[int, NodeSum, Tensor], None]
-EntryDone = Callable[[HolderRun, Tensor], None]
+EntryDone = Callable[[int, HolderRun, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class GradientReducer:
         sharded: gradients are sharded: nodes leave as soon as they are done and their buffers are not kept.
         add_in_place: autograd may add a unit's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
-        entry_done: called with each completed entry of a run that this worker is the primary of.
+        entry_done: called with (step, run, entry) for each entry completed of a run that this worker is primary of. The
+            step may be one that this worker has not begun.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class GradientReducer:
     def begin_unit(self, layer: int, unit: int) -> tuple[GradientBuffer, bool]:
         """The buffer for the unit's gradient of this layer; True: add to it, False: overwrite it."""
         leaf = (unit, unit + 1)
-        reduction, buffers = self._local.setdefault(layer, (Reduction(self.num_units), {}))
+        _, buffers = self._local.setdefault(layer, (Reduction(self.num_units), {}))
         above = parent_and_sibling(leaf, self.num_units)
         sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
         buffer = buffers[leaf] = sibling or self._pools[layer].acquire()
@@ -213,13 +214,13 @@ class GradientReducer:
         self._sum_bytes += (trees[run].num_bytes if entry is None else 4 * entry.numel()) - before
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
         if entry is not None:
-            self._entry_done(run, entry)
+            self._entry_done(step, run, entry)
 
     def step_decided(self, step: int) -> None:
         """Everybody has what it needs of this step: its buffers may be used again."""
         self.decided = step
-        self._sum_bytes = 0
         self._steps.pop(step, None)
+        self._sum_bytes = sum(run.num_bytes for later in self._steps.values() for run in later.values())
         self._local.clear()
         for pool in self._pools.values():
             pool.release_all()

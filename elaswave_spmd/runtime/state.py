@@ -109,16 +109,6 @@ class HeldState:
         """The run's values as this worker computes with them, a view."""
         return self._values[part.run.layer].pages(part.run.first, part.run.stop)
 
-    def payload(self, part: HeldRun, *, may_drop: bool) -> Tensor:
-        """The run's values in the compute dtype, in memory that stays until the next update.
-
-        `may_drop`: the compute buffer may be freed before everybody has received them.
-        """
-        values = self.compute_values(part)
-        if not may_drop:
-            return values
-        return part.master if values.dtype == torch.float32 else values.clone()
-
     def _to_compute(self, layer: int, version: int) -> None:
         values = self._values[layer]
         for part in self.layers.get(layer, ()):

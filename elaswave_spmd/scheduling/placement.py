@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import lt
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
@@ -58,7 +59,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         cuts, stages = self.layer_cuts, self.mesh.stages
-        assert len(cuts) == len(stages) + 1 and cuts[0] == 0 and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+        assert len(cuts) == len(stages) + 1 and cuts[0] == 0 and all(map(lt, cuts, cuts[1:]))
         for members, counts in zip(stages, self.unit_counts, strict=True):
             assert len(members) == len(counts) and sum(counts) == self.num_units, (members, counts)
 
@@ -131,7 +132,9 @@ class Placement:
         lines = [f"placement of mesh epoch {self.mesh.epoch}: {self.num_units} units, dealt {self.dealing}"]
         for s, (members, counts) in enumerate(zip(self.mesh.stages, self.unit_counts, strict=True)):
             layers = self.layers_of_stage(s)
-            lines.append(f"  stage {s}: layers {layers.start}..{layers.stop - 1}, workers {list(members)}, units {list(counts)}")
+            lines.append(
+                f"  stage {s}: layers {layers.start}..{layers.stop - 1}, workers {list(members)}, units {list(counts)}"
+            )
         return "\n".join(lines)
 
 

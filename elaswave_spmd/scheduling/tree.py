@@ -90,7 +90,7 @@ class Reduction:
         return any(lo <= node[0] and node[1] <= hi for lo, hi in self.held)
 
     def add(self, node: Node) -> list[Merge]:
-        """Files a node; returns the additions that it makes possible, in order. Empty and unfiled if already covered."""
+        """Files a node; returns the additions that it makes possible, in order. Does nothing if already covered."""
         if self.covers(node):
             return []
         # A node that covers smaller held ones supersedes them: their values are part of it.

@@ -237,11 +237,11 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
     tied = {owner for use in uses for _, owner in use.reads}
     home: dict[str, tuple[int, int]] = {}
     layers = [_lay_out_state(i, use, tied, page_size, home) for i, use in enumerate(uses)]
-    last = len(uses) - 1
-    return ModelLayout(
-        tuple(_add_views(layer, use, shapes, home, layer.index == last) for layer, use in zip(layers, uses, strict=True)),
-        page_size,
+    viewed = (
+        _add_views(layer, use, shapes, home, is_last=layer is layers[-1])
+        for layer, use in zip(layers, uses, strict=True)
     )
+    return ModelLayout(tuple(viewed), page_size)
 
 
 def _lay_out_state(
@@ -264,6 +264,7 @@ def _add_views(
     use: LayerUse,
     shapes: Mapping[str, ParameterInfo],
     home: Mapping[str, tuple[int, int]],
+    *,
     is_last: bool,
 ) -> LayerLayout:
     """The same layer with its reader blocks and, in the last layer, the loss block."""

@@ -149,4 +149,3 @@ class LocalCluster:
             case m.FinalPages() as pages:
                 assert incoming.payload is not None
                 collect_pages(self._layout, pages, incoming.payload, self._result.weights)
-

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd import cli
-from elaswave_spmd.errors import MeshError, RunError, WorkerFailed
+from elaswave_spmd.errors import MeshError, RunError, WorkerError
 from elaswave_spmd.settings import Settings
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,7 @@ def test_settings_reach_the_controller(monkeypatch: pytest.MonkeyPatch, ran: Ran
         (0, 0, ""),
         (MeshError("More stages than layers", got="pp9", where="mesh", fix="mesh=pp6"), 2, "error: More stages than"),
         (RunError("the disk is full"), 1, "error: the disk is full"),
-        (WorkerFailed(3, "Traceback: ZeroDivisionError"), 1, "error: worker 3 failed:\nTraceback: ZeroDivisionError"),
+        (WorkerError(3, "Traceback: ZeroDivisionError"), 1, "error: worker 3 failed:\nTraceback: ZeroDivisionError"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -21,28 +20,29 @@ def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> A
     return Applied(step, 0, rank, loss, norm, True, 0.1)
 
 
-def report(protocol: ControllerProtocol, message: Applied) -> Applied | None:
-    return protocol.applied(message)
-
-
 def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
     protocol = ControllerProtocol(PLACEMENT)
     assert protocol.ready(Ready(2, "c", 12)) is None and protocol.ready(Ready(0, "a", 10)) is None
     assert protocol.ready(Ready(0, "a", 10)) is None, "one member twice is one member"
     place = protocol.ready(Ready(1, "b", 11))
     assert place is not None
-    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (0, ((0, 1), (2,)), (0, 1, 3), ((3, 2), (5,)))
+    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (
+        0,
+        ((0, 1), (2,)),
+        (0, 1, 3),
+        ((3, 2), (5,)),
+    )
     assert place.addresses == {0: "a", 1: "b", 2: "c"}
 
 
 def test_a_step_is_committed_once_at_its_first_report() -> None:
     protocol = ControllerProtocol(PLACEMENT)
     first = applied(1)
-    assert report(protocol, first) is first and protocol.version == 1
-    assert report(protocol, applied(0)) is None and report(protocol, applied(2)) is None
+    assert protocol.applied(first) is first and protocol.version == 1
+    assert protocol.applied(applied(0)) is None and protocol.applied(applied(2)) is None
     second = applied(2, step=2, loss=1.25)
-    assert report(protocol, second) is second
-    assert report(protocol, applied(0, step=2, loss=1.25)) is None
+    assert protocol.applied(second) is second
+    assert protocol.applied(applied(0, step=2, loss=1.25)) is None
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_a_late_report_of_the_step_before_is_compared_too() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_equal_values_that_are_not_finite_agree(value: float) -> None:
     protocol = ControllerProtocol(PLACEMENT)
-    first = replace_norm(applied(0), value)
+    first = both(applied(0), value)
     assert protocol.applied(first) is first
-    assert protocol.applied(replace_norm(applied(1), value)) is None
+    assert protocol.applied(both(applied(1), value)) is None
 
 
-def replace_norm(message: Applied, value: float) -> Applied:
+def both(message: Applied, value: float) -> Applied:
     return Applied(message.step, 0, message.rank, value, value, False, message.seconds)
 
 
@@ -92,7 +92,7 @@ def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
 
 
 def test_validations_of_two_steps_do_not_mix() -> None:
-    protocol = ControllerProtocol(replace(PLACEMENT), num_validation_units=2)
+    protocol = ControllerProtocol(PLACEMENT, num_validation_units=2)
     assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) is None
     assert protocol.validation(ValidationLoss(2, 2, (0, 1), (3.0, 4.0))) == (2, 7.0)
     assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) is None, "the same unit twice is one unit"

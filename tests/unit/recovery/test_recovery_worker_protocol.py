@@ -18,14 +18,16 @@ LOSS = HolderRun(1, 4, 5, (ME,))
 OWN_NORMS, MIRRORED_NORMS = [9.0, 7.0], [5.0]
 
 
-def worker(*, version: int = 0, epoch: int = 3, members: Sequence[int] = (OTHER, ME), loss: bool = True) -> WorkerProtocol:
+def worker(
+    *, version: int = 0, epoch: int = 3, members: Sequence[int] = (OTHER, ME), loss: bool = True
+) -> WorkerProtocol:
     held = [OWN, MIRRORED, LOSS] if loss else [OWN, MIRRORED]
     return WorkerProtocol(ME, epoch, members, held, key_of(LOSS) if loss else None, version)
 
 
 def entries(protocol: WorkerProtocol, step: int, runs: Sequence[HolderRun] = (OWN, MIRRORED, LOSS)) -> list[object]:
     """Completes the entries of these runs; returns all effects."""
-    norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: []}
+    norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: [99.0]}  # the loss page is no part of the norm
     effects: list[object] = []
     for run in runs:
         effects += protocol.entry_complete(step, key_of(run), norms[run], 2.5 if run is LOSS else None)
@@ -68,6 +70,13 @@ def test_entries_of_the_next_step_do_not_make_a_vote_early() -> None:
     assert protocol.computed(2) == [SendVote(Vote(2, 3, ME, (16.0,), 2.5))]
 
 
+def test_entries_of_the_next_step_do_not_make_its_vote_while_this_one_is_open() -> None:
+    protocol = worker()
+    protocol.computed(1)
+    assert entries(protocol, 2) == [] and protocol.version == 0
+    assert [type(e) for e in entries(protocol, 1)] == [SendVote]
+
+
 def test_computing_ahead_of_the_version_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         worker().computed(2)
@@ -103,6 +112,7 @@ def test_a_step_is_applied_once() -> None:
     protocol.computed(1)
     assert len(protocol.vote_received(vote(1))) == 1
     assert protocol.vote_received(vote(1)) == [] and entries(protocol, 1) == [] and protocol.version == 1
+    assert 1 not in protocol._votes and 1 not in protocol._missing, "what comes late leaves no trace"
 
 
 def test_votes_of_an_older_epoch_are_void() -> None:
@@ -149,7 +159,7 @@ def test_a_published_page_is_filed_until_its_step_is_applied() -> None:
     assert protocol.vote_received(vote(1)) == [Apply(1, 2.5, 5.0), Install(early)], "installed after the own Apply"
     late, stale = Publish(1, 0, 6, 7), Publish(0, 0, 6, 7)
     assert protocol.publish_received(late) == [Install(late)]
-    assert protocol.publish_received(stale) == []
+    assert protocol.publish_received(stale) == [] and not protocol._filed
 
 
 def test_a_norm_that_is_not_finite_is_seen_by_all_and_advances_the_version() -> None:
@@ -188,6 +198,19 @@ def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
         assert peer.vote_received(sent.vote) == [apply]
         norms.add(apply.norm)
     assert norms == {math.sqrt(math.fsum(values))}
+
+
+def test_the_sum_over_workers_is_exactly_rounded_too() -> None:
+    members = tuple(range(9))
+    run = HolderRun(0, 0, 1, (ME,))
+    protocol = WorkerProtocol(ME, 0, members, [run])
+    protocol.entry_complete(1, key_of(run), [1.0])
+    protocol.computed(1)
+    effects: list[object] = []
+    for sender in members:
+        if sender != ME:
+            effects += protocol.vote_received(Vote(1, 0, sender, (2.0**-53,), 0.5 if sender == 0 else None))
+    assert effects == [Apply(1, 0.5, math.sqrt(1.0 + 2.0**-50))] and math.sqrt(1.0 + 2.0**-50) > 1.0
 
 
 def test_a_worker_alone_decides_by_its_own_vote() -> None:
