@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,6 @@ from torch import Tensor
 
 from elaswave_spmd.keyed import Keys, materialize, sample_ids
 from elaswave_spmd.models import Batch, LayeredModel
-
-
-class Data(Protocol):
-    def __len__(self) -> int: ...
-
-    def batch(self, ids: Any) -> tuple[Any, Any]: ...  # (tokens, targets), int64 [B, T] each
 
 
 @dataclass(frozen=True)
@@ -53,14 +47,15 @@ class Result:
 
     @property
     def weights_sha256(self) -> str:
-        digest = hashlib.sha256()
-        for name in sorted(self.weights):
-            digest.update(name.encode() + self.weights[name].numpy().astype("<f4").tobytes())
-        return digest.hexdigest()
+        parts = (name.encode() + w.numpy().astype("<f4").tobytes() for name, w in sorted(self.weights.items()))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def train(model: LayeredModel, data: Data, s: Settings) -> Result:
-    """Train `model` (on the CPU; its parameters are overwritten) and return the curve and the fp32 weights."""
+def train(model: LayeredModel, data: Any, s: Settings) -> Result:
+    """Train `model` (on the CPU; its parameters are overwritten) and return the curve and the fp32 weights.
+
+    `data` has a length, and `batch(ids)`: (tokens, targets), int64 [B, T] each.
+    """
     model.train()
     owner = {t.reader: t.owner for t in model.ties}
     parameters = dict(model.named_parameters())
@@ -95,7 +90,7 @@ def tree(leaf: Callable[[int], Sequence[Tensor]], lo: int, hi: int) -> list[Tens
     return [left + right for left, right in zip(tree(leaf, lo, middle), tree(leaf, middle, hi), strict=True)]
 
 
-def unit_leaves(model: LayeredModel, data: Data, s: Settings, step: int, unit: int) -> list[Tensor]:
+def unit_leaves(model: LayeredModel, data: Any, s: Settings, step: int, unit: int) -> list[Tensor]:
     """One unit: the fp32 gradient of each parameter, every use of a tied one by itself, and last the scaled loss."""
     ids = sample_ids(s.seed, step, s.global_batch, len(data))[unit * s.unit_size : (unit + 1) * s.unit_size]
     tokens, targets = (torch.as_tensor(np.ascontiguousarray(z)) for z in data.batch(ids))
@@ -123,9 +118,13 @@ def gradient_norm(model: LayeredModel, grads: dict[str, Tensor], page_size: int)
         own = [name for name in grads if name.startswith(f"{layer}.")]
         rest = sorted(set(own) - tied, key=lambda n: (not model.decays(n, tuple(grads[n].shape)), own.index(n)))
         for block in [*([name] for name in own if name in tied), rest]:
-            flat = [torch.nn.functional.pad(grads[n].flatten(), (0, -grads[n].numel() % 64)) for n in block]
+            flat = [_padded(grads[n]) for n in block]
             values += [_page_value(page) for page in torch.cat(flat).split(page_size)] if flat else []
     return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.nan
+
+
+def _padded(z: Tensor) -> Tensor:
+    return torch.nn.functional.pad(z.flatten(), (0, -z.numel() % 64))
 
 
 def _page_value(page: Tensor) -> float:
@@ -142,8 +141,11 @@ def update(p: Tensor, g: Tensor, state: list[Tensor], s: Settings, step: int, de
         return
     kw: dict[str, Any] = {"lr": s.lr_at(step), "beta1": s.betas[0], "beta2": s.betas[1], "eps": s.eps}
     kw |= {"weight_decay": decay, "amsgrad": False, "maximize": False}
-    number = torch.tensor(float(step))
-    torch._fused_adamw_([p], [g], [state[0]], [state[1]], [], [number], **kw)  # pyright: ignore[reportPrivateImportUsage]
+    # In whole vectors, as state lies in pages: the kernel rounds the odd elements at the end in another way.
+    flat = [[_padded(z)] for z in (p, g, *state)]
+    torch._fused_adamw_(*flat, [], [torch.tensor(float(step))], **kw)  # pyright: ignore[reportPrivateImportUsage]
+    for z, (new,) in zip((p, *state), (flat[0], *flat[2:]), strict=True):
+        z.copy_(new[: z.numel()].view(z.shape))
 
 
 def _initial(model: LayeredModel, name: str, shape: torch.Size, seed: int) -> Tensor:
