@@ -17,7 +17,7 @@ from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
 from elaswave_spmd.runtime.port import Port
-from elaswave_spmd.scheduling.actions import schedule
+from elaswave_spmd.scheduling.actions import actions_of
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.settings import Settings
@@ -122,5 +122,5 @@ def make_executor(plan: RunPlan, rank: int, port: Port) -> Executor:
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if validates else None,
         port,
-        schedule(placement)[rank],
+        actions_of(placement, rank),
     )

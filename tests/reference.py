@@ -52,10 +52,7 @@ class Result:
 
 
 def train(model: LayeredModel, data: Any, s: Settings) -> Result:
-    """Train `model` (on the CPU; its parameters are overwritten) and return the curve and the fp32 weights.
-
-    `data` has a length, and `batch(ids)`: (tokens, targets), int64 [B, T] each.
-    """
+    """Train `model`, whose parameters are overwritten; `data.batch(ids)` is (tokens, targets), int64 [B, T] each."""
     model.train()
     owner = {t.reader: t.owner for t in model.ties}
     parameters = dict(model.named_parameters())
@@ -143,7 +140,7 @@ def update(p: Tensor, g: Tensor, state: list[Tensor], s: Settings, step: int, de
     kw |= {"weight_decay": decay, "amsgrad": False, "maximize": False}
     # In whole vectors, as state lies in pages: the kernel rounds the odd elements at the end in another way.
     flat = [[_padded(z)] for z in (p, g, *state)]
-    torch._fused_adamw_(*flat, [], [torch.tensor(float(step))], **kw)  # pyright: ignore[reportPrivateImportUsage]
+    torch._fused_adamw_(*flat, [], [torch.tensor(float(step))], **kw)  # pyright: ignore
     for z, (new,) in zip((p, *state), (flat[0], *flat[2:]), strict=True):
         z.copy_(new[: z.numel()].view(z.shape))
 

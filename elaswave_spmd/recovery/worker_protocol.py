@@ -8,13 +8,13 @@ protocol.md are the asserts and the conditions of this file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.scheduling.exact import exact_sum, expansion
-from elaswave_spmd.scheduling.placement import HolderRun
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun
 
 RunKey = tuple[int, int, int]
 """(layer, first page, stop page)."""
@@ -165,6 +165,6 @@ class WorkerProtocol:
             del self._norms[old]
 
 
-def held_runs(holder_runs: Iterable[Iterable[HolderRun]], rank: int) -> tuple[HolderRun, ...]:
+def held_runs(holder_runs: HolderMap, rank: int) -> tuple[HolderRun, ...]:
     """The runs that a worker holds, in layer and page order."""
-    return tuple(run for layer in holder_runs for run in layer if rank in run.holders)
+    return tuple(run for _, runs in sorted(holder_runs.items()) for run in runs if rank in run.holders)

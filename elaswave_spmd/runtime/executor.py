@@ -40,7 +40,7 @@ from elaswave_spmd.runtime.reduction import GradientReducer
 from elaswave_spmd.runtime.stage import Batches, Loss, StagePrograms
 from elaswave_spmd.runtime.state import HeldState
 from elaswave_spmd.scheduling.actions import FORWARD, Action
-from elaswave_spmd.scheduling.placement import HolderRun, Placement
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement
 from elaswave_spmd.sharding.pages import LOSS, ModelLayout
 
 Waiting = str
@@ -103,7 +103,7 @@ class Executor:
             loss_scale=1.0 / job.tokens_per_step,
             checkpointing=job.checkpointing,
         )
-        self._set_up_state(placement.holder_runs(layout))
+        self._set_up_state(placement.holder_runs(layout, self._stages_of_interest()))
         self._entries: dict[int, dict[RunKey, Tensor]] = {}
         self._boundary: dict[BoundaryKey, Tensor] = {}
         self._published: dict[m.Publish, Tensor] = {}
@@ -114,7 +114,12 @@ class Executor:
         self._step = 0
         self._step_started = 0.0
 
-    def _set_up_state(self, runs: Sequence[Sequence[HolderRun]]) -> None:
+    def _stages_of_interest(self) -> set[int]:
+        """This worker's stage, and those that own a parameter which a layer of it reads."""
+        sources = (block.source for ly in self._layers for block in self.layout.layers[ly].reader_blocks)
+        return {self._stage, *(self.placement.stage_of_layer(source[0]) for source in sources if source)}
+
+    def _set_up_state(self, runs: HolderMap) -> None:
         """Held pages, and the parts that reduce, decide and publish them."""
         job, placement, layout, rank = self.job, self.placement, self.layout, self.rank
         held = held_runs(runs, rank)

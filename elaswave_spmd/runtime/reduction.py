@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery.messages import NodeSum
 from elaswave_spmd.runtime.buffers import GradientBuffer, GradientPool
-from elaswave_spmd.scheduling.placement import HolderRun
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun
 from elaswave_spmd.scheduling.tree import Node, Reduction, maximal_nodes, parent_and_sibling
 from elaswave_spmd.sharding.pages import LOSS, READER, ModelLayout
 
@@ -31,7 +31,7 @@ class Route:
     run: HolderRun
 
 
-def routes(layout: ModelLayout, holder_runs: Sequence[Sequence[HolderRun]], layer: int) -> tuple[Route, ...]:
+def routes(layout: ModelLayout, holder_runs: HolderMap, layer: int) -> tuple[Route, ...]:
     """Where the gradient pages of one layer go. A reader block's pages go to the holders of the pages it reads."""
     found = [Route(layer, run.first, run.stop, run) for run in holder_runs[layer]]
     for block in layout.layers[layer].reader_blocks:
@@ -123,7 +123,7 @@ class GradientReducer:
         self,
         rank: int,
         layout: ModelLayout,
-        holder_runs: Sequence[Sequence[HolderRun]],
+        holder_runs: HolderMap,
         layers: Sequence[int],
         units: Sequence[int],
         num_units: int,
@@ -139,7 +139,7 @@ class GradientReducer:
         self._routes = {layer: routes(layout, holder_runs, layer) for layer in layers}
         self._final = frozenset(maximal_nodes(units, num_units))
         self._pools = {layer: GradientPool(layout.layers[layer]) for layer in layers}
-        self._primary = [run for runs in holder_runs for run in runs if run.primary == rank]
+        self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == rank]
         self._uses = {run: uses_of(layout, run) for run in self._primary}
         self._run_at = {(route_use, page): run for run in self._primary for route_use, page in self._starts(run)}
         self._steps: dict[int, dict[HolderRun, _PrimaryRun]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.errors import PlanError
@@ -61,12 +61,35 @@ def schedule(placement: Placement, *, forward_cost: float = 1.0, backward_cost: 
 
     Costs are relative durations of one unit on one stage; they order actions, never results.
     """
-    num_stages = placement.num_stages
     limits = in_flight_limits([len(members) for members in placement.mesh.stages])
-    ready: dict[int, tuple[list[int], list[int]]] = {rank: ([], []) for rank in placement.mesh.members}
-    in_flight = dict.fromkeys(placement.mesh.members, 0)
+    return _simulate(
+        placement, placement.mesh.members, range(placement.num_units), limits, (forward_cost, backward_cost)
+    )
+
+
+def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
+    """One worker's entry of `schedule(placement)`.
+
+    On an even mesh the workers at one position of all stages share their units with nobody: then only those are looked
+    at, and the cost does not grow with the number of workers.
+    """
+    if len(set(placement.unit_counts)) > 1:
+        return schedule(placement)[rank]
+    position = placement.mesh.position_in_stage(rank)
+    column = [members[position] for members in placement.mesh.stages]
+    limits = in_flight_limits([1] * len(column))
+    return _simulate(placement, column, placement.units_of(rank), limits, (1.0, 2.0))[rank]
+
+
+def _simulate(
+    placement: Placement, ranks: Sequence[int], units: Iterable[int], limits: Sequence[int], costs: tuple[float, float]
+) -> dict[int, tuple[Action, ...]]:
+    """Runs the step in virtual time on these workers, who do these units on all stages; notes who did what."""
+    last_stage = placement.num_stages - 1
+    ready: dict[int, tuple[list[int], list[int]]] = {rank: ([], []) for rank in ranks}
+    in_flight = dict.fromkeys(ranks, 0)
     busy: set[int] = set()
-    plan: dict[int, list[Action]] = {rank: [] for rank in placement.mesh.members}
+    plan: dict[int, list[Action]] = {rank: [] for rank in ranks}
     ends: list[tuple[float, int, Action]] = []
 
     def make_ready(action: Action) -> int:
@@ -79,9 +102,9 @@ def schedule(placement: Placement, *, forward_cost: float = 1.0, backward_cost: 
         if rank in busy:
             return
         if backwards:
-            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)), backward_cost
+            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)), costs[1]
         elif forwards and in_flight[rank] < limits[stage]:
-            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)), forward_cost
+            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)), costs[0]
             in_flight[rank] += 1
         else:
             return
@@ -89,30 +112,26 @@ def schedule(placement: Placement, *, forward_cost: float = 1.0, backward_cost: 
         plan[rank].append(action)
         heapq.heappush(ends, (now + cost, rank, action))
 
-    for unit in range(placement.num_units):
-        make_ready(Action(0, FORWARD, unit))
-    for rank in placement.mesh.stages[0]:
+    def finish(rank: int, action: Action) -> int:
+        """Returns the worker that has more to do now."""
+        busy.discard(rank)
+        if action.kind == FORWARD and action.stage < last_stage:
+            return make_ready(Action(action.stage + 1, FORWARD, action.unit))
+        if action.kind == FORWARD:
+            return make_ready(Action(action.stage, BACKWARD, action.unit))
+        in_flight[rank] -= 1
+        return make_ready(Action(action.stage - 1, BACKWARD, action.unit)) if action.stage else rank
+
+    for rank in {make_ready(Action(0, FORWARD, unit)) for unit in units}:
         start(rank, 0.0)
     while ends:
-        now = ends[0][0]
-        touched = []
+        now, touched = ends[0][0], set()
         while ends and ends[0][0] == now:
             _, rank, action = heapq.heappop(ends)
-            busy.discard(rank)
-            touched.append(rank)
-            if action.kind == BACKWARD:
-                in_flight[rank] -= 1
-                if action.stage:
-                    touched.append(make_ready(Action(action.stage - 1, BACKWARD, action.unit)))
-            elif action.stage < num_stages - 1:
-                touched.append(make_ready(Action(action.stage + 1, FORWARD, action.unit)))
-            else:
-                make_ready(Action(action.stage, BACKWARD, action.unit))
-        for rank in sorted(set(touched)):
+            touched |= {rank, finish(rank, action)}
+        for rank in sorted(touched):
             start(rank, now)
-    result = {rank: tuple(actions) for rank, actions in plan.items()}
-    assert sum(map(len, result.values())) == 2 * num_stages * placement.num_units
-    return result
+    return {rank: tuple(actions) for rank, actions in plan.items()}
 
 
 def check(actions: Schedule, num_stages: int) -> None:

@@ -5,7 +5,7 @@ It holds counts, one number per stage or worker; owner maps and unit lists are f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import lt
@@ -35,6 +35,10 @@ class HolderRun:
     def __str__(self) -> str:
         mirrors = f" mirrors {list(self.holders[1:])}" if len(self.holders) > 1 else ""
         return f"layer {self.layer} pages [{self.first}, {self.stop}): {self.primary}{mirrors}"
+
+
+HolderMap = Mapping[int, tuple[HolderRun, ...]]
+"""Layer -> its runs in page order."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +96,28 @@ class Placement:
     def worker_of_unit(self, stage: int, unit: int) -> int:
         return self._workers_of_units[stage][unit]
 
+    @cached_property
+    def _units_of_workers(self) -> Mapping[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {rank: [] for rank in self.mesh.members}
+        for workers in self._workers_of_units:
+            for unit, worker in enumerate(workers):
+                found[worker].append(unit)
+        return {rank: tuple(units) for rank, units in found.items()}
+
     def units_of(self, rank: int) -> tuple[int, ...]:
         """The units of one worker, ascending."""
-        stage = self.mesh.stage_of(rank)
-        return tuple(u for u, worker in enumerate(self._workers_of_units[stage]) if worker == rank)
+        return self._units_of_workers[rank]
 
-    def holder_runs(self, layout: ModelLayout) -> tuple[tuple[HolderRun, ...], ...]:
-        """Per layer, the runs of its state pages (and of its loss page), in page order."""
-        per_layer: list[tuple[HolderRun, ...]] = []
-        for stage in range(self.num_stages):
+    def holder_runs(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> HolderMap:
+        """Layer -> the runs of its state pages (and of its loss page), in page order; of some stages, or of all."""
+        found: dict[int, tuple[HolderRun, ...]] = {}
+        for stage in range(self.num_stages) if stages is None else stages:
             layers = self.layers_of_stage(stage)
             cuts = deal_pages(
                 [layout.layers[ly].num_state_pages for ly in layers], len(self.mesh.stages[stage]), self.page_layout
             )
-            per_layer += [self._runs_of_layer(layout, ly, stage, c) for ly, c in zip(layers, cuts, strict=True)]
-        return tuple(per_layer)
+            found |= {ly: self._runs_of_layer(layout, ly, stage, c) for ly, c in zip(layers, cuts, strict=True)}
+        return found
 
     def _runs_of_layer(self, layout: ModelLayout, layer: int, stage: int, cuts: Sequence[int]) -> tuple[HolderRun, ...]:
         members = self.mesh.stages[stage]

@@ -20,7 +20,7 @@ from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.port import Incoming
 from elaswave_spmd.runtime.stage import Batches
-from elaswave_spmd.scheduling.actions import schedule
+from elaswave_spmd.scheduling.actions import actions_of
 from elaswave_spmd.scheduling.placement import Placement
 
 
@@ -77,7 +77,6 @@ class LocalCluster:
         self._random = random.Random(seed)
         self.flying: dict[tuple[int, int], deque[Incoming]] = {}
         self._ports = {rank: _ListPort(rank, self) for rank in placement.mesh.members}
-        actions = schedule(placement)
         self.executors: dict[int, Executor] = {}
         for rank in placement.mesh.members:
             model = make_model()
@@ -93,7 +92,7 @@ class LocalCluster:
                 train,
                 validation,
                 self._ports[rank],
-                actions[rank],
+                actions_of(placement, rank),
             )
         self._controller = ControllerProtocol(placement, job.validation_units)
         self._result = Trained()

@@ -94,7 +94,7 @@ def test_all_votes_decide_and_the_version_advances_in_the_same_call() -> None:
     assert protocol.vote_received(vote(1, OTHER)) == [] and protocol.version == 0
     assert protocol.vote_received(vote(1, OTHER)) == [], "the same vote twice is one vote"
     (apply,) = protocol.vote_received(vote(1, THIRD, norm=(0.0,)))
-    assert apply == Apply(1, 2.5, 5.0) and apply.finite
+    assert isinstance(apply, Apply) and apply == Apply(1, 2.5, 5.0) and apply.finite
     assert protocol.version == 1, "while applying t the worker says t"
 
 

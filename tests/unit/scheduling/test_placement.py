@@ -42,7 +42,9 @@ def test_every_unit_page_and_action_once(stages, num_units, zero, data):
         for layer in placement.layers_of_stage(stage):
             runs = placement.holder_runs(layout)[layer]
             state = [r for r in runs if r.first < layout.layers[layer].num_state_pages]
-            assert [p for r in state for p in range(r.first, r.stop)] == list(range(layout.layers[layer].num_state_pages))
+            assert [p for r in state for p in range(r.first, r.stop)] == list(
+                range(layout.layers[layer].num_state_pages)
+            )
             for run in state:
                 held[run.primary] += run.stop - run.first
                 assert set(run.holders) == ({run.primary} if zero else set(members))
@@ -51,6 +53,7 @@ def test_every_unit_page_and_action_once(stages, num_units, zero, data):
     actions.check(plan, len(stages))
     assert actions.parse(actions.render(plan)) == plan
     for rank, todo in plan.items():
+        assert actions.actions_of(placement, rank) == todo
         stage = mesh.stage_of(rank)
         running = 0
         for action in todo:
@@ -90,12 +93,12 @@ def test_dealings():
 def test_layers_over_stages_is_optimal(costs, workers):
     if len(workers) > len(costs):
         return
+
     def slowest(cuts):
         return max(sum(costs[a:b]) / w for a, b, w in zip(cuts, cuts[1:], workers, strict=False))
 
     best = min(
-        slowest((0, *inner, len(costs)))
-        for inner in itertools.combinations(range(1, len(costs)), len(workers) - 1)
+        slowest((0, *inner, len(costs))) for inner in itertools.combinations(range(1, len(costs)), len(workers) - 1)
     )
     assert slowest(balance_layers(costs, workers)) == pytest.approx(best)
 

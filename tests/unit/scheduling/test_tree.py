@@ -60,7 +60,9 @@ def test_any_order_of_arrival_gives_the_tree(num_units: int, rng: random.Random)
 @given(UNITS, st.integers(1, 9), st.randoms(use_true_random=False))
 def test_any_assignment_gives_the_tree(num_units: int, workers: int, rng: random.Random):
     owner = [rng.randrange(workers) for _ in range(num_units)]
-    nodes = [n for w in range(workers) for n in maximal_nodes([u for u in range(num_units) if owner[u] == w], num_units)]
+    nodes = [
+        n for w in range(workers) for n in maximal_nodes([u for u in range(num_units) if owner[u] == w], num_units)
+    ]
     assert sorted(u for lo, hi in nodes for u in range(lo, hi)) == list(range(num_units))
     rng.shuffle(nodes)
     sums = Sums(num_units)
