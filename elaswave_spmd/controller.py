@@ -123,7 +123,7 @@ class Controller:
                 self._wait()
             self._finish()
         except RunError as error:
-            self._observer.on_event("stop", message=str(error).splitlines()[0])
+            self._observer.on_event("stop", message=error.headline)
             raise
         finally:
             self._links.close()

@@ -64,6 +64,11 @@ class PlanError(UserError):
 class RunError(RuntimeError):
     """A started run that cannot go on. The message is one screen for the user; details are in the run directory."""
 
+    @property
+    def headline(self) -> str:
+        """The message in one line, for logs."""
+        return next(iter(str(self).splitlines()), "")
+
 
 class WorkerError(RunError):
     """A worker ended by itself. `rank` is its id, `report` its traceback or exit status, shown once."""
@@ -71,3 +76,9 @@ class WorkerError(RunError):
     def __init__(self, rank: int, report: str) -> None:
         self.rank, self.report = rank, report
         super().__init__(f"worker {rank} failed:\n{report}")
+
+    @property
+    def headline(self) -> str:
+        """Which worker, and the last line of its report: the exception itself."""
+        lines = [line for line in self.report.splitlines() if line.strip()]
+        return f"worker {self.rank} failed: {lines[-1].strip() if lines else 'no report'}"

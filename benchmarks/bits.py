@@ -1,0 +1,346 @@
+"""The same bits on every mesh: the full product with real processes, against one worker and against the reference.
+
+    python -m benchmarks.bits [--quick] [--only TEXT] [--json PATH]
+
+Meshes x ZeRO levels x models x dtypes x batches, 20 steps each, one thread per worker. Compared exactly: the columns
+loss_hex and grad_norm_hex, weights_sha256, and every validation loss. Two standards: the run on one worker with the
+same model, dtype and batch, and the one-process trainer of tests/reference.py (no validation in it), which shares
+nothing with the framework but models and random numbers. Exit code 1 on any difference or failed run.
+
+How runs are started: the real controller, links and worker processes, but one zygote and one controller process for
+all runs, because importing torch twice per run would take most of the time. In addition each mesh runs once through
+`python train.py`, as users start it; those rows are marked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Result, parser, say
+
+STEPS = 20
+MESHES: dict[str, dict[str, Any]] = {
+    "single": {},
+    "dp2": {"dp": 2},
+    "dp3": {"dp": 3},
+    "dp4": {"dp": 4},
+    "pp2": {"pp": 2},
+    "pp3": {"pp": 3},
+    "dp2_pp2": {"dp": 2, "pp": 2},
+    "dp3_pp2": {"dp": 3, "pp": 2},
+    "[3,2]": {"stages": [3, 2]},
+    "[1,3]": {"stages": [1, 3]},
+}
+ZEROS = ("zero0", "zero1", "zero2", "zero3")
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt, dropout 0.1": {"target": "gpt", "dropout": 0.1},
+    "llama, tied": {"target": "llama", "args": {"tied": True, "kv_heads": 2}},
+}
+DTYPES = ("fp32", "bf16")
+BATCHES = {"even, 12 units": 24, "uneven, 7 units": 14}
+_QUICK_MESHES = ("single", "dp3", "pp2", "[3,2]")
+_QUICK_ZEROS = ("zero0", "zero3")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the bits of a run may depend on."""
+
+    model: str
+    dtype: str
+    batch: str
+
+    def __str__(self) -> str:
+        return f"{self.model}; {self.dtype}; {self.batch}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    identity: Identity
+    mesh: str
+    zero: str
+
+    def __str__(self) -> str:
+        return f"{self.identity}; {self.mesh} {self.zero}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The bits of a run. The reference has no validation losses."""
+
+    loss_hex: tuple[str, ...]
+    grad_norm_hex: tuple[str, ...]
+    weights_sha256: str
+    validation: tuple[str, ...] | None
+
+
+def settings_of(case: Case, run_dir: Path) -> dict[str, Any]:
+    """As `Settings.from_dict` takes them."""
+    i = case.identity
+    sizes = {"name": MODELS[i.model]["target"], "layers": 3, "d_model": 48, "heads": 4}
+    return {
+        "mesh": MESHES[case.mesh],
+        "sharding": {"name": case.zero},
+        "model": sizes | MODELS[i.model],
+        "train": {
+            "steps": STEPS,
+            "global_batch": BATCHES[i.batch],
+            "seq_len": 48,
+            "validate_every": 10,
+            "validate_units": 5,
+        },
+        "unit": {"size": 2},
+        "page": {"size": 1024},
+        "optim": {"lr": 5e-3, "warmup_steps": 3},
+        "runtime": {"dtype": i.dtype},
+        "run": {"dir": str(run_dir), "tensorboard": False},
+    }
+
+
+def read_outcome(run_dir: Path) -> Outcome:
+    """What a finished run wrote.
+
+    Raises:
+        OSError, ValueError: it did not finish.
+    """
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    if len(lines) != STEPS:
+        raise ValueError(f"{len(lines)} steps of {STEPS}")
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return Outcome(
+        tuple(line["loss_hex"] for line in lines),
+        tuple(line["grad_norm_hex"] for line in lines),
+        json.loads((run_dir / "summary.json").read_text())["weights_sha256"],
+        tuple(event["loss_hex"] for event in events if event["event"] == "validation"),
+    )
+
+
+def differences(found: Outcome, standard: Outcome) -> list[str]:
+    """What is not equal, in words; validation losses count where both sides have them."""
+    said = []
+    for name in ("loss_hex", "grad_norm_hex", "validation"):
+        ours, theirs = getattr(found, name), getattr(standard, name)
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        said.append(f"{name}: {len(ours)} and {len(theirs)} values" if at is None else f"{name} from entry {at + 1}")
+    if found.weights_sha256 != standard.weights_sha256:
+        said.append("weights_sha256")
+    return said
+
+
+class Runner:
+    """Runs cases one after another, with the workers of all of them forked from one zygote."""
+
+    def __init__(self, directory: Path) -> None:
+        from elaswave_spmd import controller
+        from elaswave_spmd.runtime.zygote import Zygote
+
+        self._directory = directory
+        self._zygote = Zygote.start("elaswave_spmd.worker:main", preload=controller._PRELOAD)
+
+    def run(self, case: Case) -> Outcome:
+        """As `controller.run`, without its zygote.
+
+        Raises:
+            RunError: the run failed.
+        """
+        from elaswave_spmd.assembly import plan_run
+        from elaswave_spmd.controller import Controller, data_spec
+        from elaswave_spmd.data import prepare_data
+        from elaswave_spmd.observe import RunDir, RunObserver
+        from elaswave_spmd.runtime.links import socket_directory
+        from elaswave_spmd.settings import Settings
+
+        run_dir, scratch = self._directory / "run", socket_directory()
+        settings = Settings.from_dict(settings_of(case, run_dir))
+        data = prepare_data(data_spec(settings))
+        plan = plan_run(settings, data)
+        try:
+            files = RunDir.create(settings.run.dir, settings.to_yaml(), model="bits", mesh=settings.mesh.shape.name)
+            with RunObserver(files, display=_Silent(), board=False) as observer:
+                Controller(plan, data, self._zygote, observer, scratch).run()
+            self._wait_for_exits(settings.mesh.shape.num_workers)
+            return read_outcome(run_dir)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    def _wait_for_exits(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while count:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{count} workers have not ended")
+            count -= len(self._zygote.poll())
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        self._zygote.stop()
+
+
+class _Silent:
+    """A display that shows nothing."""
+
+    def start(self, info: object) -> None: ...
+    def step(self, line: object) -> None: ...
+    def say(self, text: str) -> None: ...
+    def finish(self, summary: object) -> None: ...
+    def close(self) -> None: ...
+
+
+def run_command(case: Case, directory: Path) -> Outcome:
+    """The same run as a user starts it: `python train.py name=value ...`."""
+    run_dir = directory / "command"
+    fields = settings_of(case, run_dir)
+    words = [f"model.args={{{','.join(f'{k}:{v}' for k, v in fields['model'].pop('args', {}).items())}}}"]
+    words += [f"sharding={fields.pop('sharding')['name']}"]
+    for group, values in fields.items():
+        words += [f"{group}.{name}={str(value).replace(' ', '')}" for name, value in values.items()]
+    done = subprocess.run([sys.executable, "train.py", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    try:
+        return read_outcome(run_dir)
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def reference(identity: Identity) -> Outcome | None:
+    """The bits by tests/reference.py; None where the tests are not there (an installed package)."""
+    try:
+        from tests import reference as trainer
+    except ImportError:
+        return None
+    import torch
+
+    from elaswave_spmd.assembly import make_model, plan_run
+    from elaswave_spmd.controller import data_spec
+    from elaswave_spmd.data import open_split, prepare_data
+    from elaswave_spmd.settings import Settings
+
+    torch.set_num_threads(1)
+    settings = Settings.from_dict(settings_of(Case(identity, "single", "zero0"), Path("unused")))
+    data = prepare_data(data_spec(settings))
+    job = plan_run(settings, data).job
+    o, wanted = settings.optim, {"page_size": settings.page.size, "dtype": job.torch_dtype}
+    shared = {f.name for f in dataclasses.fields(trainer.Settings)}
+    wanted |= {k: getattr(job, k) for k in ("seed", "steps", "global_batch", "unit_size", "clip")}
+    wanted |= {k: getattr(o, k) for k in ("weight_decay", "betas", "eps", "momentum") if k in shared}
+    told = trainer.Settings(lr_at=job.learning_rate.at, optimizer=o.name, **wanted)
+    # Weights stay in the compute dtype inside the trainer, so it gets a model that already has it.
+    model = make_model(settings, data.vocab_size, device="cpu")
+    found = trainer.train(model, open_split(data, "train"), told)
+    return Outcome(tuple(found.loss_hex), tuple(found.grad_norm_hex), found.weights_sha256, None)
+
+
+def identities(quick: bool) -> Iterator[Identity]:
+    """Everything that a run's bits depend on here."""
+    for number, triple in enumerate(itertools.product(MODELS, DTYPES, BATCHES)):
+        if not quick or number in (1, 6):
+            yield Identity(*triple)
+
+
+@dataclass
+class Findings:
+    """Cells of the table and what differed."""
+
+    equal: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    runs: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def judge(self, row: str, column: str, what: str, found: Outcome | str, standards: dict[str, Outcome]) -> None:
+        """Counts a run; `found` is the reason in words where it failed."""
+        said = [f"failed: {found}"] if isinstance(found, str) else []
+        if isinstance(found, Outcome):
+            if not standards:
+                said.append("nothing to compare with")
+            for name, standard in standards.items():
+                said += [f"differs from {name}: {d}" for d in differences(found, standard)]
+        self.runs[row, column] = self.runs.get((row, column), 0) + 1
+        self.equal[row, column] = self.equal.get((row, column), 0) + (not said)
+        self.problems += [f"{what}: {line}" for line in said]
+        for line in said:
+            say(f"{what}: {line}")
+
+    def cell(self, row: str, column: str) -> str:
+        count, equal = self.runs.get((row, column), 0), self.equal.get((row, column), 0)
+        return "-" if not count else f"{equal}/{count}" + ("" if equal == count else "  DIFFERENT")
+
+
+def attempt(run: Any, *args: Any) -> Outcome | str:
+    """The outcome of a run, or why there is none."""
+    try:
+        return run(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def run_all(chosen: Sequence[Identity], meshes: Sequence[str], zeros: Sequence[str], directory: Path) -> Findings:
+    """Every case; within an identity the run on one worker comes first."""
+    findings, runner = Findings(), Runner(directory)
+    try:
+        for number, identity in enumerate(chosen):
+            standards: dict[str, Outcome] = {}
+            judged = attempt(reference, identity)
+            if isinstance(judged, str):
+                findings.problems.append(f"{identity}: the reference failed: {judged}")
+            elif judged is not None:
+                standards["the reference"] = judged
+            for mesh, zero in itertools.product(meshes, zeros):
+                case = Case(identity, mesh, zero)
+                found = attempt(runner.run, case)
+                if mesh == "single" and isinstance(found, Outcome):
+                    standards.setdefault("one worker", found)
+                findings.judge(mesh, zero, str(case), found, standards)
+            if number == 0:
+                for mesh in meshes:
+                    case = Case(identity, mesh, zeros[-1])
+                    found = attempt(run_command, case, directory)
+                    findings.judge(mesh, "train.py", f"{case} by train.py", found, standards)
+            say(f"{number + 1}/{len(chosen)} {identity}: against {' and '.join(standards) or 'nothing'}")
+    finally:
+        runner.close()
+    return findings
+
+
+def main() -> int:
+    """Command line. Returns the exit code."""
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="only models, dtypes and batches whose name contains this")
+    args = options.parse_args()
+    meshes = _QUICK_MESHES if args.quick else tuple(MESHES)
+    zeros = _QUICK_ZEROS if args.quick else ZEROS
+    chosen = [identity for identity in identities(args.quick) if args.only in str(identity)]
+    result = Result("bits", {"steps": STEPS, "identities": [str(i) for i in chosen]})
+    directory = Path(tempfile.mkdtemp(prefix="bits-"))
+    try:
+        findings = run_all(chosen, meshes, zeros, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    columns = (*zeros, "train.py")
+    rows = [[mesh, *(findings.cell(mesh, column) for column in columns)] for mesh in meshes]
+    total, equal = sum(findings.runs.values()), sum(findings.equal.values())
+    title = f"{equal} of {total} runs have the bits of one worker and of the reference, {STEPS} steps each"
+    result.table(title, ("mesh", *columns), rows)
+    result.data = {"runs": total, "equal": equal, "problems": findings.problems}
+    result.finish(args.json)
+    for problem in findings.problems:
+        print(problem)
+    return 1 if findings.problems or not total else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
