@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from elaswave_spmd.cli import train
-
 # Worker processes may import this file again: nothing may start without the guard.
 if __name__ == "__main__":
-    sys.exit(train())
+    try:
+        from elaswave_spmd.cli import train
+
+        sys.exit(train())
+    except KeyboardInterrupt:  # during the import: later the command line answers it itself
+        sys.exit(130)

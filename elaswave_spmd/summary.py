@@ -43,7 +43,9 @@ class RunRecord:
         import torch
 
         from elaswave_spmd.runtime.collect import collect_pages
+        from elaswave_spmd.runtime.port import expect_read_only_buffers
 
+        expect_read_only_buffers()
         collect_pages(self._layout, pages, torch.frombuffer(payload, dtype=torch.float32), self.weights)
 
     @property

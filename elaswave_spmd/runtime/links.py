@@ -82,12 +82,17 @@ class _Link:
             if self.open is None:
                 return False
             more = len(views)
-            self.open.send(head, zmq.SNDMORE if more else 0)
-            self.bytes_sent += len(head)
-            for view in views:
-                more -= 1
-                self.open.send(view, zmq.SNDMORE if more else 0, copy=view.nbytes < ZERO_COPY_BYTES)
-                self.bytes_sent += view.nbytes
+            try:
+                # There is no high-water mark, so a socket that cannot take a message has lost its connection. Without
+                # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
+                self.open.send(head, zmq.DONTWAIT | (zmq.SNDMORE if more else 0))
+                for view in views:
+                    more -= 1
+                    flags = zmq.DONTWAIT | (zmq.SNDMORE if more else 0)
+                    self.open.send(view, flags, copy=view.nbytes < ZERO_COPY_BYTES)
+            except zmq.Again:
+                return False
+            self.bytes_sent += len(head) + sum(view.nbytes for view in views)
             self.messages_sent += 1
             return True
 

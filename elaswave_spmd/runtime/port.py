@@ -41,6 +41,13 @@ def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
     return torch.float32 if isinstance(message, _FP32) else compute
 
 
+def expect_read_only_buffers() -> None:
+    """Uses up torch's one warning per process that a buffer is not writable: received frames may not be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
 class Stopped(Exception):  # noqa: N818  (an end, no error)
     """The controller told this worker to end, or is gone."""
 
@@ -56,10 +63,7 @@ class LinkPort:
     def __init__(self, links: Links, mailbox: Mailbox, compute: torch.dtype, early: Sequence[Envelope] = ()) -> None:
         self._links, self._mailbox, self._compute = links, mailbox, compute
         self._early: list[Item] = list(early)
-        with warnings.catch_warnings():
-            # torch warns once per process that received frames are read-only. They are only ever read.
-            warnings.simplefilter("ignore")
-            torch.frombuffer(b"\0", dtype=torch.uint8)
+        expect_read_only_buffers()
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         frames: Sequence[memoryview] = ()
