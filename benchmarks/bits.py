@@ -235,12 +235,22 @@ def reference(identity: Identity) -> Outcome | None:
     settings = Settings.from_dict(settings_of(Case(identity, "single", "zero0"), Path("unused")))
     data = prepare_data(data_spec(settings))
     job = plan_run(settings, data).job
-    o, wanted = settings.optim, {"page_size": settings.page.size, "dtype": job.torch_dtype}
-    shared = {f.name for f in dataclasses.fields(trainer.Settings)}
-    wanted |= {k: getattr(job, k) for k in ("seed", "steps", "global_batch", "unit_size", "clip")}
-    wanted |= {k: getattr(o, k) for k in ("weight_decay", "betas", "eps", "momentum") if k in shared}
-    told = trainer.Settings(lr_at=job.learning_rate.at, optimizer=o.name, **wanted)
-    # Weights stay in the compute dtype inside the trainer, so it gets a model that already has it.
+    o = settings.optim
+    told = trainer.Settings(
+        lr_at=job.learning_rate.at,
+        seed=job.seed,
+        steps=job.steps,
+        global_batch=job.global_batch,
+        unit_size=job.unit_size,
+        optimizer=o.name,
+        weight_decay=o.weight_decay,
+        betas=o.betas,
+        eps=o.eps,
+        momentum=o.momentum,
+        clip=job.clip,
+        dtype=job.torch_dtype,
+        page_size=settings.page.size,
+    )
     model = make_model(settings, data.vocab_size, device="cpu")
     found = trainer.train(model, open_split(data, "train"), told)
     return Outcome(tuple(found.loss_hex), tuple(found.grad_norm_hex), found.weights_sha256, None)

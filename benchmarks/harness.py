@@ -65,7 +65,7 @@ def machine() -> dict[str, Any]:
         "processor": _first_match("/proc/cpuinfo", r"model name\s*: (.+)") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(int(_first_match("/proc/meminfo", r"MemTotal:\s*(\d+)") or 0) / 2**20, 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
@@ -108,14 +108,16 @@ class Result:
 
         cells = [[str(cell) for cell in row] for row in rows]
         self.tables.append({"title": title, "columns": list(columns), "rows": cells})
-        shown = Table(title=title, box=box.SIMPLE, title_justify="left")
+        shown = Table(box=box.SIMPLE)
         for number, column in enumerate(columns):
-            shown.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+            words = any(row[number][:1].isalpha() for row in cells)
+            shown.add_column(column, justify="left" if words else "right", overflow="fold")
         for row in cells:
             shown.add_row(*row)
         console = Console()
         if not console.is_terminal:
             console.width = 200
+        console.print(title, highlight=False)
         console.print(shown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,8 +137,9 @@ class Result:
         """Prints the machine and its load, and writes the JSON file where one was asked for."""
         found = self.to_dict()
         where, loads = found["machine"], found["load_average_1_5_15_min"]
+        versions = f"Python {where['python']}, torch {where['versions']['torch']}"
         print(
-            f"{where['processor']}, {where['cores']} cores; Python {where['python']}, torch {where['versions']['torch']}; "
+            f"{where['processor']}, {where['cores']} cores; {versions}; "
             f"load average {loads['before'][0]} before, {loads['after'][0]} after; {found['seconds']:g} s"
         )
         if path is not None:

@@ -1,8 +1,8 @@
 """The other side of steady_state: plain PyTorch training steps over gloo, each written as its documentation says.
 
-Models are built on the meta device and get memory only where it stays. All take the same model code, initial values, samples, micro-batches (`unit.size` sequences), global batch, fused AdamW
-with the same decay groups, and clipping by the global norm. Gradients of micro-batches are added up in place and
-reduced once per step wherever that is faster.
+Models are built on the meta device and get memory only where it stays. All take the same model code, initial values,
+samples, micro-batches (`unit.size` sequences), global batch, fused AdamW with the same decay groups, and clipping by
+the global norm. Gradients of micro-batches are added up in place and reduced once per step wherever that is faster.
 """
 
 from __future__ import annotations
@@ -193,12 +193,11 @@ class Pipeline:
 
     def step(self, number: int) -> float:
         losses: list[Tensor] = []
-        if self._rank == 0 or self._last:
-            batches = self._windows.of_step(number)
         if self._rank == 0:
-            self._schedule.step(torch.cat([b.tokens for b in batches]))
+            self._schedule.step(torch.cat([b.tokens for b in self._windows.of_step(number)]))
         elif self._last:
-            self._schedule.step(target=torch.cat([b.targets for b in batches]), losses=losses)
+            targets = torch.cat([b.targets for b in self._windows.of_step(number)])
+            self._schedule.step(target=targets, losses=losses)
         else:
             self._schedule.step()
         self._clip_over_stages()

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gate import Member, anonymous
 from benchmarks.harness import say
-from benchmarks.steady_launch import MODELS, OURS, PLAIN, Case, launch, settings_of
+from benchmarks.steady_launch import OURS, PLAIN, Case, launch, settings_of
 
 _STEPS = 4
 _PERIOD_S = 0.001

@@ -90,7 +90,7 @@ def plain_worker(spec: dict[str, Any]) -> None:
     settings = Settings.from_dict(spec["settings"])
     torch.set_num_threads(settings.runtime.threads_per_worker)
     if world > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(spec["store"], world), rank=rank, world_size=world)
+        dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=world)
     system = make_system(spec["kind"], plan_run(settings, PreparedData.from_dict(spec["data"])), rank, world)
     gate.before_first()
     step = 0

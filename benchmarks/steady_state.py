@@ -25,10 +25,10 @@ gradients of the worker's layers times the nodes that are open at once (scheduli
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Result, estimate, parser, say
@@ -99,7 +99,7 @@ def speed_row(case: Case, found: dict[str, Any]) -> list[str]:
     ratios = [[b / a for a, b in zip(*both, strict=True)] for both in zip(ours, plain, strict=True)]
     found["ratio"] = ratio = estimate(ratios)
     tokens = UNITS * MODELS[case.model]["unit"] * SEQ_LEN
-    rates = [tokens / statistics.median(sum(side, [])) for side in (ours, plain)]
+    rates = [tokens / statistics.median(itertools.chain.from_iterable(side)) for side in (ours, plain)]
     return [
         case.model,
         case.title,
@@ -122,7 +122,9 @@ def main() -> None:
     pairs = args.pairs or (3 if args.quick else 6)
     words = [word for word in args.rows.split(",") if word]
     chosen = [c for c in cases(list(MODELS)) if all(word in f"{c.model} {c.title}" for word in words)]
-    result = Result("steady_state", {"launches": launches, "pairs_per_launch": pairs, "units": UNITS, "seq_len": SEQ_LEN})
+    result = Result(
+        "steady_state", {"launches": launches, "pairs_per_launch": pairs, "units": UNITS, "seq_len": SEQ_LEN}
+    )
     if args.part in ("all", "speed"):
         _speed(result, chosen, launches, pairs)
     if args.part in ("all", "memory"):

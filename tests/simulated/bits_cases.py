@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,9 +14,10 @@ import torch
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
-from elaswave_spmd.runtime.describe import describe
+from elaswave_spmd.runtime.describe import describe, has_buffers
 from elaswave_spmd.runtime.job import DTYPES, Job
 from elaswave_spmd.runtime.optimizers import SGD, AdamW
+from elaswave_spmd.runtime.stage import Batches
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.testing import LocalCluster
@@ -114,6 +116,17 @@ class Outcome:
     weights: tuple[tuple[str, tuple[int, ...], bytes], ...]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As in a worker: the number of threads is part of a run's identity (two change the gradient of a LayerNorm)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def meta_model(name: str) -> LayeredModel:
     with torch.device("meta"):
         return MODELS[name]()
@@ -126,13 +139,12 @@ def placement_of(run: Run, mesh: str, zero: int, page_layout: str = "interleaved
     return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.units, page_layout=page_layout)
 
 
+@one_thread()
 def simulate(run: Run, placement: Placement, *, order: int = 0) -> Trained:
     """The product on a mesh; `order` draws the order of workers and messages."""
     description = describe(meta_model(run.model), page_size=run.page_size)
-    cluster = LocalCluster(
-        run.job(), placement, description, lambda: meta_model(run.model), TRAIN, VALIDATION, seed=order
-    )
-    return cluster.run()
+    make = MODELS[run.model] if has_buffers(meta_model(run.model)) else lambda: meta_model(run.model)
+    return LocalCluster(run.job(), placement, description, make, TRAIN, VALIDATION, seed=order).run()
 
 
 def outcome(trained: Trained) -> Outcome:
@@ -142,13 +154,14 @@ def outcome(trained: Trained) -> Outcome:
 
 
 @cache
+@one_thread()
 def expected(run: Run) -> Outcome:
     """What the reference gives for the run. Where activations are recomputed, and how messages travel, it ignores."""
     run = replace(run, checkpointing=False)
     assert run.steps % 2 == 0, "the reference looks at the weights in the middle and at the end"
     middle, end = (_reference(run, steps) for steps in (run.validate_every, run.steps))
     losses = tuple(
-        (steps, _validation_loss(run, result.weights).hex())
+        (steps, _validation(run, result.weights).hex())
         for steps, result in ((run.validate_every, middle), (run.steps, end))
     )
     weights = tuple((name, tuple(w.shape), w.numpy().tobytes()) for name, w in sorted(end.weights.items()))
@@ -173,19 +186,24 @@ def _reference(run: Run, steps: int) -> reference.Result:
     return reference.train(MODELS[run.model](), TRAIN, settings)
 
 
-def _validation_loss(run: Run, weights: dict[str, torch.Tensor]) -> float:
+def _validation(run: Run, weights: dict[str, torch.Tensor]) -> float:
+    sizes = {"units": VALIDATION_UNITS, "unit_size": run.unit_size}
+    return validation_loss(MODELS[run.model](), weights, VALIDATION, dtype=run.dtype, **sizes)
+
+
+def validation_loss(
+    model: LayeredModel, weights: dict[str, torch.Tensor], data: Batches, *, dtype: str, units: int, unit_size: int
+) -> float:
     """Exactly rounded sum over the units of token-sum losses, in the compute dtype, without dropout."""
-    model = MODELS[run.model]().eval()
-    owner = {tie.reader: tie.owner for tie in model.ties}
-    losses = []
+    owner, losses = {tie.reader: tie.owner for tie in model.ties}, []
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.data = weights[owner.get(name, name)].to(DTYPES[run.dtype], copy=True)
-        for unit in range(VALIDATION_UNITS):
-            ids = np.arange(unit * run.unit_size, (unit + 1) * run.unit_size)
-            tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in VALIDATION.batch(ids))
-            keys = Keys.make(run.seed, 0, ids, 0)
-            losses.append(float(model.loss(model(tokens, keys), Batch(tokens, targets))))
+            parameter.data = weights[owner.get(name, name)].to(DTYPES[dtype], copy=True)
+        for unit in range(units):
+            ids = np.arange(unit * unit_size, (unit + 1) * unit_size)
+            tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in data.batch(ids))
+            losses.append(float(model.loss(model(tokens, Keys.make(0, 0, ids, 0)), Batch(tokens, targets))))
     return math.fsum(losses)
 
 

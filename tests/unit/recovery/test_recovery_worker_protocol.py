@@ -235,7 +235,7 @@ def test_norm_values_are_kept_for_two_versions() -> None:
 
 def test_held_runs_are_in_layer_and_page_order() -> None:
     first, second = HolderRun(0, 0, 1, (5,)), HolderRun(1, 0, 1, (4, 5))
-    found = held_runs([[first, HolderRun(0, 1, 2, (4,))], [second]], 5)
+    found = held_runs({1: (second,), 0: (first, HolderRun(0, 1, 2, (4,)))}, 5)
     assert found == (first, second)
     keys: list[RunKey] = [key_of(run) for run in found]
     assert keys == [(0, 0, 1), (1, 0, 1)]

@@ -1,0 +1,129 @@
+"""`python train.py` in a process of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAIN = Path(__file__).parents[2] / "train.py"
+TOKENS = 12
+SMALL = (
+    f"model.layers=2 model.d_model=16 model.heads=2 train.seq_len={TOKENS} train.global_batch=8 unit.size=2 "
+    "train.steps=6 train.validate_every=3 train.validate_units=2 optim.warmup_steps=2 page.size=256 "
+    "run.tensorboard=false data=text data.path=text.txt data.cache=cache run.dir=run"
+).split()
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew tea"
+
+
+def write_text(folder: Path, *, lines: int = 60) -> None:
+    """A small corpus that is always the same, text.txt."""
+    words, draw = WORDS.split(), random.Random(1)
+    text = "\n".join(" ".join(draw.choices(words, k=12)) for _ in range(lines))
+    (folder / "text.txt").write_text(text + "\n", encoding="utf-8")
+
+
+@dataclass
+class Launched:
+    """A running `python train.py`: its processes carry a mark in their environment; sockets lie in `sockets`."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    sockets: Path
+    mark: str
+
+    def processes(self) -> dict[int, int]:
+        """Process id -> parent's id of all living processes of the run, the command itself included."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state not in "ZX" and self.mark in (entry / "environ").read_text(errors="replace"):
+                    found[int(entry.name)] = int(parent)
+            except OSError:  # it has just ended, or is somebody else's
+                continue
+        return found
+
+    def workers(self) -> list[int]:
+        """The workers' process ids: the zygote's children."""
+        processes = self.processes()
+        zygotes = {pid for pid, parent in processes.items() if parent == self.process.pid}
+        return sorted(pid for pid, parent in processes.items() if parent in zygotes)
+
+    def wait_for_steps(self, steps: int, run_dir: str = "run") -> None:
+        """Returns when `steps` steps are in metrics.jsonl."""
+        metrics = self.folder / run_dir / "metrics.jsonl"
+        eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= steps, self.process)
+
+    def finish(self, timeout: float = 60) -> Done:
+        """Waits for the end of the command; says how, and asserts that nothing else is left."""
+        out, err = self.process.communicate(timeout=timeout)
+        left = self.processes()
+        assert not left, f"processes left behind: {left}"
+        assert not list(self.sockets.iterdir()), "sockets left behind"
+        return Done(self.process.returncode, out, err)
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@contextmanager
+def launch(folder: Path, *arguments: str, mark: str = "") -> Iterator[Launched]:
+    """Starts `python train.py ARGUMENTS` in `folder`, in a session of its own; kills what is left at the end."""
+    mark = mark or f"ELASWAVE_TEST={uuid.uuid4()}"
+    sockets = Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))  # short: paths of ipc sockets are
+    name, _, value = mark.partition("=")
+    environment = {**os.environ, name: value, "XDG_RUNTIME_DIR": str(sockets)}
+    environment.pop("PYTHONWARNINGS", None)
+    process = subprocess.Popen(
+        [sys.executable, str(TRAIN), *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    launched = Launched(process, folder, sockets, mark)
+    try:
+        yield launched
+    finally:
+        for pid in launched.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.communicate()
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def train(folder: Path, *arguments: str, timeout: float = 100) -> Done:
+    """Runs `python train.py ARGUMENTS` to its end."""
+    with launch(folder, *arguments) as launched:
+        return launched.finish(timeout)
+
+
+def eventually(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 60) -> None:
+    """Waits until the condition holds; fails when the process ends before or the time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"the command ended early: {process.communicate()}"
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)

@@ -1,0 +1,36 @@
+"""Sending to a peer that has just died never blocks, whether or not its end has been noticed yet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.runtime.links import Links
+from elaswave_spmd.runtime.mailbox import Mailbox
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread may be in `send` when the connection goes; a PUSH socket without a peer waits for ever."""
+    monkeypatch.chdir(tmp_path)  # the path of an ipc socket is short
+    mailbox, other = Mailbox(), Mailbox()
+    peer = Links(1, other, directory=".")
+    links = Links(0, mailbox, directory=".")
+    monkeypatch.setattr(links, "_link_event", lambda *_: None)  # the notice is late
+    links.connect(1, peer.address)
+    deadline = time.monotonic() + 10
+    while not len(other):
+        assert time.monotonic() < deadline
+        links.send(1, b"hello")
+        time.sleep(0.01)
+    peer.close()
+    time.sleep(0.2)
+    sender = threading.Thread(target=lambda: [links.send(1, b"x", [bytes(100)]) for _ in range(50)], daemon=True)
+    sender.start()
+    sender.join(5)
+    assert not sender.is_alive(), "a send to a dead peer blocks"
+    links.close()

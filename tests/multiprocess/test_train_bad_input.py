@@ -1,0 +1,144 @@
+"""Bad input: one clear screen, exit code 2, before any worker starts, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+
+pytestmark = pytest.mark.multiprocess
+MODEL = """
+import torch
+from torch import nn
+from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.sharding import P, shard
+
+class Layer(nn.Module):
+    def __init__(self, vocab_size, d_model, last, spec):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.last = last
+        shard(self, weight=spec)
+    def forward(self, x, keys):
+        return nn.functional.linear(x, self.weight) if self.last else nn.functional.embedding(x, self.weight)
+
+class MyModel(LayeredModel):
+    def __init__(self, vocab_size, d_model, spec):
+        layers = {str(n): Layer(vocab_size, d_model, n == "head", P(*spec)) for n in ("embed", "head")}
+        super().__init__(layers)
+"""
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """What is shown of a run that is refused; asserts one screen, exit code 2, and that nothing is left."""
+    before = sorted(path for path in folder.rglob("*") if "cache" not in path.parts and "__pycache__" not in path.parts)
+    done: Done = train(folder, *SMALL, *arguments)
+    after = sorted(path for path in folder.rglob("*") if "cache" not in path.parts and "__pycache__" not in path.parts)
+    assert done.code == 2, (done.code, done.out, done.err)
+    assert after == before, "files left behind"
+    assert done.err.startswith("error: ") and len(done.err.splitlines()) <= 12
+    assert "Traceback" not in done.err and done.out == ""
+    return done.err
+
+
+@pytest.mark.parametrize(
+    "arguments, telling",
+    [
+        (["mesh.stages=[3,2]", "mesh.dp=2"], "mesh.stages=[3,2]"),
+        (["mesh=dp0"], "mesh=dp0"),
+        (["mesh=pd3"], "dpN_ppM"),
+        (["mesh.dp=abc"], "mesh.dp=abc"),
+        (["unit.size=3"], "unit.size=3"),
+        (["train.steps=0"], "train.steps=0"),
+        (["train.steps="], "train.steps"),
+        (["train.global_batch=-8"], "train.global_batch=-8"),
+        (["optim.lr=0"], "optim.lr=0"),
+        (["optim.lr=-1e-3"], "optim.lr"),
+        (["data.path=???"], "data.path"),
+        (["--multirun", "seed=1,2"], "multirun"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, list) else "",
+)
+def test_settings_that_cannot_be(tmp_path: Path, arguments: list[str], telling: str) -> None:
+    write_text(tmp_path)
+    assert telling in refused(tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    "spec, telling",
+    [('["dq"]', "dq"), ('["tp","tp"]', "tp"), ('["tp",null,null]', "2"), ('["dp"]', "dp")],
+    ids=["unknown axis", "axis twice", "longer than the tensor", "worker axis"],
+)
+def test_specs_that_cannot_be(tmp_path: Path, spec: str, telling: str) -> None:
+    write_text(tmp_path)
+    (tmp_path / "my_file.py").write_text(MODEL)
+    screen = refused(tmp_path, "model.target=my_file.MyModel", f"+model.args.spec={spec}")
+    assert telling in screen
+
+
+def test_the_model_of_these_tests_is_good_otherwise(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "my_file.py").write_text(MODEL)
+    done = train(tmp_path, *SMALL, "model.target=my_file.MyModel", '+model.args.spec=["tp",null]', "train.steps=1")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    "arguments, telling",
+    [
+        (["mesh=pp5"], "4 layers"),
+        (["model.target=my_file.Nothing"], "my_file"),
+        (["model.target=nothing"], "nothing"),
+        (["model.heads=3"], "heads"),
+        (["data.path=none/*.txt"], "none/*.txt"),
+        (["data.path=empty.txt"], "empty"),
+        (["data.path=folder"], "folder"),
+        (["data.path=short.txt"], "train.seq_len"),
+        (["data.tokenizer=text.txt"], "text.txt"),
+        (["data.tokenizer=none.json"], "none.json"),
+        (["train.global_batch=100000", "unit.size=2"], "100000"),
+        (["run.dir=text.txt/run"], "text.txt/run"),
+        (["run.dir=text.txt"], "text.txt"),
+        (["runtime.device=cuda"], "cuda"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, list) else "",
+)
+def test_models_data_and_folders_that_cannot_be(tmp_path: Path, arguments: list[str], telling: str) -> None:
+    write_text(tmp_path)
+    (tmp_path / "my_file.py").write_text(MODEL)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("ten bytes.")
+    (tmp_path / "folder").mkdir()
+    assert telling in refused(tmp_path, *arguments)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_files_and_folders_without_permission(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert "locked" in refused(tmp_path, "run.dir=locked/run")
+    (tmp_path / "secret.txt").write_text("x" * 10_000)
+    (tmp_path / "secret.txt").chmod(0)
+    assert "secret.txt" in refused(tmp_path, "data.path=secret.txt")
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    done = train(tmp_path, *SMALL, "train.steps=1", "train.validate_every=0")
+    assert done.code == 0, done.err
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(summary)["steps"] == 1
+    assert "run.dir holds another run" in refused(tmp_path)
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
+
+
+@pytest.mark.parametrize("arguments", [["model=gpt9"], ["trian.steps=3"], ["model.layer=3"]])
+def test_what_hydra_refuses_in_its_own_words(tmp_path: Path, arguments: list[str]) -> None:
+    write_text(tmp_path)
+    done = train(tmp_path, *SMALL, *arguments)
+    assert done.code == 1 and "Traceback" not in done.err and done.err.strip()
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}

@@ -1,0 +1,138 @@
+"""Layers that a user may well write: the contract allows them, so their bits are the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.keyed import KeyedDropout, Keys
+from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.sharding import tie
+from tests.simulated import bits_cases
+from tests.simulated.bits_cases import TOKENS, VOCAB, Run, assert_as_reference, placement_of
+
+WIDTH = 8
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCAB, WIDTH))
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return nn.functional.embedding(x, self.weight)
+
+
+class Bigram(nn.Module):
+    """A whole model: the logits of the next token are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(VOCAB, VOCAB))
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return nn.functional.embedding(x, self.table)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCAB, WIDTH))
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Mix(nn.Module):
+    """A linear layer over the width, with a bias that most cuts of pages go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Transposed(Mix):
+    """Gives a tensor that is not contiguous."""
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return super().forward(x, keys).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Nothing(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return torch.nn.functional.gelu(x)
+
+
+class Same(nn.Module):
+    """Gives its input back."""
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x
+
+
+class Scaled(nn.Module):
+    """A parameter without dims, one that is never used, one dropout used twice, one array under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(()))
+        self.idle = nn.Parameter(torch.empty(3, 5))
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.drop = KeyedDropout(0.2)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return x + self.drop(self.second(self.drop(torch.relu(self.first(x)), keys)), keys) * self.scale
+
+
+class Buffered(Mix):
+    """Has a constant that is registered as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ramp", torch.arange(TOKENS, dtype=torch.float32).view(-1, 1) / 7)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return super().forward(x, keys) + self.get_buffer("ramp").to(x.dtype)
+
+
+def model(*middle: Callable[[], nn.Module], tied: bool = False) -> Callable[[], LayeredModel]:
+    def make() -> LayeredModel:
+        layers = {f"middle{i}": each() for i, each in enumerate(middle)}
+        ties = [tie("head.weight", "embed.weight")] if tied else []
+        return LayeredModel({"embed": Embed(), **layers, "head": Head()}, ties)
+
+    return make
+
+
+CASES: dict[str, Callable[[], LayeredModel]] = {
+    "no middle": model(),
+    "no middle, tied": model(tied=True),
+    "one layer": lambda: LayeredModel({"all": Bigram()}),
+    "not contiguous": model(Mix, Transposed, Mix),
+    "no parameters": model(Nothing, Mix, Nothing),
+    "its input": model(Same, Same, tied=True),
+    "odd parameters": model(Scaled, Scaled),
+    "a buffer": model(Buffered),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mesh", ["single", "dp2", "pp2", "stages1-2", "pp3"])
+@pytest.mark.parametrize("case", CASES)
+def test_odd_layers_have_the_same_bits(case: str, mesh: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bits_cases.MODELS, case, CASES[case])
+    run = Run(model=case, dtype=dtype, units=3, steps=4, page_size=64)
+    num_layers = len(CASES[case]().layers)
+    if num_layers < {"single": 1, "dp2": 1, "pp3": 3}.get(mesh, 2):
+        pytest.skip("more stages than layers")
+    for zero in (0, 3):
+        assert_as_reference(run, placement_of(run, mesh, zero), order=zero)
