@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +11,7 @@ from elaswave_spmd.errors import DataError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
-from elaswave_spmd.runtime.describe import ModelDescription, describe, has_buffers
+from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
@@ -105,10 +104,13 @@ def _job(settings: Settings, data: PreparedData) -> Job:
 def make_executor(plan: RunPlan, rank: int, port: Port) -> Executor:
     """The executor of one worker: only its own layers get memory."""
     model = make_model(plan.settings, plan.data.vocab_size)
-    if has_buffers(model):  # constants cannot be made on the meta device
-        model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
     placement = plan.placement
-    layers: Sequence[int] = placement.layers_of_stage(placement.mesh.stage_of(rank))
+    layers = placement.layers_of_stage(placement.mesh.stage_of(rank))
+    if has_constants(model):  # they exist only where the model is made for real; other layers are given up again
+        model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
+        for number, module in enumerate(model.layers):
+            if number not in layers:
+                module.to("meta")
     validates = plan.job.validate_every > 0 and plan.job.validation_units > 0
     modules = model.layers
     return Executor(

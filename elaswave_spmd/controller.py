@@ -5,19 +5,19 @@ One thread. It decides membership, never the outcome of a step (protocol.md, rul
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import shutil
 import time
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
-from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver
+from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
 from elaswave_spmd.runtime.zygote import Exited, Zygote
@@ -27,6 +27,7 @@ from elaswave_spmd.summary import RunRecord, make_summary
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
 
+_START_TIMEOUT_S = 300.0  # how long a worker may take to import what it needs and to say that it listens
 _POLL_S = 0.1  # how long a worker's end can go unnoticed
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
 
@@ -39,6 +40,7 @@ def run(settings: Settings) -> int:
         RunError: the run could not go on; all workers are gone.
     """
     check_device(settings.runtime.device)
+    make_room(settings.mesh.shape.num_workers)
     scratch = socket_directory()
     # Started first: it imports torch while this process finds the data and imports torch itself.
     zygote = Zygote.start("elaswave_spmd.worker:main", preload=_PRELOAD, scratch=[scratch])
@@ -50,14 +52,15 @@ def run(settings: Settings) -> int:
         run_dir = RunDir.create(
             settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(run_dir.discard)
             zygote.ready()
             observer = RunObserver(run_dir, board=settings.run.tensorboard)
-        except BaseException:
-            run_dir.discard()
-            raise
+            undo.callback(observer.close)
+            controller = Controller(plan, data, zygote, observer, scratch)
+            undo.pop_all()
         with observer:
-            Controller(plan, data, zygote, observer, scratch).run()
+            controller.run()
     finally:
         zygote.stop()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -95,11 +98,30 @@ def data_spec(settings: Settings) -> DataSpec:
 
 
 class Controller:
-    """One run, from the first worker to the summary."""
+    """One run, from the first worker to the summary.
 
-    def __init__(self, plan: RunPlan, data: PreparedData, zygote: Zygote, observer: RunObserver, scratch: str) -> None:
+    Args:
+        scratch: directory of the sockets.
+        start_timeout_s: how long the workers may take until all of them listen.
+
+    Raises:
+        ConfigError: the links cannot be opened as the settings say.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        data: PreparedData,
+        zygote: Zygote,
+        observer: RunObserver,
+        scratch: str,
+        *,
+        start_timeout_s: float = _START_TIMEOUT_S,
+    ) -> None:
         self._plan, self._data, self._zygote, self._observer = plan, data, zygote, observer
         self._scratch = scratch
+        self._start_timeout_s = start_timeout_s
+        self._start_until: float | None = None  # while workers are missing
         settings = plan.settings
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
@@ -112,18 +134,18 @@ class Controller:
         self._committed_at = 0.0
 
     def run(self) -> None:
-        """Trains to the last step and writes the summary.
+        """Trains to the last step and writes the summary. Whatever ends it before leaves an event `stop`.
 
         Raises:
-            RunError: a worker failed or was lost, or gradients stayed non-finite.
+            RunError: a worker failed, was lost or never started; gradients stayed non-finite; the disk is full.
         """
         try:
             self._start()
             while len(self._finished) < self._plan.placement.mesh.num_workers:
                 self._wait()
             self._finish()
-        except RunError as error:
-            self._observer.on_event("stop", message=error.headline)
+        except BaseException as error:
+            self._observer.on_stop(error)
             raise
         finally:
             self._links.close()
@@ -134,7 +156,7 @@ class Controller:
         info = RunInfo(
             model=settings.model.label,
             mesh=mesh.shape.name,
-            sharding=_sharding_name(plan),
+            sharding=plan.shardings.name,
             params=plan.description.layout.num_parameters,
             total_steps=plan.job.steps,
             workers=mesh.num_workers,
@@ -151,15 +173,18 @@ class Controller:
         }
         for rank in mesh.members:
             self._zygote.spawn(rank, spec)
+        self._start_until = time.monotonic() + self._start_timeout_s
 
     def _wait(self) -> None:
         """Takes what has come; looks after the workers' processes."""
+        if self._start_until is not None and time.monotonic() > self._start_until:
+            missing = [r for r in self._plan.placement.mesh.members if r not in self._protocol.addresses]
+            raise RunError(f"workers {missing} did not start within {self._start_timeout_s:g} s")
         item = self._mailbox.get(_POLL_S)
         if isinstance(item, Envelope):
             self._handle(item)
         if select.select([self._zygote], [], [], 0)[0]:
-            for exited in self._zygote.poll():
-                self._worker_ended(exited)
+            self._workers_ended(self._zygote.poll())
 
     def _handle(self, envelope: Envelope) -> None:
         message = m.decode(envelope.header)
@@ -168,6 +193,7 @@ class Controller:
                 self._links.connect(message.rank, message.address)
                 place = self._protocol.ready(message)
                 if place is not None:
+                    self._start_until = None
                     self._committed_at = time.monotonic()
                     self._send_all(place)
             case m.Applied():
@@ -181,7 +207,7 @@ class Controller:
             case m.Finished():
                 self._finished[message.rank] = message
             case m.Failed():
-                raise WorkerError(message.rank, message.report)
+                self._failed(message)
             case _:
                 raise AssertionError(f"the controller got {message}")
 
@@ -218,25 +244,39 @@ class Controller:
         self._record.validation_loss = loss
         self._observer.on_validation(step, loss)
 
-    def _worker_ended(self, exited: Exited) -> None:
-        """A worker's process is gone before its time. Its own report, if there is one, says more than its exit."""
+    def _failed(self, message: m.Failed) -> NoReturn:
+        """A worker says that it ends. If another one was killed, that is the cause, and this a consequence."""
+        self._zygote.signal(message.rank, 0)  # kills nobody; its answer comes after the notices of all who have ended
+        _raise_if_killed(self._zygote.poll())
+        raise WorkerError(message.rank, message.report)
+
+    def _workers_ended(self, exits: list[Exited]) -> None:
+        """Processes are gone before their time. A worker's own report, if there is one, says more than its exit."""
+        _raise_if_killed(exits)
+        ranks = {exited.rank for exited in exits}  # what the others say now are consequences
         deadline = time.monotonic() + _LAST_WORDS_S
-        while (left := deadline - time.monotonic()) > 0:
+        while exits and (left := deadline - time.monotonic()) > 0:
             item = self._mailbox.get(left)
-            if isinstance(item, Envelope) and isinstance(m.decode(item.header), m.Failed):
-                self._handle(item)
-        raise RunError(str(exited))
+            message = m.decode(item.header) if isinstance(item, Envelope) else None
+            if isinstance(message, m.Failed) and message.rank in ranks:
+                self._failed(message)
+        if exits:
+            raise RunError(str(exits[0]))
 
     def _send_all(self, message: m.Message) -> None:
         for rank in self._plan.placement.mesh.members:
             self._links.send(rank, m.encode(message))
 
     def _finish(self) -> None:
-        weights: dict[str, np.ndarray] = self._record.weights
-        sha256 = self._observer.write_weights(weights)
+        if not self._record.has_all_weights:
+            raise RunError("all workers have finished, but pages of the trained weights have not come")
         self._send_all(m.Stop())
-        self._observer.on_finish(make_summary(self._plan, self._data, self._record, self._finished, sha256))
+        weights = self._record.weights
+        summary = make_summary(self._plan, self._data, self._record, self._finished, weights_sha256(weights))
+        self._observer.on_finish(summary, weights)
 
 
-def _sharding_name(plan: RunPlan) -> str:
-    return f"zero{plan.shardings.zero_level}"
+def _raise_if_killed(exits: list[Exited]) -> None:
+    for exited in exits:
+        if exited.signal is not None:
+            raise RunError(str(exited))

@@ -70,6 +70,13 @@ class RunError(RuntimeError):
         return next(iter(str(self).splitlines()), "")
 
 
+class FilesError(RunError):
+    """The run's files cannot be written: the disk is full, or the directory is gone."""
+
+    def __init__(self, path: object, error: OSError) -> None:
+        super().__init__(f"the run's files cannot be written: {path} ({error.strerror or error})")
+
+
 class WorkerError(RunError):
     """A worker ended by itself. `rank` is its id, `report` its traceback or exit status, shown once."""
 
@@ -82,3 +89,12 @@ class WorkerError(RunError):
         """Which worker, and the last line of its report: the exception itself."""
         lines = [line for line in self.report.splitlines() if line.strip()]
         return f"worker {self.rank} failed: {lines[-1].strip() if lines else 'no report'}"
+
+
+def headline_of(error: BaseException) -> str:
+    """Why a run ended, in one line: `interrupted` for Ctrl-C, a RunError's headline, otherwise type and first line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, RunError):
+        return error.headline
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")

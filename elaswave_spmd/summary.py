@@ -26,6 +26,7 @@ class RunRecord:
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
         self.weights: dict[str, np.ndarray] = {}
+        self._pages: set[tuple[int, int, int]] = set()
         self.last: MetricsLine | None = None
         self.validation_loss: float | None = None
         self._tokens = 0
@@ -43,10 +44,17 @@ class RunRecord:
         import torch
 
         from elaswave_spmd.runtime.collect import collect_pages
-        from elaswave_spmd.runtime.port import expect_read_only_buffers
+        from elaswave_spmd.runtime.port import tensor_of
 
-        expect_read_only_buffers()
-        collect_pages(self._layout, pages, torch.frombuffer(payload, dtype=torch.float32), self.weights)
+        collect_pages(self._layout, pages, tensor_of(payload, torch.float32), self.weights)
+        self._pages.add((pages.layer, pages.first, pages.stop))
+
+    @property
+    def has_all_weights(self) -> bool:
+        """Whether every page of every parameter has come."""
+        from elaswave_spmd.runtime.collect import is_complete
+
+        return is_complete(self._layout, self._pages)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -67,7 +75,7 @@ def make_summary(
         "tokens_per_second": record.tokens_per_second,
         "params": plan.description.layout.num_parameters,
         "mesh": plan.placement.mesh.shape.name,
-        "sharding": f"zero{plan.shardings.zero_level}",
+        "sharding": plan.shardings.name,
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_rss_bytes_per_worker": {str(rank): finished[rank].peak_rss for rank in sorted(finished)},
         "corpus": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import traceback
@@ -86,10 +85,9 @@ def _await_place(mailbox: Mailbox) -> tuple[m.Place, list[Envelope]]:
             raise Stopped
         if not isinstance(item, Envelope):
             continue
-        with contextlib.suppress(ValueError):
-            message = m.decode(item.header)
-            if isinstance(message, m.Place):
-                return message, early
-            if isinstance(message, m.Stop):
-                raise Stopped
+        message = m.decode(item.header)
+        if isinstance(message, m.Place):
+            return message, early
+        if isinstance(message, m.Stop):
+            raise Stopped
         early.append(item)

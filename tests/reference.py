@@ -93,7 +93,7 @@ def unit_leaves(model: LayeredModel, data: Any, s: Settings, step: int, unit: in
     tokens, targets = (torch.as_tensor(np.ascontiguousarray(z)) for z in data.batch(ids))
     ends, x = [], tokens
     for number, layer in enumerate(model.layers):
-        x = x.detach().requires_grad_(number > 0)
+        x = x.detach().contiguous().requires_grad_(number > 0)
         ends.append((x, layer(x, Keys.make(s.seed, step, ids, number))))
         x = ends[-1][1]
     loss = model.loss(x, Batch(tokens, targets)) * (1.0 / (s.global_batch * tokens.shape[1]))

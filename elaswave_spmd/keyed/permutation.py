@@ -54,14 +54,18 @@ def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.in
     return flat.reshape(np.shape(index))
 
 
-def sample_ids(seed: int, step: int, global_batch: int, num_samples: int) -> NDArray[np.int64]:
-    """The samples of one step, by slot within the batch: int64 [global_batch].
+def sample_ids(
+    seed: int, step: int, global_batch: int, num_samples: int, slots: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """The samples of one step: of `slots`, int64 [any] ascending, or by slot of the whole batch, int64 [global_batch].
 
     Steps count from 1. Slot j of step t is number i = (t - 1) * global_batch + j of the run; pass e = i // num_samples
     permutes all samples anew, so that none comes twice within a pass.
     """
-    number = (step - 1) * global_batch + np.arange(global_batch, dtype=np.int64)
-    out = np.empty(global_batch, np.int64)
+    number = (step - 1) * global_batch + (np.arange(global_batch, dtype=np.int64) if slots is None else slots)
+    out = np.empty(len(number), np.int64)
+    if not len(number):
+        return out
     passes = number // num_samples
     for epoch in range(int(passes[0]), int(passes[-1]) + 1):
         here = passes == epoch

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,7 +24,19 @@ class Batch:
     targets: Tensor
 
 
-class LayeredModel(nn.Module):
+class _CheckedWhenMade(ABCMeta):
+    """Looks at a model when its constructor is through: `LayeredModel.__init__` ends before that of its subclass.
+
+    An ABCMeta, so that a model may also derive from an abstract class or a protocol.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__call__(*args, **kwargs)
+        _check_outside(model)
+        return model
+
+
+class LayeredModel(nn.Module, metaclass=_CheckedWhenMade):
     """An ordered stack of layers. Subclasses build the layers and hand them to `super().__init__`.
 
     A layer maps (x, keys) of one unit to one contiguous tensor; the first gets int64 tokens [B, T]. A layer reads its
@@ -36,7 +50,8 @@ class LayeredModel(nn.Module):
 
     Raises:
         ModelError: what the contract forbids: no layers; a layer without `forward(x, keys)`; random numbers that are
-            not keyed; statistics over the batch; frozen or shared parameters; a tie that does not fit.
+            not keyed; statistics over the batch; frozen or shared parameters; parameters outside all layers; a tie that
+            does not fit.
     """
 
     shardings: Shardings = Shardings()
@@ -158,6 +173,21 @@ def _check_parameters(model: LayeredModel) -> None:
                 )
             seen[id(parameter)] = path
         homes.update(seen)
+
+
+def _check_outside(model: LayeredModel) -> None:
+    inside = {id(module) for layer in model.layers for module in layer.modules()}
+    for path, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        for name, _ in module.named_parameters(prefix=path, recurse=False):
+            raise ModelError(
+                "a parameter belongs to a layer; only layers are trained and saved",
+                got=name,
+                where=type(model).__name__,
+                exists="layers " + ", ".join(model.layer_names),
+                fix="make it a parameter of the layer that uses it; what is fixed goes into register_buffer",
+            )
 
 
 def _check_ties(model: LayeredModel) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.errors import DataError
+from elaswave_spmd.errors import DataError, FilesError
 
 
 class JsonLines:
@@ -20,15 +21,42 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
-        self._file = open(path, "a", buffering=1, encoding="utf-8", newline="\n")  # noqa: SIM115
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run; `close` has nothing to write
 
     def append(self, fields: Mapping[str, object]) -> None:
-        """Write one line; values are made plain by `plain`."""
-        self._file.write(json.dumps(plain(fields), ensure_ascii=False, allow_nan=False) + "\n")
+        """Write one line, whole or not at all; values are made plain by `plain`.
+
+        Raises:
+            FilesError: the disk is full.
+        """
+        left = memoryview((json.dumps(plain(fields), ensure_ascii=False, allow_nan=False) + "\n").encode())
+        with writing(self._path):
+            start = os.fstat(self._file.fileno()).st_size
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except BaseException:  # half a line would spoil the one that comes after it
+                with contextlib.suppress(OSError):
+                    self._file.truncate(start)
+                raise
 
     def close(self) -> None:
         """Close the file; closing again is allowed."""
         self._file.close()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever writes a file of the run.
+
+    Raises:
+        FilesError: for an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FilesError(path, error) from error
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:

@@ -10,15 +10,18 @@ from types import TracebackType
 
 import numpy as np
 
+from elaswave_spmd.errors import headline_of
 from elaswave_spmd.observe.board import Board
 from elaswave_spmd.observe.display import Display, RunInfo, make_display
-from elaswave_spmd.observe.json_lines import plain
+from elaswave_spmd.observe.json_lines import plain, writing
 from elaswave_spmd.observe.metrics import MetricsLine
 from elaswave_spmd.observe.run_files import RunDir
 
 
 class RunObserver:
     """Composes the run's directory, the display and TensorBoard. Files first: what is shown has been written.
+
+    Whatever writes raises FilesError when the run's files cannot be written.
 
     Args:
         run_dir: open directory of the run; closed by `close`.
@@ -37,8 +40,10 @@ class RunObserver:
     ) -> None:
         self.run_dir = run_dir
         self._display = display if display is not None else make_display()
-        self._board = Board(run_dir.board_path, now) if board else None
+        with writing(run_dir.board_path):
+            self._board = Board(run_dir.board_path, now) if board else None
         self._now = now
+        self._finished = False
 
     def on_start(self, info: RunInfo) -> None:
         """The run is about to take its first step: event `start`, header, bar."""
@@ -49,7 +54,8 @@ class RunObserver:
         """A step has committed."""
         self.run_dir.write_metrics(line)
         if self._board is not None:
-            self._board.step(line)
+            with writing(self.run_dir.board_path):
+                self._board.step(line)
         self._display.step(line)
 
     def on_event(self, kind: str, **fields: object) -> None:
@@ -62,26 +68,37 @@ class RunObserver:
         loss = float(loss)
         self.run_dir.write_event("validation", self._now(), {"step": step, "loss": loss, "loss_hex": loss.hex()})
         if self._board is not None:
-            self._board.validation(step, loss)
+            with writing(self.run_dir.board_path):
+                self._board.validation(step, loss)
         self._display.say(f"step {step}  validation loss {loss:.4f}")
 
-    def write_weights(self, weights: Mapping[str, np.ndarray]) -> str:
-        """Write weights.safetensors (float32 arrays by name); returns weights_sha256."""
-        return self.run_dir.write_weights(weights)
-
-    def on_finish(self, summary: Mapping[str, object]) -> None:
-        """The run is complete: summary.json, event `finish`, the final table."""
-        self.run_dir.write_summary(summary)
+    def on_finish(self, summary: Mapping[str, object], weights: Mapping[str, np.ndarray]) -> None:
+        """The run is complete: weights.safetensors (float32 arrays by name), summary.json, event `finish`, a table."""
+        try:
+            self.run_dir.write_weights(weights)
+        finally:  # the result is known, and small, even if there is no room for the weights
+            self.run_dir.write_summary(summary)
         self.run_dir.write_event("finish", self._now(), {})
+        self._finished = True
         self._display.finish({**summary, "run_dir": str(self.run_dir.path)})
+
+    def on_stop(self, error: BaseException) -> None:
+        """The run ends by an error: event `stop`, unless it had finished. Raises nothing: the error is what counts."""
+        if not self._finished:
+            with contextlib.suppress(Exception):
+                self.on_event("stop", message=headline_of(error))
 
     def close(self) -> None:
         """Give the terminal back and close all files; closing again is allowed."""
         with contextlib.ExitStack() as stack:  # each one is closed, whatever becomes of the others
             stack.callback(self.run_dir.close)
-            if self._board is not None:
-                stack.callback(self._board.close)
+            stack.callback(self._close_board)
             stack.callback(self._display.close)
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            with writing(self.run_dir.board_path):
+                self._board.close()
 
     def __enter__(self) -> RunObserver:
         return self
@@ -89,7 +106,8 @@ class RunObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+            self.close()  # a disk that is full shows once more here; the first error is the one to tell
 
 
 def event_text(kind: str, fields: Mapping[str, object]) -> str:

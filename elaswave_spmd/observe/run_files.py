@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.observe.json_lines import JsonLines, plain, read_json_lines
+from elaswave_spmd.observe.json_lines import JsonLines, plain, read_json_lines, writing
 from elaswave_spmd.observe.metrics import MetricsLine
-from elaswave_spmd.observe.weights import save_weights, weights_sha256
+from elaswave_spmd.observe.weights import save_weights
 
 CONFIG, METRICS, EVENTS = "config.yaml", "metrics.jsonl", "events.jsonl"
 SUMMARY, WEIGHTS, BOARD = "summary.json", "weights.safetensors", "tensorboard"
@@ -25,7 +25,10 @@ _NAME_TRIES = 100
 
 
 class RunDir:
-    """A run's directory, open for writing. Made by `RunDir.create`; `close` it, or `discard` it if nothing started."""
+    """A run's directory, open for writing. Made by `RunDir.create`; `close` it, or `discard` it if nothing started.
+
+    Every method that writes raises FilesError when the disk is full or the directory is gone.
+    """
 
     def __init__(self, path: Path, made_folders: tuple[Path, ...] = ()) -> None:
         self.path = path
@@ -95,14 +98,13 @@ class RunDir:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json, whole or not at all."""
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        with _replacing(self.path / SUMMARY) as scratch:
+        with writing(self.path / SUMMARY), _replacing(self.path / SUMMARY) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
-    def write_weights(self, weights: Mapping[str, np.ndarray]) -> str:
-        """Write weights.safetensors, whole or not at all, and return `weights_sha256` of it."""
-        with _replacing(self.path / WEIGHTS) as scratch:
+    def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Write weights.safetensors, whole or not at all."""
+        with writing(self.path / WEIGHTS), _replacing(self.path / WEIGHTS) as scratch:
             save_weights(scratch, weights)
-        return weights_sha256(weights)
 
     def close(self) -> None:
         """Close the logs; closing again is allowed."""

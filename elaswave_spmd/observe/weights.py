@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,11 +29,18 @@ def save_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
 
     Raises:
         TypeError: an array is not float32.
+        OSError: the file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     # Row-major copies: safetensors writes the memory as it lies, whatever the strides say.
-    save_file({name: _little_endian(name, weights[name]) for name in sorted(weights)}, str(path))
+    arrays = {name: _little_endian(name, weights[name]) for name in sorted(weights)}
+    try:
+        save_file(arrays, str(path))
+    except SafetensorError as error:  # how it reports a full disk: a text with the system's error number in it
+        number = re.search(r"code: (\d+)", str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:

@@ -14,14 +14,7 @@ from typing import TypeAlias
 
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.scheduling.exact import exact_sum, expansion
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun
-
-RunKey = tuple[int, int, int]
-"""(layer, first page, stop page)."""
-
-
-def key_of(run: HolderRun) -> RunKey:
-    return run.layer, run.first, run.stop
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, RunKey
 
 
 @dataclass(frozen=True)
@@ -86,8 +79,9 @@ class WorkerProtocol:
 
     def __post_init__(self) -> None:
         self._computed = self.version
-        self._primary = frozenset(key_of(r) for r in self.held if r.primary == self.rank)
-        self._holds = frozenset(map(key_of, self.held))
+        self._primary = frozenset(r.key for r in self.held if r.primary == self.rank)
+        self._holds = frozenset(r.key for r in self.held)
+        self._members = frozenset(self.members)
 
     def computed(self, step: int) -> list[Effect]:
         """This worker has done its units of the step, and its compute buffers are all at step - 1.
@@ -117,7 +111,7 @@ class WorkerProtocol:
         if vote.epoch > self.epoch:
             self._later_epochs.append(vote)
             return []
-        assert vote.sender in self.members, (vote, self.members)
+        assert vote.sender in self._members, (vote, self.rank)
         self._votes.setdefault(vote.step, {})[vote.sender] = vote
         return self._decide()
 

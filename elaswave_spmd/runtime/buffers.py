@@ -85,7 +85,9 @@ class GradientBuffer:
 
     def __init__(self, layout: LayerLayout) -> None:
         self.layout = layout
-        self.flat = torch.zeros(layout.num_gradient_elements, dtype=torch.float32)
+        self.flat = torch.empty(layout.num_gradient_elements, dtype=torch.float32)
+        for start, stop in layout.gradient_gaps:
+            self.flat[start:stop] = 0.0
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]
 
     def set(self, gradients: Sequence[Tensor | None]) -> None:

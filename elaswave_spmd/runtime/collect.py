@@ -24,8 +24,10 @@ def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weigh
             first, last = max(slot.start, start), min(slot.stop, stop)
             if first < last:
                 p = slot.parameter
-                array = weights.setdefault(p.name, np.zeros(p.shape, np.float32))
-                array.reshape(-1)[first - slot.start : last - slot.start] = values[first - start : last - start]
+                if p.name not in weights:
+                    weights[p.name] = np.zeros(p.shape, np.float32)
+                array = weights[p.name].reshape(-1)
+                array[first - slot.start : last - slot.start] = values[first - start : last - start]
 
 
 def is_complete(layout: ModelLayout, received: set[tuple[int, int, int]]) -> bool:

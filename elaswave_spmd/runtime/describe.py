@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor, nn
 
 from elaswave_spmd.keyed import Init
 from elaswave_spmd.models import LayeredModel
@@ -36,6 +36,7 @@ def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
     return ModelDescription(lay_out(uses, page_size=page_size), inits)
 
 
-def has_buffers(model: torch.nn.Module) -> bool:
-    """Whether constants were registered as buffers: they cannot be made on the meta device."""
-    return next(model.buffers(), None) is not None
+def has_constants(model: nn.Module) -> bool:
+    """Whether modules keep tensors besides parameters, as buffers or attributes: meta tensors have no values."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return next(model.buffers(), None) is not None or any(isinstance(value, Tensor) for value in kept)

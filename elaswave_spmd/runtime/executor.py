@@ -23,11 +23,9 @@ from elaswave_spmd.recovery.worker_protocol import (
     Apply,
     Effect,
     Install,
-    RunKey,
     SendVote,
     WorkerProtocol,
     held_runs,
-    key_of,
 )
 from elaswave_spmd.runtime.buffers import ValueBuffer, aligned_copy
 from elaswave_spmd.runtime.job import Job
@@ -40,7 +38,7 @@ from elaswave_spmd.runtime.reduction import GradientReducer
 from elaswave_spmd.runtime.stage import Batches, Loss, StagePrograms
 from elaswave_spmd.runtime.state import HeldState
 from elaswave_spmd.scheduling.actions import FORWARD, Action
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
 from elaswave_spmd.sharding.pages import LOSS, ModelLayout
 
 Waiting = str
@@ -108,6 +106,10 @@ class Executor:
         self._boundary: dict[BoundaryKey, Tensor] = {}
         self._published: dict[m.Publish, Tensor] = {}
         self._batches: dict[int, Batch] = {}
+        self._units = placement.units_of(rank)
+        units = np.array(self._units, dtype=np.int64)
+        self._slots = (units[:, None] * job.unit_size + np.arange(job.unit_size)).reshape(-1)
+        self._samples: dict[int, np.ndarray] = {}
         self._seed = torch.tensor(job.seed)
         self._words = WordSource()
         self._layer_numbers = {layer: torch.tensor(layer) for layer in self._layers}
@@ -130,7 +132,7 @@ class Executor:
             job.optimizer,
             separate_master=self._drops_params or job.torch_dtype != torch.float32,
         )
-        loss_key = key_of(self._loss_run) if self._loss_run else None
+        loss_key = self._loss_run.key if self._loss_run else None
         self.protocol = WorkerProtocol(rank, placement.mesh.epoch, placement.mesh.members, held, loss_key)
         self._reducer = GradientReducer(
             rank,
@@ -158,7 +160,7 @@ class Executor:
         for held in self.state.layers.values():
             for part in held:
                 if part.run.primary == self.rank:
-                    self._port.send(CONTROLLER, m.FinalPages(*key_of(part.run)), part.master)
+                    self._port.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
 
     def _initialise(self) -> None:
         def draw(name: str, first: int, stop: int) -> Tensor:
@@ -170,7 +172,8 @@ class Executor:
 
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
         self._step, self._step_started = step, time.perf_counter()
-        self._samples = sample_ids(self.job.seed, step, self.job.global_batch, len(self._train))
+        ids = sample_ids(self.job.seed, step, self.job.global_batch, len(self._train), self._slots)
+        self._samples = dict(zip(self._units, ids.reshape(-1, self.job.unit_size), strict=True))
         self._step_number = torch.tensor(step)
         for action in self._actions:
             run = self._forward if action.kind == FORWARD else self._backward
@@ -188,7 +191,7 @@ class Executor:
             x = batch.tokens
         else:
             x = yield from self._receive(BoundaryKey(ACTIVATION, step, unit))
-        samples = torch.from_numpy(self._samples_of(unit))
+        samples = torch.from_numpy(self._samples[unit])
         for layer in self._layers:
             yield from self._until_at(layer, step - 1)
             keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
@@ -222,15 +225,11 @@ class Executor:
 
     # ---- data
 
-    def _samples_of(self, unit: int) -> np.ndarray:
-        size = self.job.unit_size
-        return self._samples[unit * size : (unit + 1) * size]
-
     def _unit_batch(self, unit: int) -> Batch | None:
         """The unit's data, where it is needed: tokens in the first stage, targets in the last."""
         if self._stage and not self._is_last:
             return None
-        batch = self._batches[unit] = _to_batch(self._train, self._samples_of(unit))
+        batch = self._batches[unit] = _to_batch(self._train, self._samples[unit])
         return batch
 
     # ---- waiting and receiving
@@ -290,18 +289,18 @@ class Executor:
 
         `step` can be ahead of this worker's own: others' units may be all of a step.
         """
-        key = key_of(run)
+        key = run.key
         self._entries.setdefault(step, {})[key] = entry
         loss = self._loss_of(key, entry)
         norms = page_norm_values(entry, self.layout.page_size) if loss is None else []
         if len(run.holders) > 1:
             message = m.Entry(step, *key, np.array(norms, "<f4").tobytes())
-            for mirror in run.holders[1:]:
+            for mirror in run.mirrors:
                 self._port.send(mirror, message, entry)
         self._perform(self.protocol.entry_complete(step, key, norms, loss))
 
-    def _loss_of(self, key: tuple[int, int, int], entry: Tensor) -> float | None:
-        return float(entry[0]) if self._loss_run and key == key_of(self._loss_run) else None
+    def _loss_of(self, key: RunKey, entry: Tensor) -> float | None:
+        return float(entry[0]) if self._loss_run and key == self._loss_run.key else None
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -81,15 +81,13 @@ class _Link:
         with self.lock:
             if self.open is None:
                 return False
-            more = len(views)
+            last = len(views)
             try:
                 # There is no high-water mark, so a socket that cannot take a message has lost its connection. Without
                 # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
-                self.open.send(head, zmq.DONTWAIT | (zmq.SNDMORE if more else 0))
-                for view in views:
-                    more -= 1
-                    flags = zmq.DONTWAIT | (zmq.SNDMORE if more else 0)
-                    self.open.send(view, flags, copy=view.nbytes < ZERO_COPY_BYTES)
+                for i, frame in enumerate((head, *views)):
+                    flags = zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0)
+                    self.open.send(frame, flags, copy=i == 0 or views[i - 1].nbytes < ZERO_COPY_BYTES)
             except zmq.Again:
                 return False
             self.bytes_sent += len(head) + sum(view.nbytes for view in views)
@@ -375,8 +373,7 @@ class _EventLoop:
             payloads: tuple[memoryview, ...] = ()
             while pull.getsockopt(zmq.RCVMORE):
                 frame = pull.recv(copy=False)
-                small = len(frame) < _SMALL_BYTES
-                payloads += (memoryview(frame.bytes) if small else frame.buffer,)
+                payloads += (memoryview(bytearray(frame.buffer)) if len(frame) < _SMALL_BYTES else frame.buffer,)
             self._file(head, payloads)
         return True
 

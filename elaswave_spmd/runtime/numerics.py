@@ -20,26 +20,25 @@ def page_norm_values(gradient: Tensor, page_size: int) -> list[float]:
         gradient: fp32 [elements], whole pages of `page_size` except the last, which may be shorter.
     """
     whole = gradient.numel() // page_size
-    values: list[float] = []
-    if whole and page_size & (page_size - 1) == 0 and page_size > _NARROW:
-        narrow = torch.empty(whole, _NARROW, dtype=gradient.dtype)
-        for first in range(0, whole, _PAGES_AT_ONCE):
-            stop = min(whole, first + _PAGES_AT_ONCE)
-            pages = gradient[first * page_size : stop * page_size].view(stop - first, page_size)
-            narrow[first:stop] = _fold(pages * pages, _NARROW)
-        values += _fold(narrow, 1)[:, 0].tolist()
-    else:
-        values += [_short_page(page) for page in gradient[: whole * page_size].view(whole, page_size)]
+    values = _whole_pages(gradient[: whole * page_size].view(whole, page_size)) if whole else []
     if rest := gradient.numel() - whole * page_size:
-        values.append(_short_page(gradient[-rest:]))
+        values += _whole_pages(gradient[-rest:].view(1, rest))
     return values
 
 
-def _short_page(page: Tensor) -> float:
-    length = 1 << (page.numel() - 1).bit_length()
-    squares = torch.zeros(1, length, dtype=page.dtype)
-    torch.mul(page, page, out=squares[0, : page.numel()])
-    return _fold(squares, 1).item()
+def _whole_pages(pages_PE: Tensor) -> list[float]:
+    num_pages, size = pages_PE.shape
+    width = 1 << (size - 1).bit_length()
+    narrow = torch.empty(num_pages, min(width, _NARROW), dtype=pages_PE.dtype)
+    for first in range(0, num_pages, _PAGES_AT_ONCE):
+        group = pages_PE[first : first + _PAGES_AT_ONCE]
+        if width == size:
+            squares = group * group
+        else:
+            squares = torch.zeros(len(group), width, dtype=group.dtype)
+            squares[:, :size] = group * group
+        narrow[first : first + _PAGES_AT_ONCE] = _fold(squares, narrow.shape[1])
+    return _fold(narrow, 1)[:, 0].tolist()
 
 
 def _fold(x_PE: Tensor, width: int) -> Tensor:

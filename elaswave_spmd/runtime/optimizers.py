@@ -38,6 +38,8 @@ class PageOptimizer(Protocol):
     ) -> None:
         """Updates `params` and `states` in place; may overwrite `grads`.
 
+        The sign of a zero gradient is not defined (a unit without a gradient adds nothing): no result may depend on it.
+
         Args:
             params, grads, states[name]: fp32 1-D tensors of pairwise equal length, any number of any cut.
             step: 1, 2, ...: bias corrections are functions of it, never of a counter.

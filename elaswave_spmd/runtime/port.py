@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +18,7 @@ _FP32 = (m.NodeSum, m.Entry, m.FinalPages)
 
 @dataclass(frozen=True)
 class Incoming:
-    """A message that arrived. `payload` is flat, in the dtype that its kind implies; it may be read-only memory."""
+    """A message that arrived. `payload` is flat, in the dtype that its kind implies."""
 
     sender: int
     message: m.AnyMessage
@@ -41,11 +40,9 @@ def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
     return torch.float32 if isinstance(message, _FP32) else compute
 
 
-def expect_read_only_buffers() -> None:
-    """Uses up torch's one warning per process that a buffer is not writable: received frames may not be."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.frombuffer(b"\0", dtype=torch.uint8)
+def tensor_of(buffer: memoryview, dtype: torch.dtype) -> Tensor:
+    """A received payload as a flat tensor that may be overwritten, without a copy where the link gave such memory."""
+    return torch.frombuffer(bytearray(buffer) if buffer.readonly else buffer, dtype=dtype)
 
 
 class Stopped(Exception):  # noqa: N818  (an end, no error)
@@ -63,7 +60,6 @@ class LinkPort:
     def __init__(self, links: Links, mailbox: Mailbox, compute: torch.dtype, early: Sequence[Envelope] = ()) -> None:
         self._links, self._mailbox, self._compute = links, mailbox, compute
         self._early: list[Item] = list(early)
-        expect_read_only_buffers()
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         frames: Sequence[memoryview] = ()
@@ -89,5 +85,5 @@ class LinkPort:
         message = m.decode(envelope.header)
         payload = None
         if envelope.payloads:
-            payload = torch.frombuffer(envelope.payloads[0], dtype=payload_dtype(message, self._compute))
+            payload = tensor_of(envelope.payloads[0], payload_dtype(message, self._compute))
         return Incoming(envelope.sender, message, payload)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from elaswave_spmd.recovery.messages import Publish
-from elaswave_spmd.recovery.worker_protocol import key_of
 from elaswave_spmd.runtime.buffers import ValueBuffer
 from elaswave_spmd.runtime.state import HeldRun, HeldState
 from elaswave_spmd.scheduling.placement import HolderRun, Placement
@@ -36,7 +35,7 @@ class Publisher:
         self._values, self._state, self._send = values, state, send
         self._drops_params = bool(placement.shardings.params.axes)
         self._readers = {
-            key_of(part.run): self._readers_of(part.run)
+            part.run.key: self._readers_of(part.run)
             for held in state.layers.values()
             for part in held
             if part.run.primary == rank
@@ -52,9 +51,9 @@ class Publisher:
     def publish(self, layer: int, version: int) -> None:
         """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie."""
         for part in self._state.layers.get(layer, ()):
-            message = Publish(version, *key_of(part.run))
+            message = Publish(version, *part.run.key)
             self._install_readers(message, self._state.compute_values(part))
-            if peers := self._readers.get(key_of(part.run)):
+            if peers := self._readers.get(part.run.key):
                 payload = self._payload(part)
                 for peer in peers:
                     self._send(peer, message, payload)

@@ -7,13 +7,13 @@ sent to each run's primary. The primary adds nodes until it has the root: the en
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from elaswave_spmd.recovery.messages import NodeSum
 from elaswave_spmd.runtime.buffers import GradientBuffer, GradientPool
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, RunKey
 from elaswave_spmd.scheduling.tree import Node, Reduction, maximal_nodes, parent_and_sibling
 from elaswave_spmd.sharding.pages import LOSS, READER, ModelLayout
 
@@ -47,27 +47,29 @@ def routes(layout: ModelLayout, holder_runs: HolderMap, layer: int) -> tuple[Rou
 
 @dataclass
 class _Tree:
-    """One tree: which nodes are held, and their sums. `owned` sums may be overwritten."""
+    """One tree: which nodes are held, and their sums, `num_elements` in all. `owned` sums may be overwritten."""
 
     reduction: Reduction
-    sums: dict[Node, Tensor]
-    owned: set[Node]
+    sums: dict[Node, Tensor] = field(default_factory=dict)
+    owned: set[Node] = field(default_factory=set)
+    num_elements: int = 0
 
     def add(self, node: Node, value: Tensor, *, owned: bool) -> None:
         """Files a node's sum and makes the additions that it allows; what is already covered is ignored."""
-        if self.reduction.covers(node):
+        added = self.reduction.add(node)
+        if added is None:
             return
-        merges = self.reduction.add(node)
-        for old in [n for n in self.sums if node[0] <= n[0] and n[1] <= node[1]]:
+        for old in added.superseded:
             del self.sums[old]
         self.sums[node] = value
         if owned:
             self.owned.add(node)
-        for merge in merges:
+        for merge in added.merges:
             left, right = self.sums.pop(merge.left), self.sums.pop(merge.right)
             self.sums[merge.into] = add_sums(left, right, merge.left in self.owned, merge.right in self.owned)
             self.owned -= {merge.left, merge.right}
             self.owned.add(merge.into)
+        self.num_elements += value.numel() * (1 - len(added.superseded) - len(added.merges))
 
 
 def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -> Tensor:
@@ -80,16 +82,15 @@ def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -
 class _PrimaryRun:
     """The trees of one run at its primary: one per use of the parameters (two for a tied one), in layer order."""
 
-    def __init__(self, run: HolderRun, uses: Sequence[int], num_units: int) -> None:
-        self.run = run
-        self._trees = {use: _Tree(Reduction(num_units), {}, set()) for use in sorted(uses)}
+    def __init__(self, uses: Sequence[int], num_units: int) -> None:
+        self._trees = {use: _Tree(Reduction(num_units)) for use in sorted(uses)}
         self._root = (0, num_units)
         self.done = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the sums held."""
-        return sum(4 * value.numel() for tree in self._trees.values() for value in tree.sums.values())
+        return sum(4 * tree.num_elements for tree in self._trees.values())
 
     def add(self, use: int, node: Node, value: Tensor, *, owned: bool) -> Tensor | None:
         """The entry, once every use's tree has its root; None before, and again after."""
@@ -140,9 +141,9 @@ class GradientReducer:
         self._final = frozenset(maximal_nodes(units, num_units))
         self._pools = {layer: GradientPool(layout.layers[layer]) for layer in layers}
         self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == rank]
-        self._uses = {run: uses_of(layout, run) for run in self._primary}
+        self._uses = {run.key: uses_of(layout, run) for run in self._primary}
         self._run_at = {(route_use, page): run for run in self._primary for route_use, page in self._starts(run)}
-        self._steps: dict[int, dict[HolderRun, _PrimaryRun]] = {}
+        self._steps: dict[int, dict[RunKey, _PrimaryRun]] = {}
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
         self.decided = 0
         self._sum_bytes = self._peak_sum_bytes = 0
@@ -171,7 +172,9 @@ class GradientReducer:
         """The unit's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
         reduction, buffers = self._local[layer]
         node = (unit, unit + 1)
-        for merge in reduction.add(node):
+        added = reduction.add(node)
+        assert added is not None, f"unit {unit} of layer {layer} was computed twice in step {step}"
+        for merge in added.merges:
             left, right = buffers.pop(merge.left), buffers.pop(merge.right)
             if left is not right:
                 left.flat.add_(right.flat)
@@ -204,14 +207,15 @@ class GradientReducer:
         self._add(message.step, run, message.layer, (message.lo, message.hi), payload, owned=False)
 
     def _add(self, step: int, run: HolderRun, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
-        trees = self._steps.setdefault(step, {})
-        if run not in trees:
-            trees[run] = _PrimaryRun(run, self._uses[run], self.num_units)
-        if trees[run].done:
+        runs = self._steps.setdefault(step, {})
+        if run.key not in runs:
+            runs[run.key] = _PrimaryRun(self._uses[run.key], self.num_units)
+        trees = runs[run.key]
+        if trees.done:
             return
-        before = trees[run].num_bytes
-        entry = trees[run].add(use, node, value, owned=owned)
-        self._sum_bytes += (trees[run].num_bytes if entry is None else 4 * entry.numel()) - before
+        before = trees.num_bytes
+        entry = trees.add(use, node, value, owned=owned)
+        self._sum_bytes += (trees.num_bytes if entry is None else 4 * entry.numel()) - before
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
         if entry is not None:
             self._entry_done(step, run, entry)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.errors import ModelError
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
@@ -62,6 +63,7 @@ class StagePrograms:
         self._modules, self._values = modules, values
         self._loss, self._loss_scale, self._checkpointing = loss, loss_scale, checkpointing
         self._last = max(modules) if loss is not None else -1
+        self._training = [m for module in modules.values() for m in module.modules() if m.training]
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._losses: dict[int, Tensor] = {}
 
@@ -99,7 +101,8 @@ class StagePrograms:
         if add:
             for parameter, view in zip(parameters, into.views, strict=True):
                 parameter.grad = view
-        torch.autograd.backward(y, dy)
+        if y.requires_grad:  # a layer without parameters may turn tokens into features
+            torch.autograd.backward(y, dy)
         if not add:
             into.set([parameter.grad for parameter in parameters])
         for parameter, view in zip(parameters, into.views, strict=True):
@@ -109,29 +112,50 @@ class StagePrograms:
         if layer == self._last:
             loss = self._losses.pop(unit)
             into.loss.copy_(into.loss + loss if add else loss)
+        if saved.x.requires_grad and saved.x.grad is None:
+            return torch.zeros_like(saved.x)
         return saved.x.grad
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        """Runs a layer for validation: no graph, no dropout. The last layer gives the unit's token-sum loss."""
+        """Runs a layer for validation: no graph. The last layer gives the unit's token-sum loss."""
         with torch.no_grad():
-            y = self._modules[layer](x, keys)
-            if layer == self._last and self._loss is not None:
-                assert batch is not None
-                y = self._loss(y, batch)
-        return y
+            return self._call(layer, x, keys, batch)
 
     def _run(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        y = self._modules[layer](x, keys)
-        if layer == self._last and self._loss is not None:
-            assert batch is not None
-            y = self._loss(y, batch) * self._loss_scale
+        y = self._call(layer, x, keys, batch)
+        if layer == self._last:
+            y = y * self._loss_scale
             self._losses[unit] = y.detach()
         return y
 
-    def set_training(self, training: bool) -> None:
-        for module in self._modules.values():
-            module.train(training)
+    def _call(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """The layer's output, or the loss of the last one, in the one form that it has on every mesh.
 
-    @property
-    def num_in_flight(self) -> int:
-        return len({unit for _, unit in self._saved})
+        An output is contiguous and in the compute dtype whether or not a stage ends behind the layer: else the next
+        layer would see other strides, or another dtype, on another mesh.
+        """
+        y = self._modules[layer](x, keys)
+        if layer == self._last and self._loss is not None:
+            assert batch is not None
+            loss = self._loss(y, batch)
+            if loss.ndim:
+                raise ModelError(
+                    "a loss is one number, the sum over tokens",
+                    got=f"shape {tuple(loss.shape)}",
+                    where="loss(output, batch)",
+                    fix="end it with .sum()",
+                )
+            return loss.float()
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            raise ModelError(
+                "a layer returns one floating-point tensor",
+                got=f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__,
+                where=f"layer {self._values[layer].layout.name}",
+                fix="return the tensor that the next layer takes; make features of integers in the layer itself",
+            )
+        return y.to(self._values[layer].flat.dtype).contiguous()
+
+    def set_training(self, training: bool) -> None:
+        """Switches what was in training mode at the start: not what a model itself put into evaluation mode."""
+        for module in self._training:
+            module.training = training

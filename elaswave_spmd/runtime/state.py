@@ -6,7 +6,7 @@ replicated parameters the master *is* the slice of the compute buffer; otherwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elaswave_spmd.runtime.buffers import ValueBuffer
 from elaswave_spmd.runtime.optimizers import PageOptimizer
-from elaswave_spmd.scheduling.placement import HolderRun
+from elaswave_spmd.scheduling.placement import HolderRun, RunKey
 from elaswave_spmd.sharding.pages import LayerLayout
 
 
@@ -27,6 +27,17 @@ class HeldRun:
     stop: int
     master: Tensor
     optimizer_state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What one call of the optimizer updates: pieces [first, stop) of held runs that share a rule, and their slices."""
+
+    decay: bool
+    lr_scale: float
+    pieces: list[tuple[RunKey, int, int]]
+    masters: list[Tensor]
+    optimizer_states: dict[str, list[Tensor]]
 
 
 class HeldState:
@@ -57,6 +68,7 @@ class HeldState:
             master = torch.zeros(shape) if separate_master else values[run.layer].pages(run.first, run.stop)
             state = {name: torch.zeros(shape) for name in optimizer.state_names}
             self.layers.setdefault(run.layer, []).append(HeldRun(run, start, stop, master, state))
+        self._cuts = {layer: _cut_by_rule(values[layer].layout, held) for layer, held in self.layers.items()}
 
     def initialise(self, draw: Callable[[str, int, int], Tensor]) -> None:
         """Fills the masters with initial values.
@@ -76,7 +88,7 @@ class HeldState:
     def apply(
         self,
         layer: int,
-        entries: dict[tuple[int, int, int], Tensor],
+        entries: Mapping[RunKey, Tensor],
         *,
         step: int,
         lr: float,
@@ -87,16 +99,14 @@ class HeldState:
         Args:
             entries: (layer, first, stop) -> fp32 reduced gradient of that run; may be overwritten.
         """
-        held = self.layers.get(layer, [])
-        layout = self._values[layer].layout
-        for (decay, lr_scale), cuts in _cut_by_rule(layout, held).items():
+        for cut in self._cuts.get(layer, ()):
             self.optimizer.update(
-                [part.master[a:b] for part, a, b in cuts],
-                [entries[(layer, part.run.first, part.run.stop)][a:b] for part, a, b in cuts],
-                {n: [part.optimizer_state[n][a:b] for part, a, b in cuts] for n in self.optimizer.state_names},
+                cut.masters,
+                [entries[key][first:stop] for key, first, stop in cut.pieces],
+                cut.optimizer_states,
                 step=step,
-                lr=lr * lr_scale,
-                decays=decay,
+                lr=lr * cut.lr_scale,
+                decays=cut.decay,
                 divisor=divisor,
             )
         self._to_compute(layer, step)
@@ -127,13 +137,20 @@ class HeldState:
         return found
 
 
-def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> dict[tuple[bool, float], list[tuple[HeldRun, int, int]]]:
-    """The pieces [a, b) of each held run, relative to it, that share an update rule."""
-    cuts: dict[tuple[bool, float], list[tuple[HeldRun, int, int]]] = {}
+def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:
+    """The held elements of a layer, by update rule."""
+    cuts: dict[tuple[bool, float], _Cut] = {}
     for part in held:
         for segment in layout.segments:
-            first, stop = max(segment.start, part.start), min(segment.stop, part.stop)
-            if first < stop:
-                rule = (segment.decay, segment.lr_scale)
-                cuts.setdefault(rule, []).append((part, first - part.start, stop - part.start))
-    return cuts
+            first, stop = max(segment.start, part.start) - part.start, min(segment.stop, part.stop) - part.start
+            if first >= stop:
+                continue
+            states = {name: [] for name in part.optimizer_state}
+            cut = cuts.setdefault(
+                (segment.decay, segment.lr_scale), _Cut(segment.decay, segment.lr_scale, [], [], states)
+            )
+            cut.pieces.append((part.run.key, first, stop))
+            cut.masters.append(part.master[first:stop])
+            for name, values in part.optimizer_state.items():
+                cut.optimizer_states[name].append(values[first:stop])
+    return list(cuts.values())

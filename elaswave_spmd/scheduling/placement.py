@@ -6,7 +6,7 @@ It holds counts, one number per stage or worker; owner maps and unit lists are f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import lt
 
@@ -19,21 +19,36 @@ from elaswave_spmd.sharding.pages import ModelLayout, deal_pages
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 
 
+RunKey = tuple[int, int, int]
+"""(layer, first page, stop page)."""
+
+
 @dataclass(frozen=True)
 class HolderRun:
-    """Pages [first, stop) of one layer's state with the same holders. `holders[0]` is the primary."""
+    """Pages [first, stop) of one layer's state with the same holders.
+
+    `holders` contains the primary. Runs of one stage share the set, so that a replicated stage costs no square.
+    """
 
     layer: int
     first: int
     stop: int
-    holders: tuple[int, ...]
+    primary: int
+    holders: frozenset[int] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        assert self.primary in self.holders and self.first < self.stop, self
 
     @property
-    def primary(self) -> int:
-        return self.holders[0]
+    def key(self) -> RunKey:
+        return self.layer, self.first, self.stop
+
+    @property
+    def mirrors(self) -> tuple[int, ...]:
+        return tuple(sorted(self.holders - {self.primary}))
 
     def __str__(self) -> str:
-        mirrors = f" mirrors {list(self.holders[1:])}" if len(self.holders) > 1 else ""
+        mirrors = f" mirrors {list(self.mirrors)}" if len(self.holders) > 1 else ""
         return f"layer {self.layer} pages [{self.first}, {self.stop}): {self.primary}{mirrors}"
 
 
@@ -76,37 +91,34 @@ class Placement:
     def num_stages(self) -> int:
         return len(self.mesh.stages)
 
-    @property
-    def num_layers(self) -> int:
-        return self.layer_cuts[-1]
-
     def layers_of_stage(self, stage: int) -> range:
         return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
 
     def stage_of_layer(self, layer: int) -> int:
         return next(s for s in range(self.num_stages) if layer < self.layer_cuts[s + 1])
 
+    def _workers_of_units(self, stage: int) -> tuple[int, ...]:
+        if stage not in self._dealt:
+            self._dealt[stage] = deal_units(self.mesh.stages[stage], self.unit_counts[stage], self.dealing)
+        return self._dealt[stage]
+
     @cached_property
-    def _workers_of_units(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            deal_units(members, counts, self.dealing)
-            for members, counts in zip(self.mesh.stages, self.unit_counts, strict=True)
-        )
+    def _dealt(self) -> dict[int, tuple[int, ...]]:
+        return {}  # by stage, worked out when first asked for
 
     def worker_of_unit(self, stage: int, unit: int) -> int:
-        return self._workers_of_units[stage][unit]
-
-    @cached_property
-    def _units_of_workers(self) -> Mapping[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {rank: [] for rank in self.mesh.members}
-        for workers in self._workers_of_units:
-            for unit, worker in enumerate(workers):
-                found[worker].append(unit)
-        return {rank: tuple(units) for rank, units in found.items()}
+        return self._workers_of_units(stage)[unit]
 
     def units_of(self, rank: int) -> tuple[int, ...]:
         """The units of one worker, ascending."""
-        return self._units_of_workers[rank]
+        stage, position = self.mesh.coordinate(rank)
+        counts = self.unit_counts[stage]
+        if self.dealing == CONTIGUOUS:
+            first = sum(counts[:position])
+            return tuple(range(first, first + counts[position]))
+        if counts == even_counts(self.num_units, len(counts)):
+            return tuple(range(position, self.num_units, len(counts)))
+        return tuple(u for u, worker in enumerate(self._workers_of_units(stage)) if worker == rank)
 
     def holder_runs(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> HolderMap:
         """Layer -> the runs of its state pages (and of its loss page), in page order; of some stages, or of all."""
@@ -121,12 +133,11 @@ class Placement:
 
     def _runs_of_layer(self, layout: ModelLayout, layer: int, stage: int, cuts: Sequence[int]) -> tuple[HolderRun, ...]:
         members = self.mesh.stages[stage]
-        replicated = not self.shardings.optim.axes
+        everybody = None if self.shardings.optim.axes else frozenset(members)
         found = []
 
         def add(first: int, stop: int, primary: int) -> None:
-            mirrors = tuple(m for m in members if m != primary) if replicated else ()
-            found.append(HolderRun(layer, first, stop, (primary, *mirrors)))
+            found.append(HolderRun(layer, first, stop, primary, everybody or frozenset((primary,))))
 
         for block in layout.layers[layer].state_blocks:
             for position, primary in enumerate(members):

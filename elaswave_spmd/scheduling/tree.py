@@ -20,21 +20,29 @@ def split(node: Node) -> int:
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
 
 
+def path(node: Node, num_units: int) -> list[Node]:
+    """The nodes from the root down to `node`, both included."""
+    at: Node = (0, num_units)
+    assert 0 <= node[0] < node[1] <= num_units, (node, num_units)
+    found = [at]
+    while at != node:
+        middle = split(at)
+        at = (at[0], middle) if node[1] <= middle else (middle, at[1])
+        assert at[0] <= node[0] and node[1] <= at[1], f"{node} is not a node of the tree over {num_units} units"
+        found.append(at)
+    return found
+
+
+def sibling_in(parent: Node, half: Node) -> Node:
+    """The other half of a parent."""
+    middle = split(parent)
+    return (middle, parent[1]) if half[0] == parent[0] else (parent[0], middle)
+
+
 def parent_and_sibling(node: Node, num_units: int) -> tuple[Node, Node] | None:
     """The node above and the other half of it; None for the root."""
-    lo, hi = 0, num_units
-    assert lo <= node[0] < node[1] <= hi, (node, num_units)
-    if node == (lo, hi):
-        return None
-    while True:
-        middle = split((lo, hi))
-        left, right = (lo, middle), (middle, hi)
-        if node == left:
-            return (lo, hi), right
-        if node == right:
-            return (lo, hi), left
-        lo, hi = left if node[1] <= middle else right
-        assert lo <= node[0] and node[1] <= hi, f"{node} is not a node of the tree over {num_units} units"
+    above = path(node, num_units)
+    return (above[-2], sibling_in(above[-2], node)) if len(above) > 1 else None
 
 
 def maximal_nodes(units: Iterable[int], num_units: int) -> tuple[Node, ...]:
@@ -57,9 +65,9 @@ def max_open_nodes(order: Iterable[int], num_units: int) -> int:
     """How many partial sums a worker holds at most while it adds up its units in this order (the memory it needs)."""
     sums, most = Reduction(num_units), 0
     for unit in order:
-        merges = sums.add((unit, unit + 1))
+        added = sums.add((unit, unit + 1))
         # The new leaf is added straight into its sibling when that is open (the first level costs no buffer).
-        most = max(most, len(sums.held) + max(0, len(merges) - 1))
+        most = max(most, len(sums.held) + max(0, len(added.merges) - 1 if added else 0))
     return most
 
 
@@ -70,6 +78,14 @@ class Merge:
     left: Node
     right: Node
     into: Node
+
+
+@dataclass(frozen=True)
+class Added:
+    """What follows from a new node: forget the sums inside it, then make these additions in order."""
+
+    superseded: tuple[Node, ...]
+    merges: tuple[Merge, ...]
 
 
 @dataclass
@@ -86,23 +102,26 @@ class Reduction:
     def done(self) -> bool:
         return (0, self.num_units) in self.held
 
-    def covers(self, node: Node) -> bool:
-        return any(lo <= node[0] and node[1] <= hi for lo, hi in self.held)
+    def add(self, node: Node) -> Added | None:
+        """Files a node. None, and nothing filed, if a held node covers it already. O(log num_units) for a single unit.
 
-    def add(self, node: Node) -> list[Merge]:
-        """Files a node; returns the additions that it makes possible, in order. Does nothing if already covered."""
-        if self.covers(node):
-            return []
-        # A node that covers smaller held ones supersedes them: their values are part of it.
-        self.held = {n for n in self.held if not (node[0] <= n[0] and n[1] <= node[1])}
+        Held nodes are disjoint: a node is covered exactly if one on its path from the root is held.
+        """
+        above = path(node, self.num_units)
+        if not self.held.isdisjoint(above):
+            return None
+        superseded: tuple[Node, ...] = ()
+        if node[1] - node[0] > 1:
+            superseded = tuple(sorted(n for n in self.held if node[0] <= n[0] and n[1] <= node[1]))
+            self.held.difference_update(superseded)
         self.held.add(node)
         merges = []
-        while above := parent_and_sibling(node, self.num_units):
-            into, sibling = above
+        for parent in reversed(above[:-1]):
+            sibling = sibling_in(parent, node)
             if sibling not in self.held:
                 break
-            merges.append(Merge(min(node, sibling), max(node, sibling), into))
+            merges.append(Merge(min(node, sibling), max(node, sibling), parent))
             self.held -= {node, sibling}
-            self.held.add(into)
-            node = into
-        return merges
+            self.held.add(parent)
+            node = parent
+        return Added(superseded, tuple(merges))

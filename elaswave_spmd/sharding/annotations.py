@@ -72,6 +72,11 @@ class Shardings:
         """How many of optim, grads, params lie on dp: 0, 1, 2 or 3, as in ZeRO."""
         return sum(bool(getattr(self, field).axes) for field in _STATE)
 
+    @property
+    def name(self) -> str:
+        """What a user calls it: `zero2`, as in `sharding=zero2`."""
+        return f"zero{self.zero_level}"
+
     def with_zero(self, level: int) -> Shardings:
         """These shardings at ZeRO level 0, 1, 2 or 3; batch and layers stay."""
         if level not in range(4):

@@ -16,10 +16,9 @@ Page ids (layer, page) never change during a run (protocol.md, "Words"). No torc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 from elaswave_spmd.errors import LayoutError
 
@@ -131,6 +130,13 @@ class LayerLayout:
     @cached_property
     def num_gradient_elements(self) -> int:
         return self.blocks[-1].stop if self.blocks else 0
+
+    @cached_property
+    def gradient_gaps(self) -> tuple[tuple[int, int], ...]:
+        """Elements [start, stop) of the gradient buffer outside all parameters: padding, and the loss page."""
+        starts = [*(s.start for s in self.slots), self.num_gradient_elements]
+        stops = [0, *(s.stop for s in self.slots)]
+        return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
@@ -245,17 +251,17 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
 
 
 def _lay_out_state(
-    index: int, use: LayerUse, tied: Iterable[str], page_size: int, home: dict[str, tuple[int, int]]
+    index: int, use: LayerUse, tied: Set[str], page_size: int, home: dict[str, tuple[int, int]]
 ) -> LayerLayout:
     """The state blocks of one layer; notes in `home` where each tied parameter begins."""
-    tied_here = [(p,) for p in use.parameters if p.name in tied]
-    rest = sorted((p for p in use.parameters if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
     blocks: list[Block] = []
-    for group in [*tied_here, *([tuple(rest)] if rest else [])]:
-        block = _block(STATE, group, blocks, page_size)
-        blocks.append(block)
-        if group in tied_here:
-            home[group[0].name] = (index, block.first_page)
+    for parameter in use.parameters:
+        if parameter.name in tied:
+            blocks.append(_block(STATE, (parameter,), blocks, page_size))
+            home[parameter.name] = (index, blocks[-1].first_page)
+    rest = sorted((p for p in use.parameters if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
+    if rest:
+        blocks.append(_block(STATE, rest, blocks, page_size))
     return LayerLayout(index, use.name, page_size, tuple(blocks))
 
 
@@ -329,13 +335,3 @@ def _even_cuts(total: int, parts: int, offset: int) -> list[int]:
     for part in range(parts):
         cuts.append(cuts[-1] + base + ((part - offset) % parts < extra))
     return cuts
-
-
-def runs(owner_of_page: Sequence[object]) -> list[tuple[int, int, object]]:
-    """Maximal runs [start, stop) of pages with equal owners: the compact form of an owner map."""
-    found, at = [], 0
-    for owner, group in groupby(owner_of_page):
-        length = sum(1 for _ in group)
-        found.append((at, at + length, owner))
-        at += length
-    return found

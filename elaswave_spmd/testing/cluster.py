@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from elaswave_spmd.models import LayeredModel
@@ -18,7 +19,7 @@ from elaswave_spmd.runtime.describe import ModelDescription
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
-from elaswave_spmd.runtime.port import Incoming
+from elaswave_spmd.runtime.port import Incoming, payload_dtype, tensor_of
 from elaswave_spmd.runtime.stage import Batches
 from elaswave_spmd.scheduling.actions import actions_of
 from elaswave_spmd.scheduling.placement import Placement
@@ -35,17 +36,33 @@ class Trained:
     state_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Flying:
+    """A message on its way, as a link has it: encoded, its payload still in the sender's memory."""
+
+    sender: int
+    header: bytes
+    payload: Tensor | None
+
+    def arrive(self, compute: torch.dtype) -> Incoming:
+        """The payload is read now, at the latest time a link may read it: overwriting it before shows as wrong bits."""
+        message = m.decode(self.header)
+        if self.payload is None:
+            return Incoming(self.sender, message)
+        data = self.payload.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return Incoming(self.sender, message, tensor_of(memoryview(data), payload_dtype(message, compute)))
+
+
 class _ListPort:
-    """One worker's port. Payloads are copied when sent: in-process tensors would otherwise be shared."""
+    """One worker's port."""
 
     def __init__(self, rank: int, cluster: LocalCluster) -> None:
         self._rank, self._cluster = rank, cluster
         self.inbox: deque[Incoming] = deque()
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
-        decoded = m.decode(m.encode(message))
-        copy = None if payload is None else payload.detach().clone().reshape(-1)
-        self._cluster.flying.setdefault((self._rank, peer), deque()).append(Incoming(self._rank, decoded, copy))
+        queue = self._cluster.flying.setdefault((self._rank, peer), deque())
+        queue.append(_Flying(self._rank, m.encode(message), payload))
 
     def take(self) -> list[Incoming]:
         self._cluster.deliver_some(self._rank)
@@ -75,7 +92,7 @@ class LocalCluster:
     ) -> None:
         self._job, self._layout = job, description.layout
         self._random = random.Random(seed)
-        self.flying: dict[tuple[int, int], deque[Incoming]] = {}
+        self.flying: dict[tuple[int, int], deque[_Flying]] = {}
         self._ports = {rank: _ListPort(rank, self) for rank in placement.mesh.members}
         self.executors: dict[int, Executor] = {}
         for rank in placement.mesh.members:
@@ -102,7 +119,7 @@ class LocalCluster:
         links = [queue for (_, peer), queue in sorted(self.flying.items()) if peer == rank and queue]
         for queue in self._random.sample(links, len(links)):
             for _ in range(self._random.randint(0, len(queue))):
-                self._ports[rank].inbox.append(queue.popleft())
+                self._ports[rank].inbox.append(queue.popleft().arrive(self._job.torch_dtype))
 
     def run(self) -> Trained:
         """All steps.
@@ -134,7 +151,7 @@ class LocalCluster:
     def _drain_controller(self) -> None:
         for (_, peer), queue in self.flying.items():
             while peer == CONTROLLER and queue:
-                self._to_controller(queue.popleft())
+                self._to_controller(queue.popleft().arrive(self._job.torch_dtype))
 
     def _to_controller(self, incoming: Incoming) -> None:
         match incoming.message:

@@ -14,7 +14,7 @@ import torch
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
-from elaswave_spmd.runtime.describe import describe, has_buffers
+from elaswave_spmd.runtime.describe import describe, has_constants
 from elaswave_spmd.runtime.job import DTYPES, Job
 from elaswave_spmd.runtime.optimizers import SGD, AdamW
 from elaswave_spmd.runtime.stage import Batches
@@ -143,7 +143,7 @@ def placement_of(run: Run, mesh: str, zero: int, page_layout: str = "interleaved
 def simulate(run: Run, placement: Placement, *, order: int = 0) -> Trained:
     """The product on a mesh; `order` draws the order of workers and messages."""
     description = describe(meta_model(run.model), page_size=run.page_size)
-    make = MODELS[run.model] if has_buffers(meta_model(run.model)) else lambda: meta_model(run.model)
+    make = MODELS[run.model] if has_constants(meta_model(run.model)) else lambda: meta_model(run.model)
     return LocalCluster(run.job(), placement, description, make, TRAIN, VALIDATION, seed=order).run()
 
 
@@ -203,7 +203,10 @@ def validation_loss(
         for unit in range(units):
             ids = np.arange(unit * unit_size, (unit + 1) * unit_size)
             tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in data.batch(ids))
-            losses.append(float(model.loss(model(tokens, Keys.make(0, 0, ids, 0)), Batch(tokens, targets))))
+            x = tokens
+            for number, layer in enumerate(model.layers):
+                x = layer(x.contiguous(), Keys.make(0, 0, ids, number))
+            losses.append(float(model.loss(x, Batch(tokens, targets))))
     return math.fsum(losses)
 
 

@@ -65,3 +65,11 @@ def test_passes_differ_and_the_order_does_not_depend_on_the_batch_size() -> None
     small = np.concatenate([sample_ids(7, t, 8, 100) for t in range(1, 26)])
     np.testing.assert_array_equal(small, np.concatenate([first, second]))
     assert (sample_ids(8, 1, 100, 100) != first).any()
+
+
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(1, 40), st.integers(1, 60), st.data())
+@settings(deadline=None)
+def test_some_slots_are_those_of_the_whole_batch(seed, step, global_batch, num_samples, data) -> None:
+    slots = np.array(sorted(data.draw(st.sets(st.integers(0, global_batch - 1)))), dtype=np.int64)
+    whole = sample_ids(seed, step, global_batch, num_samples)
+    assert np.array_equal(sample_ids(seed, step, global_batch, num_samples, slots), whole[slots])

@@ -85,6 +85,14 @@ def shared_dropout() -> LayeredModel:
     return stack(Plain(drop), Plain(drop))
 
 
+class Own(LayeredModel):
+    """Gets something of its own after its layers."""
+
+    def __init__(self, name: str, own: object) -> None:
+        super().__init__({"first": Plain(), "second": Plain()})
+        setattr(self, name, own)
+
+
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("no layers", lambda: LayeredModel({}), "at least one layer"),
     ("forward(x)", lambda: stack(OneArgument()), r"layer\(x, keys\)"),
@@ -101,6 +109,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("frozen parameter", lambda: stack(frozen()), "register_buffer"),
     ("shared parameter", shared_parameter, 'tie\\("layer1.weight", "layer0.weight"\\)'),
     ("shared dropout", shared_dropout, "make two"),
+    ("own parameter", lambda: Own("temperature", nn.Parameter(torch.ones(()))), "(?s)temperature.*first, second"),
+    ("own module", lambda: Own("scale", nn.Linear(4, 4)), r"(?s)scale\.weight.*from Own"),
 ]
 
 
@@ -108,6 +118,19 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
 def test_what_the_contract_forbids_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make()
+
+
+def test_what_a_model_has_beside_its_layers() -> None:
+    """Modules without parameters, and other names for its layers."""
+    Own("entropy", nn.CrossEntropyLoss())
+    layers = nn.ModuleList([Plain(), Plain()])
+
+    class Listed(LayeredModel):
+        def __init__(self) -> None:
+            super().__init__({"first": layers[0], "second": layers[1]})
+            self.blocks = layers
+
+    Listed()
 
 
 def test_dropout_of_probability_zero_and_layer_norms_are_fine() -> None:

@@ -180,8 +180,8 @@ def test_the_observer_writes_shows_and_plots(tmp_path: Path) -> None:
         observer.on_event("fail", rank=1, message="worker 1 lost [bold]")
         observer.on_step(_line(2, loss=2.0, workers=1))
         observer.on_validation(2, np.float32(1.75))  # type: ignore[arg-type]
-        observer.write_weights({"w": np.ones(2, np.float32)})
-        observer.on_finish({"validation_loss": 1.75})
+        observer.on_finish({"validation_loss": 1.75}, {"w": np.ones(2, np.float32)})
+        observer.on_stop(OSError("nobody reads the terminal any more"))  # it has finished: no event
     observer.close()
     assert [line.step for line in read_metrics(run_dir.path)] == [1, 2]
     events = read_events(run_dir.path)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from elaswave_spmd.errors import ConfigError, DataError
+from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.observe import (
     MetricsLine,
     RunDir,
@@ -52,7 +52,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     run_dir.write_metrics(_line(2, loss=float("nan")))
     run_dir.write_summary({"final_loss_hex": "0x1p+0", "sizes": (1, 2), "bad": float("inf")})
     weights = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
-    digest = run_dir.write_weights(weights)
+    run_dir.write_weights(weights)
     run_dir.close()
     run_dir.close()
     path = tmp_path / "new" / "run"
@@ -64,7 +64,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert json.loads((path / "metrics.jsonl").read_text().splitlines()[1])["loss"] is None
     assert read_events(path) == [{"event": "fail", "time": 12.5, "rank": 3}]
     assert read_summary(path) == {"final_loss_hex": "0x1p+0", "sizes": [1, 2], "bad": "inf"}
-    assert digest == weights_sha256(load_file(path / "weights.safetensors"))
+    assert weights_sha256(weights) == weights_sha256(load_file(path / "weights.safetensors"))
 
 
 def test_lines_are_on_file_before_the_run_ends(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_failed_summary_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.
         raise OSError(5, "I/O error")
 
     monkeypatch.setattr(run_files.os, "replace", broken)
-    with pytest.raises(OSError, match="I/O error"):
+    with pytest.raises(FilesError, match=r"summary\.json \(I/O error\)"):
         run_dir.write_summary({"steps": 2})
     assert read_summary(tmp_path / "run") == {"steps": 1}
     assert not [name for name in _tree(tmp_path / "run") if "tmp" in name]

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from elaswave_spmd.recovery.messages import Publish, Vote
-from elaswave_spmd.recovery.worker_protocol import Apply, Install, RunKey, SendVote, WorkerProtocol, held_runs, key_of
+from elaswave_spmd.recovery.worker_protocol import Apply, Install, SendVote, WorkerProtocol, held_runs
 from elaswave_spmd.scheduling.placement import HolderRun
 
 ME, OTHER, THIRD = 1, 0, 2
-OWN = HolderRun(0, 0, 2, (ME, OTHER))  # this worker is its primary ...
-MIRRORED = HolderRun(0, 2, 3, (OTHER, ME))  # ... and mirrors this one
-LOSS = HolderRun(1, 4, 5, (ME,))
+OWN = HolderRun(0, 0, 2, ME, frozenset({ME, OTHER}))  # this worker is its primary ...
+MIRRORED = HolderRun(0, 2, 3, OTHER, frozenset({OTHER, ME}))  # ... and mirrors this one
+LOSS = HolderRun(1, 4, 5, ME, frozenset({ME}))
 OWN_NORMS, MIRRORED_NORMS = [9.0, 7.0], [5.0]
 
 
@@ -22,7 +22,7 @@ def worker(
     *, version: int = 0, epoch: int = 3, members: Sequence[int] = (OTHER, ME), loss: bool = True
 ) -> WorkerProtocol:
     held = [OWN, MIRRORED, LOSS] if loss else [OWN, MIRRORED]
-    return WorkerProtocol(ME, epoch, members, held, key_of(LOSS) if loss else None, version)
+    return WorkerProtocol(ME, epoch, members, held, LOSS.key if loss else None, version)
 
 
 def entries(protocol: WorkerProtocol, step: int, runs: Sequence[HolderRun] = (OWN, MIRRORED, LOSS)) -> list[object]:
@@ -30,7 +30,7 @@ def entries(protocol: WorkerProtocol, step: int, runs: Sequence[HolderRun] = (OW
     norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: [99.0]}  # the loss page is no part of the norm
     effects: list[object] = []
     for run in runs:
-        effects += protocol.entry_complete(step, key_of(run), norms[run], 2.5 if run is LOSS else None)
+        effects += protocol.entry_complete(step, run.key, norms[run], 2.5 if run is LOSS else None)
     return effects
 
 
@@ -174,7 +174,7 @@ def test_a_norm_that_is_not_finite_is_seen_by_all_and_advances_the_version() -> 
 def test_a_page_that_is_not_finite_travels_in_the_vote(value: float) -> None:
     protocol = worker()
     protocol.computed(1)
-    protocol.entry_complete(1, key_of(OWN), [1.0, value])
+    protocol.entry_complete(1, OWN.key, [1.0, value])
     (sent,) = entries(protocol, 1, [MIRRORED, LOSS])
     assert isinstance(sent, SendVote) and len(sent.vote.norm) == 1 and not math.isfinite(sent.vote.norm[0])
 
@@ -183,14 +183,14 @@ def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
     values = [1e30, 1.0, -1.0, 1e-30, 3.0]  # a plain sum in another order would lose the small ones
     norms = set()
     for own in range(1, len(values)):
-        mine = HolderRun(0, 0, own, (ME,))
-        protocol = WorkerProtocol(ME, 0, (OTHER, ME), [mine, LOSS], key_of(LOSS))
-        protocol.entry_complete(1, key_of(mine), values[:own])
-        protocol.entry_complete(1, key_of(LOSS), [], 1.0)
+        mine = HolderRun(0, 0, own, ME, frozenset({ME}))
+        protocol = WorkerProtocol(ME, 0, (OTHER, ME), [mine, LOSS], LOSS.key)
+        protocol.entry_complete(1, mine.key, values[:own])
+        protocol.entry_complete(1, LOSS.key, [], 1.0)
         (sent,) = protocol.computed(1)
-        other = HolderRun(0, 0, len(values) - own, (OTHER,))
+        other = HolderRun(0, 0, len(values) - own, OTHER, frozenset({OTHER}))
         peer = WorkerProtocol(OTHER, 0, (OTHER, ME), [other])
-        peer.entry_complete(1, key_of(other), values[own:])
+        peer.entry_complete(1, other.key, values[own:])
         (theirs,) = peer.computed(1)
         assert isinstance(sent, SendVote) and isinstance(theirs, SendVote)
         (apply,) = protocol.vote_received(theirs.vote)
@@ -202,9 +202,9 @@ def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
 
 def test_the_sum_over_workers_is_exactly_rounded_too() -> None:
     members = tuple(range(9))
-    run = HolderRun(0, 0, 1, (ME,))
+    run = HolderRun(0, 0, 1, ME, frozenset({ME}))
     protocol = WorkerProtocol(ME, 0, members, [run])
-    protocol.entry_complete(1, key_of(run), [1.0])
+    protocol.entry_complete(1, run.key, [1.0])
     protocol.computed(1)
     effects: list[object] = []
     for sender in members:
@@ -214,8 +214,8 @@ def test_the_sum_over_workers_is_exactly_rounded_too() -> None:
 
 
 def test_a_worker_alone_decides_by_its_own_vote() -> None:
-    protocol = WorkerProtocol(ME, 0, (ME,), [LOSS], key_of(LOSS))
-    protocol.entry_complete(1, key_of(LOSS), [], 1.5)
+    protocol = WorkerProtocol(ME, 0, (ME,), [LOSS], LOSS.key)
+    protocol.entry_complete(1, LOSS.key, [], 1.5)
     assert [type(e) for e in protocol.computed(1)] == [SendVote, Apply]
 
 
@@ -234,8 +234,8 @@ def test_norm_values_are_kept_for_two_versions() -> None:
 
 
 def test_held_runs_are_in_layer_and_page_order() -> None:
-    first, second = HolderRun(0, 0, 1, (5,)), HolderRun(1, 0, 1, (4, 5))
-    found = held_runs({1: (second,), 0: (first, HolderRun(0, 1, 2, (4,)))}, 5)
+    first, second = HolderRun(0, 0, 1, 5, frozenset({5})), HolderRun(1, 0, 1, 4, frozenset({4, 5}))
+    found = held_runs({1: (second,), 0: (first, HolderRun(0, 1, 2, 4, frozenset({4})))}, 5)
     assert found == (first, second)
-    keys: list[RunKey] = [key_of(run) for run in found]
+    keys: list[RunKey] = [run.key for run in found]
     assert keys == [(0, 0, 1), (1, 0, 1)]

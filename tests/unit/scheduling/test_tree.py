@@ -28,12 +28,15 @@ class Sums:
         self.reduction, self.values = Reduction(num_units), {}
 
     def add(self, node: tuple[int, int], value: str) -> None:
-        if self.reduction.covers(node):
+        added = self.reduction.add(node)
+        if added is None:
             return
-        merges = self.reduction.add(node)
+        for old in added.superseded:
+            del self.values[old]
         self.values[node] = value
-        for merge in merges:
-            self.values[merge.into] = f"({self.values[merge.left]}+{self.values[merge.right]})"
+        for merge in added.merges:
+            self.values[merge.into] = f"({self.values.pop(merge.left)}+{self.values.pop(merge.right)})"
+        assert set(self.values) == self.reduction.held
 
 
 def test_worked_example():

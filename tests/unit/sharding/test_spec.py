@@ -68,6 +68,7 @@ def test_zero_levels() -> None:
     assert Shardings() == Shardings(batch=P("dp"), layers=P("pp"), params=P(None), grads=P(None), optim=P(None))
     for level in range(4):
         assert Shardings(layers=P(None)).with_zero(level).zero_level == level
+        assert Shardings().with_zero(level).name == f"zero{level}"
         assert Shardings().with_zero(3).with_zero(level) == Shardings().with_zero(level)
     assert Shardings().with_zero(1) == Shardings(optim=P("dp"))
     assert Shardings(layers=P(None)).with_zero(1).layers == P(None)
