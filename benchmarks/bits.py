@@ -205,7 +205,7 @@ def run_command(case: Case, directory: Path) -> Outcome:
     """The same run as a user starts it: `python train.py name=value ...`."""
     run_dir = directory / "command"
     fields = settings_of(case, run_dir)
-    words = [f"model.args={{{','.join(f'{k}:{v}' for k, v in fields['model'].pop('args', {}).items())}}}"]
+    words = [f"++model.args.{name}={value}" for name, value in fields["model"].pop("args", {}).items()]
     words += [f"sharding={fields.pop('sharding')['name']}"]
     for group, values in fields.items():
         words += [f"{group}.{name}={str(value).replace(' ', '')}" for name, value in values.items()]
@@ -287,7 +287,7 @@ class Findings:
 
     def cell(self, row: str, column: str) -> str:
         count, equal = self.runs.get((row, column), 0), self.equal.get((row, column), 0)
-        return "-" if not count else f"{equal}/{count}" + ("" if equal == count else "  DIFFERENT")
+        return "-" if not count else f"{equal}/{count}" + ("" if equal == count else "  NOT EQUAL")
 
 
 def attempt(run: Any, *args: Any) -> Outcome | str:

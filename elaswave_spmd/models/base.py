@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,19 +23,7 @@ class Batch:
     targets: Tensor
 
 
-class _CheckedWhenMade(ABCMeta):
-    """Looks at a model when its constructor is through: `LayeredModel.__init__` ends before that of its subclass.
-
-    An ABCMeta, so that a model may also derive from an abstract class or a protocol.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        model = super().__call__(*args, **kwargs)
-        _check_outside(model)
-        return model
-
-
-class LayeredModel(nn.Module, metaclass=_CheckedWhenMade):
+class LayeredModel(nn.Module):
     """An ordered stack of layers. Subclasses build the layers and hand them to `super().__init__`.
 
     A layer maps (x, keys) of one unit to one contiguous tensor; the first gets int64 tokens [B, T]. A layer reads its
@@ -69,6 +56,21 @@ class LayeredModel(nn.Module, metaclass=_CheckedWhenMade):
         _check_parameters(self)
         _check_ties(self)
         _number_dropouts(self)
+
+    # What a subclass adds after its layers passes through one of these three.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            _check_outside(self)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        _check_outside(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        _check_outside(self)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -176,6 +178,8 @@ def _check_parameters(model: LayeredModel) -> None:
 
 
 def _check_outside(model: LayeredModel) -> None:
+    if "layer_names" not in vars(model):  # the layers themselves are being added
+        return
     inside = {id(module) for layer in model.layers for module in layer.modules()}
     for path, module in model.named_modules():
         if id(module) in inside:

@@ -39,7 +39,7 @@ def save_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
     try:
         save_file(arrays, str(path))
     except SafetensorError as error:  # how it reports a full disk: a text with the system's error number in it
-        number = re.search(r"code: (\d+)", str(error))
+        number = re.search(r"(?:os error|code:) (\d+)", str(error))
         raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
 
 

@@ -59,7 +59,7 @@ class Inf(GPT):
 MODELS: dict[str, Callable[[], LayeredModel]] = {
     "gpt": lambda: GPT(vocab_size=VOCAB, seq_len=TOKENS, layers=2, d_model=16, heads=2, dropout=0.1),
     "gpt_tied": lambda: GPT(vocab_size=VOCAB, seq_len=TOKENS, layers=2, d_model=8, heads=2, dropout=0.1, tied=True),
-    "llama_tied": lambda: Llama(vocab_size=VOCAB, layers=2, d_model=16, heads=2, kv_heads=1, hidden=32, tied=True),
+    "llama_tied": lambda: Llama(vocab_size=VOCAB, layers=1, d_model=16, heads=2, kv_heads=1, hidden=32, tied=True),
     "llama": lambda: Llama(vocab_size=VOCAB, layers=1, d_model=8, heads=2, kv_heads=2, dropout=0.1, tied=False),
     "mlp": lambda: MLP(vocab_size=VOCAB, layers=1, d_model=8, dropout=0.2),
     "inf": lambda: Inf(vocab_size=VOCAB, seq_len=TOKENS, layers=1, d_model=8, heads=2),

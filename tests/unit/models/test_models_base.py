@@ -90,7 +90,10 @@ class Own(LayeredModel):
 
     def __init__(self, name: str, own: object) -> None:
         super().__init__({"first": Plain(), "second": Plain()})
-        setattr(self, name, own)
+        if isinstance(own, nn.Parameter):
+            self.register_parameter(name, own)  # as setting an attribute does
+        else:
+            setattr(self, name, own)
 
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
@@ -110,6 +113,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("shared parameter", shared_parameter, 'tie\\("layer1.weight", "layer0.weight"\\)'),
     ("shared dropout", shared_dropout, "make two"),
     ("own parameter", lambda: Own("temperature", nn.Parameter(torch.ones(()))), "(?s)temperature.*first, second"),
+    ("own attribute", lambda: setattr(stack(Plain()), "temperature", nn.Parameter(torch.ones(()))), "temperature"),
+    ("own module added", lambda: stack(Plain()).add_module("scale", nn.Linear(4, 4)), r"scale\.weight"),
     ("own module", lambda: Own("scale", nn.Linear(4, 4)), r"(?s)scale\.weight.*from Own"),
 ]
 

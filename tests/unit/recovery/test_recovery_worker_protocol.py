@@ -237,5 +237,5 @@ def test_held_runs_are_in_layer_and_page_order() -> None:
     first, second = HolderRun(0, 0, 1, 5, frozenset({5})), HolderRun(1, 0, 1, 4, frozenset({4, 5}))
     found = held_runs({1: (second,), 0: (first, HolderRun(0, 1, 2, 4, frozenset({4})))}, 5)
     assert found == (first, second)
-    keys: list[RunKey] = [run.key for run in found]
+    keys = [run.key for run in found]
     assert keys == [(0, 0, 1), (1, 0, 1)]

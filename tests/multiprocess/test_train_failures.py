@@ -1,0 +1,82 @@
+"""Real runs on a machine that has too little of something: disk, open files. And what the last event says."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are set by prlimit"),
+]
+ENDLESS = [*SMALL, "train.steps=1000000", "train.validate_every=0"]
+
+
+def limit(pid: int, what: int, soft: int, hard: int = -1) -> None:
+    resource.prlimit(pid, what, (soft, soft if hard < 0 else hard))
+
+
+def test_a_full_disk_ends_a_run_with_one_line(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *ENDLESS, "mesh=dp2", "run.tensorboard=true") as run:
+        run.wait_for_steps(2)
+        limit(run.process.pid, resource.RLIMIT_FSIZE, 12_000)
+        done = run.finish()
+    message = "the run's files cannot be written: "
+    assert done.code == 1
+    assert done.err.startswith(f"error: {message}") and done.err.count("\n") == 1
+    assert read_metrics(tmp_path / "run"), "every line is whole"
+    last = read_events(tmp_path / "run")[-1]
+    assert last["event"] == "stop" and last["message"].startswith(message)
+
+
+def test_a_disk_without_room_for_the_weights_keeps_the_result(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *SMALL, "mesh=dp2") as run:
+        eventually(lambda: (tmp_path / "run" / "config.yaml").exists(), run.process)
+        limit(run.process.pid, resource.RLIMIT_FSIZE, 8_000)
+        done = run.finish()
+    assert done.code == 1
+    weights = tmp_path / "run" / "weights.safetensors"
+    assert done.err == f"error: the run's files cannot be written: {weights} (File too large)\n"
+    assert not weights.exists()
+    summary = read_summary(tmp_path / "run")
+    assert summary["steps"] == 6 and len(summary["weights_sha256"]) == 64
+    assert [event["event"] for event in read_events(tmp_path / "run")][-1] == "stop"
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *ENDLESS, "mesh=dp2") as run:
+        run.wait_for_steps(2)
+        os.killpg(run.process.pid, signal.SIGINT)
+        done = run.finish()
+    assert done.code == 130
+    events = read_events(tmp_path / "run")
+    assert [event["event"] for event in events] == ["start", "stop"] and events[-1]["message"] == "interrupted"
+
+
+def test_workers_get_room_for_their_links(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *ENDLESS, "mesh=dp4") as run:
+        limit(run.process.pid, resource.RLIMIT_NOFILE, 30, 500)  # as a worker of dp4 has 35 open files
+        run.wait_for_steps(1)
+        for pid in [run.process.pid, *run.workers()]:
+            assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (500, 500)
+
+
+def test_a_limit_that_is_too_low_is_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *ENDLESS, "mesh=dp4") as run:
+        limit(run.process.pid, resource.RLIMIT_NOFILE, 60)
+        done = run.finish()
+    assert done.code == 2 and "4 workers" in done.err and "ulimit -n 120" in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,46 @@
+"""Limits of open files, on a made-up system."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime import descriptors
+from elaswave_spmd.runtime.descriptors import make_room
+
+INF = resource.RLIM_INFINITY
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The limits that were set; the last one is in force."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: found[-1])
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, pair: found.append(pair))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "workers", "after"),
+    [
+        ((1024, 4096), 4, (1024, 4096)),  # room enough: nothing is touched
+        ((1024, 4096), 500, (4096, 4096)),
+        ((1024, INF), 500, (2600, INF)),
+        ((INF, INF), 100_000, (INF, INF)),
+    ],
+)
+def test_the_soft_limit_is_raised_where_needed(
+    limits: list[tuple[int, int]], before: tuple[int, int], workers: int, after: tuple[int, int]
+) -> None:
+    limits.append(before)
+    make_room(workers)
+    assert limits[-1] == after
+
+
+def test_a_hard_limit_that_is_too_low_is_refused(limits: list[tuple[int, int]]) -> None:
+    limits.append((1024, 4096))
+    with pytest.raises(ConfigError, match=r"(?s)1000 workers, 5100.*4096 .*ulimit -n 5100"):
+        make_room(1000)
+    assert limits == [(1024, 4096)]
