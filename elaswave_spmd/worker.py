@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import traceback
 from typing import Any, cast
 
 import torch
 
-from elaswave_spmd.assembly import make_executor, plan_run
+from elaswave_spmd.assembly import RunPlan, make_executor, plan_run
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
@@ -43,8 +42,9 @@ def main(spec: dict[str, Any]) -> int:
     )
     try:
         links.connect(CONTROLLER, spec["controller"])
-        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, os.getpid())))
-        _work(rank, settings, PreparedData.from_dict(spec["data"]), links, mailbox)
+        plan = plan_run(settings, PreparedData.from_dict(spec["data"]))
+        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address)))
+        _work(rank, plan, links, mailbox)
     except Stopped:
         pass
     except BaseException:
@@ -55,9 +55,8 @@ def main(spec: dict[str, Any]) -> int:
     return 0
 
 
-def _work(rank: int, settings: Settings, data: PreparedData, links: Links, mailbox: Mailbox) -> None:
+def _work(rank: int, plan: RunPlan, links: Links, mailbox: Mailbox) -> None:
     """The worker's life, from its place in the mesh to the controller's Stop."""
-    plan = plan_run(settings, data)
     place, early = _await_place(mailbox)
     plan = plan.with_place(place)
     for peer, address in place.addresses.items():

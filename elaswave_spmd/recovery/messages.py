@@ -91,7 +91,6 @@ class Ready(Message, frozen=True):
 
     rank: int
     address: str
-    pid: int
 
 
 class Place(Message, frozen=True):

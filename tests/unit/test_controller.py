@@ -52,7 +52,7 @@ class Workers:
 
     def start(self, *ranks: int) -> None:
         for rank in ranks:
-            self.say(m.Ready(rank, self._links[rank].address, 0))
+            self.say(m.Ready(rank, self._links[rank].address))
 
     def end(self, *exits: Exited) -> None:
         self.ended += exits

@@ -22,7 +22,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Publish(7, 0, 0, 3),
     m.Vote(1, 0, 4, (1.5, -0.0, 5e-324), 2.25),
     m.Vote(1, 0, 4, (), None),
-    m.Ready(3, "ipc:///tmp/x", 77),
+    m.Ready(3, "ipc:///tmp/x"),
     m.Place(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
     m.Applied(9, 0, 1, 0.1, 0.2, False, 0.5),
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),

@@ -72,8 +72,7 @@ def test_even_mesh_is_1f1b():
 
 
 def test_check_names_a_circle():
-    plan = {0: (Action.parse("0F0"), Action.parse("0B0"), Action.parse("0F1"), Action.parse("0B1"))}
-    plan[1] = tuple(map(Action.parse, ["1F0", "1F1", "1B0", "1B1"]))
+    plan = actions.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
     with pytest.raises(PlanError, match="wait for ever"):
         actions.check(plan, 2)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.scheduling.tree import Reduction, maximal_nodes, max_open_nodes, parent_and_sibling, split
+from elaswave_spmd.scheduling.tree import Reduction, max_open_nodes, maximal_nodes, parent_and_sibling, split
 
 UNITS = st.integers(1, 70)
 

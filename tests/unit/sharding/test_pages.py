@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def test_blocks_tile_the_buffer(embed, head, page_size, tied):
             assert block.stop % ALIGNMENT == 0 and block.num_pages == -(-(block.stop - block.start) // page_size)
             spans = [layer.span(p, p + 1) for p in block.pages]
             assert spans[0][0] == block.start and spans[-1][1] == block.stop
-            assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(spans))
             taken = block.start
             for slot in block.slots:
                 assert slot.start % ALIGNMENT == 0 and slot.start >= taken
@@ -38,6 +40,7 @@ def test_blocks_tile_the_buffer(embed, head, page_size, tied):
     assert layout.num_parameters == sum(a * b for a, b in [*embed, *head])
     if tied:
         (block,) = layout.layers[1].reader_blocks
+        assert block.source is not None
         owner, page = block.source
         source = layout.layers[owner].block_of(page)
         assert [s.parameter.name for s in source.slots] == ["a.p0"]
