@@ -24,7 +24,7 @@ def path(node: Node, num_units: int) -> list[Node]:
     """The nodes from the root down to `node`, both included."""
     at: Node = (0, num_units)
     assert 0 <= node[0] < node[1] <= num_units, (node, num_units)
-    found = [at]
+    found: list[Node] = [at]
     while at != node:
         middle = split(at)
         at = (at[0], middle) if node[1] <= middle else (middle, at[1])
