@@ -112,7 +112,6 @@ class Applied(Message, frozen=True):
     loss: float
     grad_norm: float
     updated: bool
-    seconds: float
 
 
 class ValidationLoss(Message, frozen=True):

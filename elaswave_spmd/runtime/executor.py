@@ -7,7 +7,6 @@ placement, and when a step may be applied in the protocol.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -114,7 +113,6 @@ class Executor:
         self._words = WordSource()
         self._layer_numbers = {layer: torch.tensor(layer) for layer in self._layers}
         self._step = 0
-        self._step_started = 0.0
 
     def _stages_of_interest(self) -> set[int]:
         """This worker's stage, and those that own a parameter which a layer of it reads."""
@@ -171,7 +169,7 @@ class Executor:
             self._publisher.publish(layer, 0)
 
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
-        self._step, self._step_started = step, time.perf_counter()
+        self._step = step
         ids = sample_ids(self.job.seed, step, self.job.global_batch, len(self._train), self._slots)
         self._samples = dict(zip(self._units, ids.reshape(-1, self.job.unit_size), strict=True))
         self._step_number = torch.tensor(step)
@@ -325,10 +323,7 @@ class Executor:
                 self.state.keep(layer, decided.step)
             self._publisher.publish(layer, decided.step)
         self._reducer.step_decided(decided.step)
-        seconds = time.perf_counter() - self._step_started
-        report = m.Applied(
-            decided.step, self.protocol.epoch, self.rank, decided.loss, decided.norm, decided.finite, seconds
-        )
+        report = m.Applied(decided.step, self.protocol.epoch, self.rank, decided.loss, decided.norm, decided.finite)
         self._port.send(CONTROLLER, report)
 
     # ---- validation

@@ -16,6 +16,23 @@ from torch import Tensor
 from elaswave_spmd.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Update:
+    """The numbers of one update.
+
+    Args:
+        step: 1, 2, ...: bias corrections are functions of it, never of a counter.
+        lr: learning rate.
+        decays: whether weight decay applies to these elements.
+        divisor: gradients are divided by it first (clipping); at least 1.
+    """
+
+    step: int
+    lr: float
+    decays: bool = True
+    divisor: float = 1.0
+
+
 class PageOptimizer(Protocol):
     """An elementwise update. Implement this to bring your own.
 
@@ -30,11 +47,7 @@ class PageOptimizer(Protocol):
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        *,
-        step: int,
-        lr: float,
-        decays: bool,
-        divisor: float,
+        how: Update,
     ) -> None:
         """Updates `params` and `states` in place; may overwrite `grads`.
 
@@ -42,9 +55,7 @@ class PageOptimizer(Protocol):
 
         Args:
             params, grads, states[name]: fp32 1-D tensors of pairwise equal length, any number of any cut.
-            step: 1, 2, ...: bias corrections are functions of it, never of a counter.
-            decays: whether weight decay applies to these elements.
-            divisor: gradients are divided by it first (clipping); at least 1.
+            how: the numbers of this step, the same for all these elements.
         """
         ...
 
@@ -66,13 +77,9 @@ class AdamW:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        *,
-        step: int,
-        lr: float,
-        decays: bool,
-        divisor: float,
+        how: Update,
     ) -> None:
-        number = torch.tensor(float(step))
+        number = torch.tensor(float(how.step))
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             list(params),
             list(grads),
@@ -80,14 +87,14 @@ class AdamW:
             list(states["moment2"]),
             [],
             [number] * len(params),
-            lr=lr,
+            lr=how.lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            weight_decay=self.weight_decay if decays else 0.0,
+            weight_decay=self.weight_decay if how.decays else 0.0,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=torch.tensor(divisor) if divisor != 1.0 else None,
+            grad_scale=torch.tensor(how.divisor) if how.divisor != 1.0 else None,
             found_inf=None,
         )
 
@@ -108,20 +115,16 @@ class SGD:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        *,
-        step: int,
-        lr: float,
-        decays: bool,
-        divisor: float,
+        how: Update,
     ) -> None:
-        scale = torch.tensor(divisor)
+        scale = torch.tensor(how.divisor)
         for param, grad, momentum in zip(params, grads, states["momentum"], strict=True):
-            if divisor != 1.0:
+            if how.divisor != 1.0:
                 grad.div_(scale)
-            if decays and self.weight_decay:
+            if how.decays and self.weight_decay:
                 grad.add_(param, alpha=self.weight_decay)
             momentum.mul_(self.momentum).add_(grad)
-            param.add_(momentum, alpha=-lr)
+            param.add_(momentum, alpha=-how.lr)
 
 
 def make_optimizer(

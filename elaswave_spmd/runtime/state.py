@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.runtime.buffers import ValueBuffer
-from elaswave_spmd.runtime.optimizers import PageOptimizer
+from elaswave_spmd.runtime.optimizers import PageOptimizer, Update
 from elaswave_spmd.scheduling.placement import HolderRun, RunKey
 from elaswave_spmd.sharding.pages import LayerLayout
 
@@ -104,10 +104,7 @@ class HeldState:
                 cut.masters,
                 [entries[key][first:stop] for key, first, stop in cut.pieces],
                 cut.optimizer_states,
-                step=step,
-                lr=lr * cut.lr_scale,
-                decays=cut.decay,
-                divisor=divisor,
+                Update(step, lr * cut.lr_scale, cut.decay, divisor),
             )
         self._to_compute(layer, step)
 

@@ -17,7 +17,7 @@ PLACEMENT = Placement(Mesh.initial(MeshShape.of_stages((2, 1))), 5, (0, 1, 3), (
 
 
 def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> Applied:
-    return Applied(step, 0, rank, loss, norm, True, 0.1)
+    return Applied(step, 0, rank, loss, norm, True)
 
 
 def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
@@ -72,7 +72,7 @@ def test_equal_values_that_are_not_finite_agree(value: float) -> None:
 
 
 def both(message: Applied, value: float) -> Applied:
-    return Applied(message.step, 0, message.rank, value, value, False, message.seconds)
+    return Applied(message.step, 0, message.rank, value, value, False)
 
 
 def test_reports_are_forgotten_after_a_while() -> None:

@@ -24,7 +24,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Vote(1, 0, 4, (), None),
     m.Ready(3, "ipc:///tmp/x"),
     m.Place(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
-    m.Applied(9, 0, 1, 0.1, 0.2, False, 0.5),
+    m.Applied(9, 0, 1, 0.1, 0.2, False),
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
     m.FinalPages(0, 0, 9),
     m.Finished(1, {"params": 10, "optim": 2**40}, 2**33),
@@ -55,7 +55,7 @@ def test_votes_keep_every_bit(step: int, epoch: int, sender: int, norm: tuple[fl
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_travel(value: float) -> None:
-    applied = m.decode(m.encode(m.Applied(1, 0, 0, value, value, False, 0.0)))
+    applied = m.decode(m.encode(m.Applied(1, 0, 0, value, value, False)))
     assert isinstance(applied, m.Applied) and applied.loss.hex() == applied.grad_norm.hex() == value.hex()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.optimizers import SGD, AdamW, PageOptimizer, clip_divisor, make_optimizer
+from elaswave_spmd.runtime.optimizers import SGD, AdamW, PageOptimizer, Update, clip_divisor, make_optimizer
 
 OPTIMIZERS: list[PageOptimizer] = [AdamW(), AdamW(0.0, (0.8, 0.99), 1e-6), SGD(), SGD(0.1, 0.0), SGD(0.01, 0.9)]
 ALIGNED = 64  # elements; the fused kernel rounds the odd ones at a tensor's end differently, so no cut lies elsewhere
@@ -31,10 +31,7 @@ def steps_of(
             [params[a:b] for a, b in pieces],
             [grads[a:b] for a, b in pieces],
             {name: [state[a:b] for a, b in pieces] for name, state in states.items()},
-            step=step,
-            lr=0.01 * step,
-            decays=decays,
-            divisor=divisor,
+            Update(step, 0.01 * step, decays, divisor),
         )
     return [params, *states.values()]
 
@@ -67,7 +64,7 @@ def test_clipping_is_a_division_of_the_gradient(optimizer: PageOptimizer, diviso
     results = []
     for g, d in ((grad.clone(), divisor), (grad / torch.tensor(divisor), 1.0)):
         p, states = param.clone(), {name: [torch.zeros(640)] for name in optimizer.state_names}
-        optimizer.update([p], [g], states, step=1, lr=0.1, decays=True, divisor=d)
+        optimizer.update([p], [g], states, Update(1, 0.1, divisor=d))
         results.append(p)
     assert torch.equal(*results)
 
@@ -100,7 +97,7 @@ def test_sgd_is_its_formula() -> None:
 def test_padding_stays_zero() -> None:
     for optimizer in OPTIMIZERS:
         param, states = torch.zeros(64), {name: [torch.zeros(64)] for name in optimizer.state_names}
-        optimizer.update([param], [torch.zeros(64)], states, step=1, lr=0.1, decays=True, divisor=3.0)
+        optimizer.update([param], [torch.zeros(64)], states, Update(1, 0.1, divisor=3.0))
         assert not param.any() and not any(state[0].any() for state in states.values())
 
 
