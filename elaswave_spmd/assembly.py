@@ -20,7 +20,7 @@ from elaswave_spmd.scheduling.actions import actions_of
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.settings import Settings
-from elaswave_spmd.sharding import Shardings, check_spec, specs_of
+from elaswave_spmd.sharding import check_spec, specs_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class RunPlan:
     data: PreparedData
     job: Job
     description: ModelDescription
-    shardings: Shardings
     placement: Placement
 
     def with_place(self, message: Place) -> RunPlan:
@@ -72,7 +71,7 @@ def plan_run(settings: Settings, data: PreparedData) -> RunPlan:
     description = describe(model, page_size=settings.page.size)
     job = _job(settings, data)
     placement = place(Mesh.initial(shape), description.layout, shardings, job.num_units)
-    return RunPlan(settings, data, job, description, shardings, placement)
+    return RunPlan(settings, data, job, description, placement)
 
 
 def _job(settings: Settings, data: PreparedData) -> Job:
@@ -111,7 +110,6 @@ def make_executor(plan: RunPlan, rank: int, port: Port) -> Executor:
         for number, module in enumerate(model.layers):
             if number not in layers:
                 module.to("meta")
-    validates = plan.job.validate_every > 0 and plan.job.validation_units > 0
     modules = model.layers
     return Executor(
         rank,
@@ -122,7 +120,7 @@ def make_executor(plan: RunPlan, rank: int, port: Port) -> Executor:
         model.loss,
         plan.description.inits,
         open_split(plan.data, "train"),
-        open_split(plan.data, "validation") if validates else None,
+        open_split(plan.data, "validation") if plan.job.validates else None,
         port,
         actions_of(placement, rank),
     )

@@ -156,7 +156,7 @@ class Controller:
         info = RunInfo(
             model=settings.model.label,
             mesh=mesh.shape.name,
-            sharding=plan.shardings.name,
+            sharding=plan.placement.shardings.name,
             params=plan.description.layout.num_parameters,
             total_steps=plan.job.steps,
             workers=mesh.num_workers,

@@ -75,7 +75,7 @@ def make_summary(
         "tokens_per_second": record.tokens_per_second,
         "params": plan.description.layout.num_parameters,
         "mesh": plan.placement.mesh.shape.name,
-        "sharding": plan.shardings.name,
+        "sharding": plan.placement.shardings.name,
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_rss_bytes_per_worker": {str(rank): finished[rank].peak_rss for rank in sorted(finished)},
         "corpus": {

@@ -91,6 +91,7 @@ class Executor:
         self._stage = mesh.stage_of(rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
+        self._units = placement.units_of(rank)
         self._drops_params = bool(placement.shardings.params.axes)
         self.values = {ly: ValueBuffer(layout.layers[ly], modules[ly], job.torch_dtype) for ly in self._layers}
         self._programs = StagePrograms(
@@ -105,7 +106,6 @@ class Executor:
         self._boundary: dict[BoundaryKey, Tensor] = {}
         self._published: dict[m.Publish, Tensor] = {}
         self._batches: dict[int, Batch] = {}
-        self._units = placement.units_of(rank)
         units = np.array(self._units, dtype=np.int64)
         self._slots = (units[:, None] * job.unit_size + np.arange(job.unit_size)).reshape(-1)
         self._samples: dict[int, np.ndarray] = {}
@@ -137,7 +137,7 @@ class Executor:
             layout,
             runs,
             self._layers,
-            placement.units_of(rank),
+            self._units,
             job.num_units,
             sharded=bool(placement.shardings.grads.axes),
             add_in_place=job.torch_dtype == torch.float32,
@@ -203,7 +203,7 @@ class Executor:
         if not self._is_last:
             dy = yield from self._receive(BoundaryKey(GRADIENT, step, unit))
         batch = self._batches.pop(unit, None)
-        last_unit = unit == self._last_backward
+        last_unit = unit == self._actions[-1].unit
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
             buffer, add = self._reducer.begin_unit(layer, unit)
@@ -216,10 +216,6 @@ class Executor:
             assert dy is not None
             peer = self.placement.worker_of_unit(self._stage - 1, unit)
             self._port.send(peer, m.ActivationGradient(step, unit, tuple(dy.shape)), dy.contiguous())
-
-    @property
-    def _last_backward(self) -> int:
-        return self._actions[-1].unit
 
     # ---- data
 

@@ -58,7 +58,10 @@ class Job:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is any validation in the run."""
+        return self.validate_every > 0 and self.validation_units > 0
+
     def validates_at(self, step: int) -> bool:
-        if not self.validate_every or not self.validation_units:
-            return False
-        return step % self.validate_every == 0 or step == self.steps
+        return self.validates and (step % self.validate_every == 0 or step == self.steps)
