@@ -12,6 +12,7 @@ from elaswave_spmd.assembly import RunPlan, make_executor, plan_run
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.allocator import keep_freed_memory
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.port import LinkPort, Stopped
@@ -31,6 +32,7 @@ def main(spec: dict[str, Any]) -> int:
     """
     rank, settings = int(spec["rank"]), Settings.from_dict(spec["settings"])
     torch.set_num_threads(settings.runtime.threads_per_worker)
+    keep_freed_memory()
     mailbox = Mailbox()
     links = Links(
         rank,
