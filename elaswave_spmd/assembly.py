@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from elaswave_spmd.data import PreparedData, open_split
 from elaswave_spmd.errors import DataError
-from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.mesh import Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
+from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
+from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Port
-from elaswave_spmd.scheduling.actions import actions_of
 from elaswave_spmd.scheduling.learning_rate import LearningRate
+from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.sharding import check_spec, specs_of
+from elaswave_spmd.sharding.pages import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,6 @@ class RunPlan:
     job: Job
     description: ModelDescription
     placement: Placement
-
-    def with_place(self, message: Place) -> RunPlan:
-        """The same run in the mesh epoch that the controller announced."""
-        mesh = Mesh.initial(self.settings.mesh.shape)
-        assert mesh.stages == message.stages, (mesh.stages, message.stages)
-        placement = replace(self.placement, mesh=mesh, layer_cuts=message.layer_cuts, unit_counts=message.unit_counts)
-        return replace(self, placement=placement)
 
 
 def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
@@ -56,8 +54,11 @@ def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> 
         return build_model(m.target, sizes, m.args)
 
 
-def plan_run(settings: Settings, data: PreparedData) -> RunPlan:
+def plan_run(settings: Settings, data: PreparedData, topology: Topology | None = None) -> RunPlan:
     """Plans a run, and refuses what cannot be run.
+
+    Args:
+        topology: the failure domains of the workers; None: all on one host.
 
     Raises:
         UserError: a model, mesh, spec or size that contradicts another.
@@ -70,8 +71,25 @@ def plan_run(settings: Settings, data: PreparedData) -> RunPlan:
         check_spec(spec, tuple(model.get_parameter(name).shape), shape, name=name)
     description = describe(model, page_size=settings.page.size)
     job = _job(settings, data)
-    placement = place(Mesh.initial(shape), description.layout, shardings, job.num_units)
-    return RunPlan(settings, data, job, description, placement)
+    placement = place(Mesh.initial(shape, topology), description.layout, shardings, job.num_units)
+    return RunPlan(settings, data, job, description, _with_mirrors(placement, description.layout, settings))
+
+
+def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:
+    """With a holder map of the first mesh that has mirrors, if a loss is to be survived."""
+    if not settings.elastic.enabled or not settings.mirror.count:
+        return placement
+    holders = deal_holders(
+        layout,
+        placement.mesh.stages,
+        placement.layer_cuts,
+        replicated=not placement.shardings.optim.axes,
+        topology=placement.mesh.topology,
+        mirror_count=settings.mirror.count,
+        scatter=settings.mirror.scatter,
+        page_layout=placement.page_layout,
+    )
+    return replace(placement, holders=holders)
 
 
 def _job(settings: Settings, data: PreparedData) -> Job:
@@ -100,27 +118,44 @@ def _job(settings: Settings, data: PreparedData) -> Job:
     )
 
 
-def make_executor(plan: RunPlan, rank: int, port: Port) -> Executor:
-    """The executor of one worker: only its own layers get memory."""
-    model = make_model(plan.settings, plan.data.vocab_size)
-    placement = plan.placement
-    layers = placement.layers_of_stage(placement.mesh.stage_of(rank))
-    if has_constants(model):  # they exist only where the model is made for real; other layers are given up again
-        model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
-        for number, module in enumerate(model.layers):
-            if number not in layers:
-                module.to("meta")
-    modules = model.layers
+def make_executor(
+    plan: RunPlan,
+    rank: int,
+    port: Port,
+    first: Epoch,
+    place_of: Callable[[Place], Epoch],
+    visit: Visit = pass_by,
+) -> Executor:
+    """The executor of one worker: only its own layers get memory.
+
+    Args:
+        first: the mesh epoch in which it becomes a member.
+        place_of: what a later PLACE says, worked out; connects to whoever is new.
+        visit: told of the points that a step passes.
+    """
     return Executor(
         rank,
         plan.job,
-        placement,
         plan.description.layout,
-        {layer: modules[layer] for layer in layers},
-        model.loss,
+        first,
+        lambda layers: _modules(plan, layers),
+        make_model(plan.settings, plan.data.vocab_size).loss,
         plan.description.inits,
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if plan.job.validates else None,
         port,
-        actions_of(placement, rank),
+        place_of=place_of,
+        visit=visit,
     )
+
+
+def _modules(plan: RunPlan, layers: Iterable[int]) -> Mapping[int, nn.Module]:
+    """New modules of these layers, for an executor to fill."""
+    wanted = set(layers)
+    model = make_model(plan.settings, plan.data.vocab_size)
+    if has_constants(model):  # they exist only where the model is made for real; other layers are given up again
+        model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
+        for number, module in enumerate(model.layers):
+            if number not in wanted:
+                module.to("meta")
+    return {number: model.layers[number] for number in sorted(wanted)}

@@ -72,6 +72,12 @@ def plain_mapping(name: str, value: object) -> dict[str, Any]:
     raise _wrong(f"{name} is a mapping from names to values", name, value, fix=f"+{name}.NAME=VALUE")
 
 
+def put(section: object, **values: object) -> None:
+    """Put checked values in their own type into a frozen dataclass that is being made."""
+    for name, value in values.items():
+        object.__setattr__(section, name, value)
+
+
 def plain(value: Any) -> Any:
     """The value with lists for tuples, as JSON has them."""
     if isinstance(value, Mapping):

@@ -17,11 +17,15 @@ from elaswave_spmd.errors import ConfigError, RunError, UserError
 if TYPE_CHECKING:
     from elaswave_spmd.settings import Settings
 
-GROUPS = ("mesh", "sharding", "model", "data", "optim", "train", "unit", "page", "runtime", "run")
+GROUPS = (
+    *("mesh", "sharding", "model", "data", "optim", "train", "unit", "page", "runtime", "run"),
+    *("elastic", "mirror", "checkpoint", "timeouts", "chaos"),
+)
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
   {program} train mesh=dp2_pp2
+  {program} agent HOST:PORT --token-file FILE     lend this machine to a run; {program} agent --help
 """
 
 
@@ -36,13 +40,15 @@ def main() -> int:
     if command in ("-h", "--help"):
         print(_USAGE.format(program=program))
         return DONE
-    if command != "train":
+    if command not in ("train", "agent"):
         print(_USAGE.format(program=program), file=sys.stderr)
         return _bad_input(
-            ConfigError("a command comes first", got=command or "nothing", exists="train", fix=f"{program} train")
+            ConfigError(
+                "a command comes first", got=command or "nothing", exists="train, agent", fix=f"{program} train"
+            )
         )
     del sys.argv[1]
-    return train()
+    return train() if command == "train" else guarded(lambda: _agent(program))
 
 
 def train() -> int:
@@ -114,6 +120,12 @@ def _run(settings: Settings) -> int:
     from elaswave_spmd import controller  # imports torch: only now that the settings are good
 
     return controller.run(settings)
+
+
+def _agent(program: str) -> int:
+    from elaswave_spmd import agent  # imports torch
+
+    return agent.main(sys.argv[1:], program)
 
 
 def _compose() -> Any:

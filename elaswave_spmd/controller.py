@@ -7,22 +7,38 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import select
 import shutil
+import signal
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
+from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
+from elaswave_spmd.launching import PRELOAD, gather, listen_host, start_launcher
 from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.controller_protocol import (
+    Committed,
+    ControllerProtocol,
+    Done,
+    Effect,
+    EpochBegun,
+    Evict,
+    Policy,
+    Send,
+    Unrecoverable,
+    ValidationDone,
+)
 from elaswave_spmd.runtime.descriptors import make_room
+from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
 from elaswave_spmd.runtime.zygote import Exited, Zygote
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.summary import RunRecord, make_summary
+from elaswave_spmd.supervision import Loss, Supervision
 
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
@@ -30,6 +46,7 @@ if TYPE_CHECKING:
 _START_TIMEOUT_S = 300.0  # how long a worker may take to import what it needs and to say that it listens
 _POLL_S = 0.1  # how long a worker's end can go unnoticed
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def run(settings: Settings) -> int:
@@ -43,26 +60,28 @@ def run(settings: Settings) -> int:
     make_room(settings.mesh.shape.num_workers)
     scratch = socket_directory()
     # Started first: it imports torch while this process finds the data and imports torch itself.
-    zygote = Zygote.start("elaswave_spmd.worker:main", preload=_PRELOAD, scratch=[scratch])
+    launcher = start_launcher(settings, scratch)
     try:
         data = prepare_data(data_spec(settings))
         from elaswave_spmd.assembly import plan_run
 
         plan = plan_run(settings, data)
+        if (topology := gather(launcher, settings, data)) is not None:
+            plan = plan_run(settings, data, topology)
         run_dir = RunDir.create(
             settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
         )
         with contextlib.ExitStack() as undo:
             undo.callback(run_dir.discard)
-            zygote.ready()
+            launcher.ready()
             observer = RunObserver(run_dir, board=settings.run.tensorboard)
             undo.callback(observer.close)
-            controller = Controller(plan, data, zygote, observer, scratch)
+            controller = Controller(plan, data, launcher, observer, scratch)
             undo.pop_all()
         with observer:
             controller.run()
     finally:
-        zygote.stop()
+        launcher.stop()
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
@@ -79,7 +98,7 @@ def check_device(name: str) -> None:
         )
 
 
-_PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq", "randomgen", "elaswave_spmd.worker", "elaswave_spmd.models")
+_PRELOAD = PRELOAD
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -112,7 +131,7 @@ class Controller:
         self,
         plan: RunPlan,
         data: PreparedData,
-        zygote: Zygote,
+        zygote: Zygote | Launcher,
         observer: RunObserver,
         scratch: str,
         *,
@@ -126,12 +145,28 @@ class Controller:
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
         transport = cast(Transport, settings.runtime.transport)
-        self._links = Links(CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token)
-        self._protocol = ControllerProtocol(plan.placement, plan.job.validation_units)
+        self._host = listen_host(settings.runtime)
+        self._links = Links(
+            CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
+        )
+        elastic, mirror = settings.elastic, settings.mirror
+        self._protocol = ControllerProtocol(
+            plan.placement,
+            plan.description.layout,
+            plan.job.steps,
+            plan.job.validation_units,
+            plan.job.validates_at,
+            Policy(mirror.count, mirror.scatter, elastic.min_workers),
+        )
+        self._supervision = Supervision(zygote, scratch, self._mailbox, settings.timeouts)
         self._record = RunRecord(plan.description.layout)
+        self._events = EpochEvents(observer)
         self._finished: dict[int, m.Finished] = {}
+        self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._skipped_in_a_row = 0
         self._committed_at = 0.0
+        self._next_rank = max(plan.placement.mesh.members) + 1
+        self._done = False
 
     def run(self) -> None:
         """Trains to the last step and writes the summary. Whatever ends it before leaves an event `stop`.
@@ -141,7 +176,7 @@ class Controller:
         """
         try:
             self._start()
-            while len(self._finished) < self._plan.placement.mesh.num_workers:
+            while not self._done:
                 self._wait()
             self._finish()
         except BaseException as error:
@@ -149,6 +184,7 @@ class Controller:
             raise
         finally:
             self._links.close()
+            self._supervision.close()
 
     def _start(self) -> None:
         plan = self._plan
@@ -164,16 +200,23 @@ class Controller:
             run_dir=str(self._observer.run_dir.path),
         )
         self._observer.on_start(info)
-        spec = {
+        self._spec = {
             "settings": settings.to_dict(),
             "data": self._data.to_dict(),
             "controller": self._links.address,
             "directory": self._scratch,
             "token": self._token.hex(),
+            "host": self._host,
         }
         for rank in mesh.members:
-            self._zygote.spawn(rank, spec)
+            self._zygote.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
         self._start_until = time.monotonic() + self._start_timeout_s
+
+    def _spawn(self, count: int) -> None:
+        """Starts newcomers; each says Ready when it is."""
+        for _ in range(count):
+            rank, self._next_rank = self._next_rank, self._next_rank + 1
+            self._zygote.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
 
     def _wait(self) -> None:
         """Takes what has come; looks after the workers' processes."""
@@ -183,33 +226,65 @@ class Controller:
         item = self._mailbox.get(_POLL_S)
         if isinstance(item, Envelope):
             self._handle(item)
-        if select.select([self._zygote], [], [], 0)[0]:
-            self._workers_ended(self._zygote.poll())
+        for loss in self._supervision.losses():
+            self._lost(loss)
 
     def _handle(self, envelope: Envelope) -> None:
-        message = m.decode(envelope.header)
+        message, protocol = m.decode(envelope.header), self._protocol
         match message:
             case m.Ready():
                 self._links.connect(message.rank, message.address)
-                place = self._protocol.ready(message)
-                if place is not None:
-                    self._start_until = None
-                    self._committed_at = time.monotonic()
-                    self._send_all(place)
+                self._supervision.watch(message.rank, message.latched)
+                self._perform(protocol.ready(message))
+            case m.Heartbeat():
+                self._supervision.heartbeat(message)
+            case m.Status():
+                self._perform(protocol.status(message))
             case m.Applied():
-                if self._protocol.applied(message):
-                    self._committed(message)
+                self._perform(protocol.applied(message))
+            case m.Learned():
+                self._perform(protocol.learned(message))
             case m.ValidationLoss():
-                if done := self._protocol.validation(message):
-                    self._validated(*done)
+                self._perform(protocol.validation(message))
             case m.FinalPages():
                 self._record.add_pages(message, envelope.payloads[0])
             case m.Finished():
                 self._finished[message.rank] = message
+                self._perform(protocol.finished(message))
+            case m.Leaving():
+                self._perform(protocol.drain(message.rank, "asked to leave"))
+            case m.Wanted():
+                self._spawn(message.count)
+            case m.LinkClosed():
+                pass  # its end is seen from its process; a link alone is no proof
             case m.Failed():
                 self._failed(message)
             case _:
                 raise AssertionError(f"the controller got {message}")
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(rank, message):
+                    if isinstance(message, m.Place) and self._start_until is not None:
+                        self._start_until, self._committed_at = None, time.monotonic()
+                    self._links.send(rank, m.encode(message))
+                case Evict(rank, lost):
+                    self._supervision.forget(rank)
+                    self._finished.pop(rank, None)
+                    if lost:
+                        self._supervision.end(rank)
+                        self._links.drop(rank)
+                case Committed(applied):
+                    self._committed(applied)
+                case ValidationDone(step, total):
+                    self._validated(step, total)
+                case EpochBegun():
+                    self._events.begun(effect)
+                case Done():
+                    self._done = True
+                case Unrecoverable(_, reason):
+                    self._give_up(reason)
 
     def _committed(self, applied: m.Applied) -> None:
         now = time.monotonic()
@@ -221,9 +296,10 @@ class Controller:
             lr=self._plan.job.learning_rate.at(applied.step),
             tokens=self._plan.job.tokens_per_step,
             seconds=now - self._committed_at,
-            workers=self._plan.placement.mesh.num_workers,
+            workers=self._protocol.placement.mesh.num_workers,
         )
         self._committed_at = now
+        self._events.committed(line)
         self._record.add_step(line, after_validation=self._plan.job.validates_at(applied.step - 1))
         self._observer.on_step(line)
         if applied.updated:
@@ -244,39 +320,82 @@ class Controller:
         self._record.validation_loss = loss
         self._observer.on_validation(step, loss)
 
-    def _failed(self, message: m.Failed) -> NoReturn:
-        """A worker says that it ends. If another one was killed, that is the cause, and this a consequence."""
-        self._zygote.signal(message.rank, 0)  # kills nobody; its answer comes after the notices of all who have ended
-        _raise_if_killed(self._zygote.poll())
-        raise WorkerError(message.rank, message.report)
+    # ---- losses
 
-    def _workers_ended(self, exits: list[Exited]) -> None:
-        """Processes are gone before their time. A worker's own report, if there is one, says more than its exit."""
-        _raise_if_killed(exits)
-        ranks = {exited.rank for exited in exits}  # what the others say now are consequences
+    def _failed(self, message: m.Failed) -> None:
+        """A worker says that an exception ends it. In the same step on a second worker it is a bug, no lost device."""
+        step = message.step
+        if not self._survives or step in self._crashes:
+            rank, report = self._crashes.get(step, (message.rank, message.report))
+            self._raise_if_killed()
+            raise WorkerError(rank, report)
+        self._crashes[step] = message.rank, message.report
+        headline = message.report.strip().splitlines()[-1]
+        self._lose(message.rank, f"an exception: {headline}", time.monotonic())
+
+    def _lost(self, loss: Loss) -> None:
+        if loss.rank not in self._protocol.members and loss.rank not in self._protocol.addresses:
+            return  # it was let go, or is known to be lost
+        if not self._survives:
+            self._not_survived(loss)
+        exited = loss.exited
+        if exited is not None and _is_crash(exited):
+            step = self._protocol.version + 1
+            if step in self._crashes:
+                raise RunError(f"{exited}, as worker {self._crashes[step][0]} did in the same step {step}")
+            self._crashes[step] = loss.rank, str(exited)
+        self._lose(loss.rank, loss.reason, loss.at)
+
+    @property
+    def _survives(self) -> bool:
+        """Whether a loss now is something to go on from: not while the first workers start."""
+        return self._plan.settings.elastic.enabled and self._start_until is None
+
+    def _lose(self, rank: int, reason: str, at: float) -> None:
+        self._events.lost(rank, at)
+        if self._plan.settings.elastic.replace and rank in self._protocol.placement.mesh:
+            self._spawn(1)
+        self._perform(self._protocol.lost(rank, reason))
+
+    def _not_survived(self, loss: Loss) -> None:
+        """The run ends. A worker's own report, if there is one, says more than its exit."""
+        self._raise_if_killed([loss.exited] if loss.exited else [])
         deadline = time.monotonic() + _LAST_WORDS_S
-        while exits and (left := deadline - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             item = self._mailbox.get(left)
             message = m.decode(item.header) if isinstance(item, Envelope) else None
-            if isinstance(message, m.Failed) and message.rank in ranks:
+            if isinstance(message, m.Failed) and message.rank == loss.rank:
                 self._failed(message)
-        if exits:
-            raise RunError(str(exits[0]))
+            for other in self._supervision.losses():
+                self._raise_if_killed([other.exited] if other.exited else [])
+                loss = other if other.rank == loss.rank and other.exited else loss
+        raise RunError(str(loss.exited or f"worker {loss.rank}: {loss.reason}"))
 
-    def _send_all(self, message: m.Message) -> None:
-        for rank in self._plan.placement.mesh.members:
-            self._links.send(rank, m.encode(message))
+    def _raise_if_killed(self, exits: Sequence[Exited] = ()) -> None:
+        """If a worker was killed, that is the cause, and what others say a consequence."""
+        if not exits:
+            self._zygote.signal(-1, 0)  # kills nobody; its answer comes after the notices of all who have ended
+            exits = [loss.exited for loss in self._supervision.losses() if loss.exited]
+        for exited in exits:
+            if exited.signal is not None:
+                raise RunError(str(exited))
+
+    def _give_up(self, reason: str) -> NoReturn:
+        if self._crashes:
+            rank, report = self._crashes[max(self._crashes)]
+            raise WorkerError(rank, report)
+        raise RunError(f"the run cannot go on: {reason}. Resuming from a checkpoint is not built yet")
 
     def _finish(self) -> None:
         if not self._record.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
-        self._send_all(m.Stop())
+        for rank in self._protocol.addresses:
+            self._links.send(rank, m.encode(m.Stop()))
         weights = self._record.weights
         summary = make_summary(self._plan, self._data, self._record, self._finished, weights_sha256(weights))
         self._observer.on_finish(summary, weights)
 
 
-def _raise_if_killed(exits: list[Exited]) -> None:
-    for exited in exits:
-        if exited.signal is not None:
-            raise RunError(str(exited))
+def _is_crash(exited: Exited) -> bool:
+    """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
+    return exited.signal in _CRASHES or exited.code not in (None, 0)

@@ -61,6 +61,15 @@ class PlanError(UserError):
     """A plan (units, stages, actions) that cannot exist as asked."""
 
 
+class CheckpointError(UserError):
+    """A durable checkpoint that is unfinished, torn or corrupted, or a run that has no good one."""
+
+    @property
+    def reason(self) -> str:
+        """The rule and the value in one line, for lists of checkpoints."""
+        return self.rule if self.got is None else f"{self.rule}: {self.got}"
+
+
 class RunError(RuntimeError):
     """A started run that cannot go on. The message is one screen for the user; details are in the run directory."""
 

@@ -14,16 +14,16 @@ from functools import cached_property
 from typing import Any
 
 from elaswave_spmd import checks
+from elaswave_spmd import elastic_settings as el
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import MeshShape
+from elaswave_spmd.recovery.timeouts import Timeouts
+from elaswave_spmd.runtime_settings import RuntimeSettings
 
 SHARDINGS = ("model", "zero0", "zero1", "zero2", "zero3")
 CORPORA = ("stdlib", "text", "custom")
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
-DEVICES = ("cpu", "cuda", "npu")
-DTYPES = ("fp32", "bf16")
-TRANSPORTS = ("ipc", "tcp")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         checks.text("model.name", self.name)
-        _set(self, target=checks.text("model.target", self.target))
+        checks.put(self, target=checks.text("model.target", self.target))
         for name in ("layers", "d_model", "heads"):
             checks.whole(f"model.{name}", getattr(self, name), at_least=1)
-        _set(self, dropout=checks.number("model.dropout", self.dropout, at_least=0, below=1))
-        _set(self, args=checks.plain_mapping("model.args", self.args))
+        checks.put(self, dropout=checks.number("model.dropout", self.dropout, at_least=0, below=1))
+        checks.put(self, args=checks.plain_mapping("model.args", self.args))
 
     @property
     def label(self) -> str:
@@ -128,11 +128,11 @@ class DataSettings:
         checks.choice("data.name", self.name, CORPORA)
         for name in ("path", "target", "cache"):
             if (value := getattr(self, name)) is not None:
-                _set(self, **{name: checks.text(f"data.{name}", value)})
-        _set(self, tokenizer=checks.text("data.tokenizer", self.tokenizer))
-        _set(self, args=checks.plain_mapping("data.args", self.args))
+                checks.put(self, **{name: checks.text(f"data.{name}", value)})
+        checks.put(self, tokenizer=checks.text("data.tokenizer", self.tokenizer))
+        checks.put(self, args=checks.plain_mapping("data.args", self.args))
         fraction = checks.number("data.validation_fraction", self.validation_fraction, at_least=0, below=1)
-        _set(self, validation_fraction=fraction)
+        checks.put(self, validation_fraction=fraction)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class OptimSettings:
             fix = "'optim.betas=[0.9,0.95]'"
             raise ConfigError("optim.betas is a list of two numbers", got=self.betas, where=where, fix=fix)
         betas = tuple(checks.number(f"optim.betas[{i}]", b, at_least=0, below=1) for i, b in enumerate(self.betas))
-        _set(
+        checks.put(
             self,
             lr=checks.number("optim.lr", self.lr, above=0),
             weight_decay=checks.number("optim.weight_decay", self.weight_decay, at_least=0),
@@ -227,27 +227,6 @@ class PageSettings:
 
 
 @dataclass(frozen=True)
-class RuntimeSettings:
-    """What workers run on. `dtype` is of parameters and activations in layers; master state is fp32.
-
-    `threads_per_worker` and `dtype` are part of a run's identity: other values, other bits.
-    """
-
-    device: str = "cpu"
-    threads_per_worker: int = 1
-    dtype: str = "fp32"
-    transport: str = "ipc"
-    activation_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        checks.choice("runtime.device", self.device, DEVICES)
-        checks.whole("runtime.threads_per_worker", self.threads_per_worker, at_least=1, below=2**15)
-        checks.choice("runtime.dtype", self.dtype, DTYPES)
-        checks.choice("runtime.transport", self.transport, TRANSPORTS)
-        checks.flag("runtime.activation_checkpointing", self.activation_checkpointing)
-
-
-@dataclass(frozen=True)
 class RunSettings:
     """`dir` of the run's files, None for runs/<model>-<mesh>-<time>; `tensorboard` writes its files there as well."""
 
@@ -256,7 +235,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.dir is not None:
-            _set(self, dir=checks.text("run.dir", self.dir))
+            checks.put(self, dir=checks.text("run.dir", self.dir))
         checks.flag("run.tensorboard", self.tensorboard)
 
 
@@ -279,9 +258,15 @@ class Settings:
     page: PageSettings = field(default_factory=PageSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    elastic: el.ElasticSettings = field(default_factory=el.ElasticSettings)
+    mirror: el.MirrorSettings = field(default_factory=el.MirrorSettings)
+    checkpoint: el.CheckpointSettings = field(default_factory=el.CheckpointSettings)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    chaos: el.ChaosSettings = field(default_factory=el.ChaosSettings)
 
     def __post_init__(self) -> None:
         checks.whole("seed", self.seed, at_least=0)
+        el.check_elastic(self.elastic, self.chaos, self.mesh.shape.num_workers, self.train.steps)
         batch, size = self.train.global_batch, self.unit.size
         if batch % size:
             sizes = [n for n in range(1, min(batch, 64) + 1) if batch % n == 0]
@@ -389,9 +374,3 @@ def _no_mesh(name: object) -> ConfigError:
         exists="single, dpN, ppN, dpN_ppM (dp3, pp4, dp3_pp2), stagesN-M",
         fix="use one of these forms, or 'mesh.stages=[3,2]' for ragged stages",
     )
-
-
-def _set(section: object, **values: object) -> None:
-    """Put a checked value in its own type into a frozen dataclass that is being made."""
-    for name, value in values.items():
-        object.__setattr__(section, name, value)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import resource
+import signal
 import traceback
 from typing import Any, cast
 
 import torch
 
 from elaswave_spmd.assembly import RunPlan, make_executor, plan_run
+from elaswave_spmd.chaos import Chaos
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.allocator import keep_freed_memory
+from elaswave_spmd.runtime.epoch import Epoch
+from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
+from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import LinkPort, Stopped
 from elaswave_spmd.settings import Settings
 
@@ -26,7 +31,8 @@ def main(spec: dict[str, Any]) -> int:
     """Entry of a worker process.
 
     Args:
-        spec: plain data: rank, life_fd (from the zygote); settings, data, controller (address), directory, token.
+        spec: plain data: rank, life_fd (from the zygote); settings, data, controller (address), directory, token,
+            host (address of its machine), latch (path and slot, or None).
 
     Returns: the exit code.
     """
@@ -34,61 +40,93 @@ def main(spec: dict[str, Any]) -> int:
     torch.set_num_threads(settings.runtime.threads_per_worker)
     keep_freed_memory()
     mailbox = Mailbox()
+    # SIGTERM is a wish to leave: its handler may do no more than this, it can come in the middle of anything.
+    signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
     links = Links(
         rank,
         mailbox,
         transport=cast(Transport, settings.runtime.transport),
         directory=spec["directory"],
         token=bytes.fromhex(spec["token"]),
+        host=spec["host"],
         life_fd=spec["life_fd"],
     )
+    worker = Worker(rank, settings, links, mailbox)
     try:
         links.connect(CONTROLLER, spec["controller"])
         plan = plan_run(settings, PreparedData.from_dict(spec["data"]))
-        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address)))
-        _work(rank, plan, links, mailbox)
+        if spec["latch"]:
+            latch.hold(*spec["latch"])
+        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]))))
+        worker.work(plan)
     except Stopped:
         pass
     except BaseException:
-        links.send(CONTROLLER, m.encode(m.Failed(rank, traceback.format_exc())))
+        links.send(CONTROLLER, m.encode(m.Failed(rank, traceback.format_exc(), worker.step)))
         links.close(_FAREWELL_MS)
         return 1
     links.close(_FAREWELL_MS)
     return 0
 
 
-def _work(rank: int, plan: RunPlan, links: Links, mailbox: Mailbox) -> None:
+class Worker:
     """The worker's life, from its place in the mesh to the controller's Stop."""
-    place, early = _await_place(mailbox)
-    plan = plan.with_place(place)
-    for peer, address in place.addresses.items():
-        if peer != rank:
-            links.connect(peer, address)
-    if missing := links.wait_connected((p for p in place.addresses if p != rank), _CONNECT_TIMEOUT_S):
-        raise RunError(f"worker {rank} could not connect to workers {missing} within {_CONNECT_TIMEOUT_S:g} s")
-    port = LinkPort(links, mailbox, plan.job.torch_dtype, early)
-    executor = make_executor(plan, rank, port)
-    for _ in executor.run():
-        mailbox.wait()
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    port.send(CONTROLLER, m.Finished(rank, executor.state_bytes(), peak_kib * 1024))
-    while True:
-        mailbox.wait()
-        port.take()
 
+    def __init__(self, rank: int, settings: Settings, links: Links, mailbox: Mailbox) -> None:
+        self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
+        self._progress = Progress(waiting=True, action="start")
+        self.step = 0
+        self._chaos = Chaos(rank, settings.chaos, links)
 
-def _await_place(mailbox: Mailbox) -> tuple[m.Place, list[Envelope]]:
-    """The PLACE that makes this worker a member, and what arrived before it from members that had theirs earlier."""
-    early: list[Envelope] = []
-    while True:
-        item = mailbox.get()
-        if isinstance(item, ControllerGone):
-            raise Stopped
-        if not isinstance(item, Envelope):
-            continue
-        message = m.decode(item.header)
-        if isinstance(message, m.Place):
-            return message, early
-        if isinstance(message, m.Stop):
-            raise Stopped
-        early.append(item)
+    def work(self, plan: RunPlan) -> None:
+        """Waits for its place and trains until it is told to stop."""
+        HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
+        place, early = self._await_place()
+        first = self._epoch(plan, place)
+        others = [p for p in place.addresses if p != self._rank]
+        if missing := self._links.wait_connected(others, _CONNECT_TIMEOUT_S):
+            dead = [m.LinkClosed(self._rank, peer) for peer in missing]
+            for message in dead:
+                self._links.send(CONTROLLER, m.encode(message))
+        port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
+        executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit)
+        self._chaos.attach(executor, first.version)
+        progress = self._progress
+        for what in executor.run():
+            progress.waiting, progress.action = True, what
+            self._mailbox.wait()
+            progress.waiting = False
+        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+
+    def _visit(self, point: Point, step: int) -> None:
+        progress = self._progress
+        progress.count += 1
+        if point is Point.FORWARD or point is Point.BACKWARD:
+            progress.action = point.value
+        self.step = step
+        self._chaos.visit(point, step)
+
+    def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
+        """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""
+        for peer in set(self._links.peers) - {CONTROLLER} - place.addresses.keys():
+            self._links.drop(peer)
+        for peer, address in place.addresses.items():
+            if peer != self._rank:
+                self._links.connect(peer, address)
+        return Epoch.of(plan.placement, place)
+
+    def _await_place(self) -> tuple[m.Place, list[Envelope]]:
+        """The PLACE that makes this worker a member, and what arrived before it from those that had theirs earlier."""
+        early: list[Envelope] = []
+        while True:
+            item = self._mailbox.get()
+            if isinstance(item, ControllerGone):
+                raise Stopped
+            if not isinstance(item, Envelope):
+                continue
+            message = m.decode(item.header)
+            if isinstance(message, m.Place):
+                return message, early
+            if isinstance(message, m.Stop):
+                raise Stopped
+            early.append(item)

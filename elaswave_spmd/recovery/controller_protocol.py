@@ -1,39 +1,321 @@
 """The controller's half: it decides membership, never the outcome of a step (protocol.md, rule 2).
 
-In a healthy run it places the workers once, and checks that what they report of a step agrees.
+A state machine without I/O: facts and messages in, effects out. There is one way to change the mesh epoch, for every
+event: PREPARE to the living members, a STATUS from each, PLACE to the members of the new epoch. An event in between
+begins it again with the next epoch number.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.recovery.messages import Applied, Place, Ready, ValidationLoss
-from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.recovery.decide import graduate, next_stages
+from elaswave_spmd.recovery.messages import (
+    Applied,
+    Finished,
+    Learned,
+    Message,
+    Place,
+    Prepare,
+    Ready,
+    Status,
+    StepHeld,
+    Stop,
+    Validated,
+    ValidationLoss,
+    Work,
+)
+from elaswave_spmd.recovery.salvage import salvage_plan
+from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, adopt, promote, to_rows, with_learners
+from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.scheduling.refill import refill
+from elaswave_spmd.sharding.pages import ModelLayout
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send this message to a worker."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Evict:
+    """The worker is no member any more: it must not live on, or was asked to leave and may end."""
+
+    rank: int
+    lost: bool
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The first report of a step."""
+
+    applied: Applied
+
+
+@dataclass(frozen=True)
+class ValidationDone:
+    """All units of a validation: the exactly rounded sum of their losses."""
+
+    step: int
+    total: float
+
+
+@dataclass(frozen=True)
+class EpochBegun:
+    """A new mesh epoch: why, and what it costs.
+
+    Args:
+        kinds: rank -> "fail", "leave" or "join"; empty when only state changed hands.
+        units_redone: (unit, stage) pairs that are computed again, or by another worker than planned.
+        learners: runs of pages that are being copied now.
+    """
+
+    placement: Placement
+    kinds: Mapping[int, str]
+    reasons: Mapping[int, str]
+    version: int
+    units_redone: int
+    learners: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """All steps are applied, and whoever holds them now has sent the final pages."""
+
+
+@dataclass(frozen=True)
+class Unrecoverable:
+    """Pages of state have no holder left, or no worker is left: only a checkpoint helps."""
+
+    runs: tuple[HolderRun, ...]
+    reason: str
+
+
+Effect: TypeAlias = Send | Evict | Committed | ValidationDone | EpochBegun | Done | Unrecoverable
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a run reacts. `mirror_count`, `mirror_scatter`: of holders. Below `min_workers` it cannot go on."""
+
+    mirror_count: int = 1
+    mirror_scatter: int = 0
+    min_workers: int = 1
+
+
+@dataclass
+class _Change:
+    """A change of the epoch that is under way: from PREPARE to PLACE."""
+
+    epoch: int
+    after: int
+    statuses: dict[int, Status] = field(default_factory=dict)
 
 
 @dataclass
 class ControllerProtocol:
-    """State of the controller over one run. All methods return what is new, or None."""
+    """State of the controller over one run.
+
+    Args:
+        placement: of the first epoch.
+        layout: the pages.
+        steps: of the run.
+        num_validation_units, validates_at: of validations.
+    """
 
     placement: Placement
+    layout: ModelLayout
+    steps: int
     num_validation_units: int = 0
+    validates_at: Callable[[int], bool] = lambda _: False
+    policy: Policy = field(default_factory=Policy)
     addresses: dict[int, str] = field(default_factory=dict)
     version: int = 0
+    _started: bool = False
+    _last_epoch: int = -1
     _reports: dict[int, Applied] = field(default_factory=dict)
     _validation: dict[int, dict[int, float]] = field(default_factory=dict)
+    _validated: int = 0
+    _change: _Change | None = None
+    _gone: dict[int, str] = field(default_factory=dict)  # rank -> reason
+    _leaving: dict[int, str] = field(default_factory=dict)
+    _newcomers: list[int] = field(default_factory=list)
+    _learned: set[int] = field(default_factory=set)
+    _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
+    _target: HolderMap | None = None  # what the learners of this epoch learn for
 
-    def ready(self, message: Ready) -> Place | None:
-        """The PLACE for all, once every member of the mesh is listening."""
+    def __post_init__(self) -> None:
+        self._last_epoch = self.placement.mesh.epoch
+        self._wanted_stages = self.placement.num_stages
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Members of the present epoch that are not known to be lost."""
+        return tuple(rank for rank in self.placement.mesh.members if rank not in self._gone)
+
+    @property
+    def changing(self) -> tuple[int, ...]:
+        """Members whose STATUS is waited for."""
+        if self._change is None:
+            return ()
+        return tuple(rank for rank in self.members if rank not in self._change.statuses)
+
+    # ---- events
+
+    def ready(self, message: Ready) -> list[Effect]:
+        """A worker listens. When all of the first mesh do, they get their places; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
-        p = self.placement
-        if set(self.addresses) != set(p.mesh.members):
-            return None
-        return Place(p.mesh.epoch, p.mesh.stages, p.layer_cuts, p.unit_counts, dict(self.addresses))
+        if self._started:
+            self._newcomers.append(message.rank)
+            return self._begin(after=self._next_boundary())
+        if not set(self.placement.mesh.members) <= self.addresses.keys():
+            return []
+        self._started = True
+        return self._send_all(self._place_message(0, None))
 
-    def applied(self, message: Applied) -> Applied | None:
-        """The first report of a step; later ones must agree with it bit for bit.
+    def lost(self, rank: int, reason: str) -> list[Effect]:
+        """A worker is gone for good. Known at once, and answered at once."""
+        self.addresses.pop(rank, None)
+        if rank in self._newcomers:
+            self._newcomers.remove(rank)
+            return [Evict(rank, lost=True)]
+        if rank not in self.placement.mesh or rank in self._gone or not self._started:
+            return []
+        self._gone[rank] = reason
+        self._leaving.pop(rank, None)
+        return [Evict(rank, lost=True), *self._begin(after=-1)]
+
+    def drain(self, rank: int, reason: str) -> list[Effect]:
+        """A member is to leave: at the next boundary between two steps, so that nothing is computed again."""
+        if rank not in self.members or rank in self._leaving:
+            return []
+        self._leaving[rank] = reason
+        return self._begin(after=self._next_boundary())
+
+    def learned(self, message: Learned) -> list[Effect]:
+        """A learner has caught up. When all have, they are promoted by a planned change."""
+        if message.epoch != self.placement.mesh.epoch or self._change is not None:
+            return []
+        self._learned.add(message.rank)
+        learners = {r for runs in self._holders().values() for run in runs for r in run.learners}
+        return self._begin(after=self._next_boundary()) if learners <= self._learned else []
+
+    def status(self, message: Status) -> list[Effect]:
+        """An answer to PREPARE; one for another epoch is void [m]."""
+        if self._change is None or message.epoch != self._change.epoch or message.rank not in self.members:
+            return []
+        self._change.statuses[message.rank] = message
+        return [] if self.changing else self._finish_change()
+
+    def _next_boundary(self) -> int:
+        return min(self.version + 1, self.steps)
+
+    def _begin(self, after: int) -> list[Effect]:
+        """PREPARE of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
+        if self._change is not None:
+            after = min(after, self._change.after)
+        self._last_epoch += 1
+        self._change = _Change(self._last_epoch, after)
+        if not self.members:
+            return [Unrecoverable((), "no worker is left")]
+        if len(self.members) < self.policy.min_workers:
+            left, least = len(self.members), self.policy.min_workers
+            return [Unrecoverable((), f"{left} workers are left, elastic.min_workers is {least}")]
+        return [Send(rank, Prepare(self._last_epoch, after)) for rank in self.members]
+
+    # ---- the new epoch
+
+    def _holders(self) -> HolderMap:
+        return self.placement.holder_runs(self.layout)
+
+    def _finish_change(self) -> list[Effect]:
+        change = self._change
+        assert change is not None
+        old = self.placement
+        gone = {**self._gone, **self._leaving}
+        version = max(s.version for s in change.statuses.values())
+        held = {rank: _of_step(status, version + 1) for rank, status in change.statuses.items()}
+        clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
+        learned = self._learned - gone.keys()
+        holders, homeless = promote(graduate(self._holders(), learned), gone)
+        if homeless:
+            return [Unrecoverable(homeless, f"all holders of {len(homeless)} runs of pages are lost")]
+        stages = next_stages(old.mesh.stages, gone, self._newcomers, self._wanted_stages)
+        placement = self._placement_of(change.epoch, stages)
+        same_members = not gone and not self._newcomers
+        holders, learners = self._share_out(placement, holders, adoptable=clean and same_members)
+        self.placement = placement = replace(placement, holders=holders)
+        work = None
+        if not clean:
+            old_layers = {r: _bounds(old, r) for r in old.mesh.members}
+            work = salvage_plan(version + 1, placement, self.layout, held, old_layers)
+        kinds = {**dict.fromkeys(self._gone, "fail"), **dict.fromkeys(self._leaving, "leave")}
+        kinds |= dict.fromkeys(self._newcomers, "join")
+        begun = EpochBegun(placement, kinds, gone, version, _redone(work, held), learners)
+        leaving = tuple(self._leaving)
+        self._change, self._newcomers = None, []
+        self._gone.clear(), self._leaving.clear(), self._learned.clear()
+        effects: list[Effect] = [*self._send_all(self._place_message(version, work)), begun]
+        for rank in leaving:
+            self.addresses.pop(rank, None)
+            effects += [Send(rank, Stop()), Evict(rank, lost=False)]
+        if not learners and self._target is not None:  # state is where it is to be, but not who is the primary of it
+            effects += self._begin(after=self._next_boundary())
+        return effects
+
+    def _placement_of(self, epoch: int, stages: tuple[tuple[int, ...], ...]) -> Placement:
+        old = self.placement
+        mesh = replace(old.mesh.with_stages(stages), epoch=epoch)
+        cuts = old.layer_cuts
+        if len(stages) != old.num_stages:
+            costs = [max(1.0, float(layer.num_value_elements)) for layer in self.layout.layers]
+            cuts = balance_layers(costs, [len(members) for members in stages])
+        counts = tuple(even_counts(old.num_units, len(members)) for members in stages)
+        return replace(old, mesh=mesh, layer_cuts=cuts, unit_counts=counts, holders=None)
+
+    def _share_out(self, placement: Placement, current: HolderMap, *, adoptable: bool) -> tuple[HolderMap, int]:
+        """Who holds what in the new epoch, and how many copies are being made."""
+        target = self._target if adoptable else None
+        if target is None:
+            target = refill(
+                current,
+                self.layout,
+                placement.mesh.stages,
+                placement.layer_cuts,
+                replicated=not placement.shardings.optim.axes,
+                topology=placement.mesh.topology,
+                mirror_count=self.policy.mirror_count,
+                scatter=self.policy.mirror_scatter,
+            )
+        found = with_learners(current, target)
+        learners = sum(len(run.learners) for runs in found.values() for run in runs)
+        settled = not learners and (adoptable or found == target)
+        self._target = None if settled else target
+        return (adopt(found, target), 0) if settled else (found, learners)
+
+    def _place_message(self, version: int, work: tuple[Work, ...] | None) -> Place:
+        p = self.placement
+        validate = version if version and self.validates_at(version) and self._validated < version else -1
+        # Of the first epoch everybody has worked the holders out alone.
+        rows = to_rows(p.holders) if p.holders is not None and p.mesh.epoch else ()
+        cuts, counts = p.layer_cuts, p.unit_counts
+        return Place(p.mesh.epoch, p.mesh.stages, cuts, counts, dict(self.addresses), rows, version, work, validate)
+
+    def _send_all(self, message: Message) -> list[Effect]:
+        return [Send(rank, message) for rank in self.placement.mesh.members]
+
+    # ---- reports
+
+    def applied(self, message: Applied) -> list[Effect]:
+        """The first report of a step is its commit; later ones must agree with it bit for bit.
 
         Raises:
             RunError: two workers applied different steps under one number.
@@ -48,15 +330,42 @@ class ControllerProtocol:
         for old in [s for s in self._reports if s < message.step - 2]:
             del self._reports[old]
         if message.step <= self.version:
-            return None
+            return []
         self.version = message.step
-        return message
+        return [Committed(message)]
 
-    def validation(self, message: ValidationLoss) -> tuple[int, float] | None:
-        """(step, exactly rounded sum of all units' losses), once all units have been reported."""
+    def validation(self, message: ValidationLoss) -> list[Effect]:
+        """When all units have been reported, training may go on."""
+        if message.step <= self._validated:
+            return []
         found = self._validation.setdefault(message.step, {})
         found.update(zip(message.units, message.losses, strict=True))
         if len(found) < self.num_validation_units:
-            return None
+            return []
         del self._validation[message.step]
-        return message.step, math.fsum(found.values())
+        self._validated = message.step
+        done = ValidationDone(message.step, math.fsum(found.values()))
+        return [done, *(Send(rank, Validated(message.step)) for rank in self.members)]
+
+    def finished(self, message: Finished) -> list[Effect]:
+        """When all members of the present epoch have sent their final pages, and it is not about to change."""
+        self._finished[message.rank] = message.epoch
+        epoch = self.placement.mesh.epoch
+        if self._change is not None or any(self._finished.get(r) != epoch for r in self.placement.mesh.members):
+            return []
+        return [Done()]
+
+
+def _of_step(status: Status, step: int) -> StepHeld | None:
+    return next((held for held in status.held if held.step == step), None)
+
+
+def _bounds(placement: Placement, rank: int) -> tuple[int, int]:
+    layers = placement.layers_of_stage(placement.mesh.stage_of(rank))
+    return layers.start, layers.stop
+
+
+def _redone(work: tuple[Work, ...] | None, held: Mapping[int, StepHeld | None]) -> int:
+    """Lines of a salvage plan that are not what their worker was to do anyway."""
+    normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
+    return sum((line.worker, line.unit) not in normal for line in work or ())

@@ -11,6 +11,9 @@ from typing import TypeAlias
 
 import msgspec
 
+HolderRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
+"""(layer, first page, stop page, primary, mirrors, learners): scheduling.holders.to_rows."""
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; encodes as a compact array [kind, fields ...]."""
@@ -20,19 +23,24 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Activation(Message, frozen=True):
-    """Payload: what the receiver's stage takes for a unit. `validation`: of a validation unit, at version `step`."""
+    """Payload: what `layer`, the receiver's first, takes for a unit.
+
+    `validation`: of a validation unit, at version `step`.
+    """
 
     step: int
     unit: int
+    layer: int
     shape: tuple[int, ...]
     validation: bool = False
 
 
 class ActivationGradient(Message, frozen=True):
-    """Payload: the gradient of the loss by what the receiver's stage gave for a unit."""
+    """Payload: the gradient of the loss by the output of `layer`, the receiver's last, for a unit."""
 
     step: int
     unit: int
+    layer: int
     shape: tuple[int, ...]
 
 
@@ -69,6 +77,28 @@ class Publish(Message, frozen=True):
     stop: int
 
 
+class PageState(Message, frozen=True):
+    """Primary to learner: payload, fp32, is the state of pages [first, stop) of `layer` at version `step`.
+
+    The payload is the master and then each optimizer state in turn; `norms` as in Entry, of step `step`.
+    """
+
+    step: int
+    layer: int
+    first: int
+    stop: int
+    norms: bytes
+
+
+class Need(Message, frozen=True):
+    """To a primary: publish pages [first, stop) of `layer` again, at version `step`. Its answer is a Publish."""
+
+    step: int
+    layer: int
+    first: int
+    stop: int
+
+
 # ---- control: fenced by the mesh epoch -------------------------------------------------------------------------------
 
 
@@ -87,20 +117,128 @@ class Vote(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Worker to controller: listening at `address`."""
+    """Worker to controller: listening at `address`. `latched`: it holds its latch, whose release tells of its death."""
 
     rank: int
     address: str
+    latched: bool = False
+
+
+class StepHeld(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has of one step that is not decided. Everything in it is a pure function of (run, step, id).
+
+    Args:
+        assigned: units that it regards as its own on its stage.
+        computed: units whose backward it has done, through all layers of its stage.
+        forwarded: units with a saved forward whose backward is not done.
+        activations: (layer, unit): outgoing activations that it keeps; `layer` is the consumer's first.
+        gradients: (layer, unit): outgoing gradients that it keeps, of the output of `layer`, the consumer's last.
+        nodes: layer -> tree nodes whose sum it keeps for the whole layer, but for pages that it is the primary of.
+        trees: (layer, first, stop, use, nodes): of runs that it is the primary of, the nodes held of `use`'s tree.
+        entries: runs (layer, first, stop) whose entry it holds.
+    """
+
+    step: int
+    assigned: tuple[int, ...] = ()
+    computed: tuple[int, ...] = ()
+    forwarded: tuple[int, ...] = ()
+    activations: tuple[tuple[int, int], ...] = ()
+    gradients: tuple[tuple[int, int], ...] = ()
+    nodes: dict[int, tuple[tuple[int, int], ...]] = {}
+    trees: tuple[tuple[int, int, int, int, tuple[tuple[int, int], ...]], ...] = ()
+    entries: tuple[tuple[int, int, int], ...] = ()
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """One line of a salvage plan: `worker` runs `unit` through `stage`.
+
+    `forward`: it has to run forward (else the saved one serves). `backward`: 0 none, 1 for the gradient of its input
+    only, 2 in full.
+    """
+
+    stage: int
+    unit: int
+    worker: int
+    forward: bool
+    backward: int
+
+
+class Status(Message, frozen=True):
+    """STATUS: the answer to PREPARE(epoch), and to no other. `held`: of the steps version + 1 and version + 2."""
+
+    epoch: int
+    rank: int
+    version: int
+    held: tuple[StepHeld, ...] = ()
+
+
+class Heartbeat(Message, frozen=True):
+    """Worker to controller, every period, from a thread of its own: how far its training thread has come.
+
+    `progress` counts actions; `waiting`: it waits for a message; `action`: what it does, in words.
+    """
+
+    rank: int
+    progress: int
+    waiting: bool
+    action: str = ""
+
+
+class Prepare(Message, frozen=True):
+    """PREPARE(epoch): the controller is about to change the mesh. Answered by STATUS, once.
+
+    Answered at once when `after` is below the step that the worker has begun; else after that step is applied and
+    before the next one is begun (a planned change: nothing is under way then).
+    """
+
+    epoch: int
+    after: int = -1
 
 
 class Place(Message, frozen=True):
-    """PLACE(epoch): members by stage with their addresses, and the counts that make the placement."""
+    """PLACE(epoch): members by stage with their addresses, and all that makes the placement.
+
+    `holders` are rows of scheduling.holders (empty: the healthy deal of the mesh). `version` is the highest of any
+    member, and `work` says who runs what of step version + 1 (None: nothing of it was begun, and the placement holds
+    for it too). `validate`: the version whose validation is to be run again, or -1.
+    """
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
     layer_cuts: tuple[int, ...]
     unit_counts: tuple[tuple[int, ...], ...]
     addresses: dict[int, str]
+    holders: tuple[HolderRow, ...] = ()
+    version: int = 0
+    work: tuple[Work, ...] | None = None
+    validate: int = -1
+
+
+class Learned(Message, frozen=True):
+    """Worker to controller: it has caught up with all runs that it learns in this epoch."""
+
+    rank: int
+    epoch: int
+
+
+class LinkClosed(Message, frozen=True):
+    """Worker to controller: its link to `peer` is gone."""
+
+    rank: int
+    peer: int
+
+
+class Leaving(Message, frozen=True):
+    """Worker to controller: it was asked to end (SIGTERM) and wants to be drained."""
+
+    rank: int
+
+
+class Wanted(Message, frozen=True):
+    """Worker to controller, for chaos: `count` newcomers are to be started."""
+
+    rank: int
+    count: int
 
 
 class Applied(Message, frozen=True):
@@ -123,6 +261,12 @@ class ValidationLoss(Message, frozen=True):
     losses: tuple[float, ...]
 
 
+class Validated(Message, frozen=True):
+    """Controller to worker: the validation at version `step` is complete; training goes on."""
+
+    step: int
+
+
 class FinalPages(Message, frozen=True):
     """Primary to controller: payload, fp32, is the master parameters of state pages [first, stop) of `layer`."""
 
@@ -132,18 +276,20 @@ class FinalPages(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Worker to controller: all steps applied and all its final pages sent."""
+    """Worker to controller: all steps applied and all its final pages sent, as the primaries of `epoch` are."""
 
     rank: int
+    epoch: int
     state_bytes: dict[str, int]
     peak_rss: int
 
 
 class Failed(Message, frozen=True):
-    """Worker to controller: an exception ended it; `report` is its traceback."""
+    """Worker to controller: an exception ended it, in this step; `report` is its traceback."""
 
     rank: int
     report: str
+    step: int = 0
 
 
 class Stop(Message, frozen=True):
@@ -156,11 +302,21 @@ AnyMessage: TypeAlias = (
     | NodeSum
     | Entry
     | Publish
+    | PageState
+    | Need
     | Vote
     | Ready
+    | Prepare
+    | Status
     | Place
+    | Learned
+    | LinkClosed
+    | Leaving
+    | Wanted
+    | Heartbeat
     | Applied
     | ValidationLoss
+    | Validated
     | FinalPages
     | Finished
     | Failed

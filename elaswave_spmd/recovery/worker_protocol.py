@@ -52,14 +52,14 @@ Effect: TypeAlias = SendVote | Apply | Install
 
 @dataclass
 class WorkerProtocol:
-    """One worker in one mesh epoch.
+    """One worker, from mesh epoch to mesh epoch.
 
     Args:
         rank: this worker.
         epoch: the mesh epoch that fences control messages.
         members: all workers of the epoch.
-        held: the runs of pages that this worker holds, as primary or mirror.
-        loss_run: the run of the loss page, if held here.
+        held: the runs of pages whose entries this worker gets: as primary, mirror or learner.
+        loss_run: the run of the loss page, if among them.
         version: the step last applied.
     """
 
@@ -69,6 +69,7 @@ class WorkerProtocol:
     held: Sequence[HolderRun]
     loss_run: RunKey | None = None
     version: int = 0
+    promised: int = -1  # the highest epoch whose PREPARE was answered
     _computed: int = 0
     _missing: dict[int, set[RunKey]] = field(default_factory=dict)
     _norms: dict[int, dict[RunKey, tuple[float, ...]]] = field(default_factory=dict)
@@ -79,9 +80,14 @@ class WorkerProtocol:
 
     def __post_init__(self) -> None:
         self._computed = self.version
+        self._take_place()
+
+    def _take_place(self) -> None:
         self._primary = frozenset(r.key for r in self.held if r.primary == self.rank)
         self._holds = frozenset(r.key for r in self.held)
         self._members = frozenset(self.members)
+
+    # ---- the step
 
     def computed(self, step: int) -> list[Effect]:
         """This worker has done its units of the step, and its compute buffers are all at step - 1.
@@ -104,12 +110,31 @@ class WorkerProtocol:
         self._missing_of(step).discard(run)
         return self._vote_if_complete(step)
 
+    def has_entry(self, step: int, run: RunKey) -> bool:
+        """Whether the entry of a held run is here."""
+        return run not in self._missing_of(step)
+
+    def norms_at(self, step: int, run: RunKey) -> tuple[float, ...]:
+        """Norm values of a held run's entry; empty where there is none: before the first step, or of the loss page."""
+        return self._norms.get(step, {}).get(run, ())
+
+    def loss_at(self, step: int) -> float | None:
+        """The loss of a step whose loss page is held here."""
+        return self._losses.get(step)
+
+    def learned(self, step: int, run: RunKey, norms: Sequence[float], loss: float | None) -> None:
+        """A learner got the state of a run at `step`, and with it what it needs to vote for that step as primary."""
+        if step:
+            self._norms.setdefault(step, {}).setdefault(run, tuple(norms))
+        if loss is not None:
+            self._losses.setdefault(step, loss)
+
     def vote_received(self, vote: Vote) -> list[Effect]:
         """Fenced by the epoch: older votes are void, those of a future epoch are kept for it [m]."""
-        if vote.epoch < self.epoch or vote.step <= self.version:
-            return []
         if vote.epoch > self.epoch:
             self._later_epochs.append(vote)
+            return []
+        if vote.epoch < self.epoch or vote.step <= self.version:
             return []
         assert vote.sender in self._members, (vote, self.rank)
         self._votes.setdefault(vote.step, {})[vote.sender] = vote
@@ -124,25 +149,86 @@ class WorkerProtocol:
         self._filed.setdefault(publish.step, []).append(publish)
         return []
 
+    # ---- a change of the mesh epoch
+
+    def promise(self, epoch: int) -> bool:
+        """A PREPARE is about to be answered: from now on no vote and no Apply in an older epoch [m].
+
+        Returns: False when an answer was given for this epoch or a later one already.
+        """
+        if epoch <= self.promised:
+            return False
+        self.promised = epoch
+        return True
+
+    def accepts(self, epoch: int) -> bool:
+        """Whether a PLACE of this epoch may be followed: a newer one than the present, and none promised beyond it."""
+        return epoch > self.epoch and epoch >= self.promised
+
+    def enter(
+        self,
+        epoch: int,
+        members: Sequence[int],
+        held: Sequence[HolderRun],
+        loss_run: RunKey | None,
+        highest_version: int,
+    ) -> None:
+        """Takes its place in a newer epoch. The driver asks for `votes_again` when everything else is in place.
+
+        Args:
+            held: runs are those of the older epoch or parts of them; one that was not held before has no entry.
+            highest_version: of any member. A worker that is behind had voted for it: its entries are all here.
+        """
+        assert self.accepts(epoch) and self.version <= highest_version <= self.version + 1, (epoch, self)
+        self.epoch, self.promised = epoch, max(epoch, self.promised)
+        self.members, self.held, self.loss_run = members, held, loss_run
+        self._take_place()
+        self._norms = {step: _resplit(norms, self._holds) for step, norms in self._norms.items()}
+        self._missing = {step: set(self._holds - norms.keys()) for step, norms in self._norms.items()}
+        if self.version < highest_version:
+            self._missing[highest_version] = set()  # what it lacks are runs that it learns: their state comes later
+        self._votes.clear()
+        self._computed = highest_version
+
+    def votes_again(self) -> list[Effect]:
+        """Sends its votes for the step last applied and the step last voted for, now in this epoch; takes early ones.
+
+        Whoever has not applied that step completes it by the normal rule; there is no other message for it.
+        """
+        effects: list[Effect] = []
+        if self.version:
+            effects.append(SendVote(self._vote(self.version)))
+        if self._computed > self.version:
+            effects += self._vote_if_complete(self._computed)
+        early, self._later_epochs = self._later_epochs, []
+        for vote in early:
+            effects += self.vote_received(vote)
+        return effects
+
+    # ---- rules
+
     def _missing_of(self, step: int) -> set[RunKey]:
         return self._missing.setdefault(step, set(self._holds))
 
     def _vote_if_complete(self, step: int) -> list[Effect]:
         ready = step == self.version + 1 == self._computed and not self._missing_of(step)
-        if not ready or self.rank in self._votes.get(step, {}):
+        if not ready or self.promised > self.epoch or self.rank in self._votes.get(step, {}):
             return []
-        norms = self._norms.get(step, {})
-        own = (value for run in sorted(self._primary) if run != self.loss_run for value in norms[run])
-        loss = self._losses[step] if self.loss_run in self._primary else None
-        vote = Vote(step, self.epoch, self.rank, expansion(own), loss)
+        vote = self._vote(step)
         self._votes.setdefault(step, {})[self.rank] = vote
         return [SendVote(vote), *self._decide()]
+
+    def _vote(self, step: int) -> Vote:
+        norms = self._norms.get(step, {})
+        own = (value for run in sorted(self._primary) if run != self.loss_run for value in norms[run])
+        loss = self._losses.get(step) if self.loss_run in self._primary else None
+        return Vote(step, self.epoch, self.rank, expansion(own), loss)
 
     def _decide(self) -> list[Effect]:
         """With all votes of the epoch the step is decided: advance the version and apply, in one transition."""
         step = self.version + 1
         votes = self._votes.get(step, {})
-        if len(votes) < len(self.members):
+        if len(votes) < len(self.members) or self.promised > self.epoch:
             return []
         total = exact_sum(votes[m].norm for m in self.members)
         loss = next(v.loss for v in votes.values() if v.loss is not None)
@@ -152,13 +238,27 @@ class WorkerProtocol:
         return [*effects, *map(Install, self._filed.pop(step, ()))]
 
     def _forget(self, step: int) -> None:
-        """Norm values are kept for two versions (a promoted mirror votes with them); votes and losses are done with."""
-        for table in (self._missing, self._votes, self._losses):
+        """Norm values and losses are kept for two versions: a promoted mirror votes with them. Votes are done with."""
+        for table in (self._missing, self._votes):
             table.pop(step, None)
-        for old in [s for s in self._norms if s < step - 1]:
-            del self._norms[old]
+        for table in (self._norms, self._losses):
+            for old in [s for s in table if s < step]:
+                del table[old]
+
+
+def _resplit(norms: dict[RunKey, tuple[float, ...]], held: frozenset[RunKey]) -> dict[RunKey, tuple[float, ...]]:
+    """The norm values of the held runs, each of which is one of those known, or a part of one, or not known."""
+    found = {key: norms[key] for key in held if key in norms}
+    for key in held - found.keys():
+        layer, first, stop = key
+        whole = next((k for k in norms if k[0] == layer and k[1] <= first and stop <= k[2]), None)
+        if whole is not None:
+            found[key] = norms[whole][first - whole[1] : stop - whole[1]]  # the loss page has none
+    return found
 
 
 def held_runs(holder_runs: HolderMap, rank: int) -> tuple[HolderRun, ...]:
-    """The runs that a worker holds, in layer and page order."""
-    return tuple(run for _, runs in sorted(holder_runs.items()) for run in runs if rank in run.holders)
+    """The runs whose entries a worker gets, as holder or learner, in layer and page order."""
+    return tuple(
+        run for _, runs in sorted(holder_runs.items()) for run in runs if rank in run.holders or rank in run.learners
+    )

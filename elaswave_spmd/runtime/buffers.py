@@ -45,6 +45,8 @@ class ValueBuffer:
         self._versions = np.full(layout.num_value_pages, -1, dtype=np.int64)
         self._common_version: int | None = None
         self._num_bytes = self.flat.untyped_storage().nbytes()
+        self.dropped_at: int | None = None
+        """The version that all pages were at when the buffer was dropped last."""
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The values of pages [first, stop), a view."""
@@ -52,10 +54,31 @@ class ValueBuffer:
         return self.flat[start:end]
 
     def install(self, first: int, stop: int, values: Tensor, version: int) -> None:
-        """Copies published values in; `values` may be of another float dtype (fp32 master into bf16)."""
+        """Copies published values in; `values` may be of another float dtype (fp32 master into bf16).
+
+        Pages that are at this version already stay as they are: what came twice may be under way for so long that the
+        memory which it was sent from has moved on.
+        """
         self.allocate()
-        self.pages(first, stop).copy_(values)
-        self.mark(first, stop, version)
+        fresh = self._versions[first:stop] < version
+        if fresh.all():
+            self.pages(first, stop).copy_(values)
+            self.mark(first, stop, version)
+        elif fresh.any():
+            start, _ = self.layout.span(first, stop)
+            for page in range(first, stop):
+                a, b = self.layout.span(page, page + 1)
+                self.install(page, page + 1, values[a - start : b - start], version)
+
+    def are_at(self, first: int, stop: int, version: int) -> bool:
+        """Whether pages [first, stop) are at exactly this version."""
+        return bool((self._versions[first:stop] == version).all())
+
+    def missing(self, version: int) -> list[tuple[int, int]]:
+        """The stretches [first, stop) of pages that are not at this version."""
+        wrong = np.flatnonzero(self._versions != version)
+        cuts = np.split(wrong, np.flatnonzero(np.diff(wrong) != 1) + 1)
+        return [(int(cut[0]), int(cut[-1]) + 1) for cut in cuts if len(cut)]
 
     def mark(self, first: int, stop: int, version: int) -> None:
         """Pages [first, stop) are now at `version`; versions never go back."""
@@ -75,6 +98,7 @@ class ValueBuffer:
 
     def drop(self) -> None:
         """Frees the memory; the parameters stay bound to it, and no page has a version."""
+        self.dropped_at = self._common_version
         self.flat.untyped_storage().resize_(0)
         self._versions[:] = -1
         self._common_version = None

@@ -31,8 +31,8 @@ def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weigh
 
 
 def is_complete(layout: ModelLayout, received: set[tuple[int, int, int]]) -> bool:
-    """Whether the runs received cover every state page."""
-    pages = dict.fromkeys(range(len(layout.layers)), 0)
+    """Whether the runs received cover every state page. They may overlap: after a loss pages come again, cut anew."""
+    pages: list[set[int]] = [set() for _ in layout.layers]
     for layer, first, stop in received:
-        pages[layer] += stop - first
-    return all(pages[layer.index] == layer.num_state_pages for layer in layout.layers)
+        pages[layer].update(range(first, stop))
+    return all(len(pages[layer.index]) == layer.num_state_pages for layer in layout.layers)

@@ -1,4 +1,4 @@
-"""The worker's training loop: interprets the actions of its placement, one step after another.
+"""The worker's training loop: interprets the actions of its placement, one step after another, one epoch after another.
 
 It is a generator that yields whenever it has nothing to do until a message arrives. The process runtime resumes it from
 a mailbox; tests resume many of them in one process, in any order. It decides nothing: what runs where is in the
@@ -7,52 +7,24 @@ placement, and when a step may be applied in the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NamedTuple
+import resource
+from collections.abc import Callable, Generator, Mapping
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from elaswave_spmd.keyed import Init, Keys, materialize, sample_ids
-from elaswave_spmd.keyed.philox import WordSource
-from elaswave_spmd.models import Batch
+from elaswave_spmd.keyed import Init
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.worker_protocol import (
-    Apply,
-    Effect,
-    Install,
-    SendVote,
-    WorkerProtocol,
-    held_runs,
-)
-from elaswave_spmd.runtime.buffers import ValueBuffer, aligned_copy
+from elaswave_spmd.runtime.accounting import state_bytes
+from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
+from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
-from elaswave_spmd.runtime.numerics import page_norm_values
-from elaswave_spmd.runtime.optimizers import clip_divisor
+from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Incoming, Port
-from elaswave_spmd.runtime.publication import Publisher
-from elaswave_spmd.runtime.reduction import GradientReducer
-from elaswave_spmd.runtime.stage import Batches, Loss, StagePrograms
-from elaswave_spmd.runtime.state import HeldState
-from elaswave_spmd.scheduling.actions import FORWARD, Action
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
-from elaswave_spmd.sharding.pages import LOSS, ModelLayout
-
-Waiting = str
-"""What a suspended executor waits for, in words."""
-
-
-class BoundaryKey(NamedTuple):
-    """Names a tensor that crosses from one stage to another, whoever sends it."""
-
-    kind: str
-    step: int
-    unit: int
-
-
-ACTIVATION, GRADIENT, VALIDATION = "activation", "gradient", "validation activation"
+from elaswave_spmd.runtime.replica import Replica
+from elaswave_spmd.runtime.salvaging import FULL, StepUnderWay, Todo, next_ready, todo_anew, todo_left
+from elaswave_spmd.runtime.stage import Batches, Loss
+from elaswave_spmd.runtime.units import EpochChangedError, Modules, UnitRunner, Waiting
+from elaswave_spmd.scheduling.actions import FORWARD, Action, actions_of
+from elaswave_spmd.sharding.pages import ModelLayout
 
 
 class Executor:
@@ -61,188 +33,305 @@ class Executor:
     Args:
         rank: this worker.
         job: the run's arithmetic.
-        placement, layout: what runs where; how state lies.
-        modules: this worker's layers, layer number -> module. Their parameters are replaced by views of flat buffers.
+        layout: how state lies.
+        first: the epoch in which it becomes a member.
+        modules: makes this worker's layers; their parameters are replaced by views of flat buffers.
         loss: (last layer's output, batch) -> token-sum loss, fp32 scalar.
         inits: owned parameter name -> initial distribution.
         train, validation: the data.
         port: the way out.
-        actions: what to do in a step, in order (scheduling.actions).
+        visit: told of the points that a step passes.
+        keep_boundaries: keep boundary tensors until their step is decided.
     """
 
     def __init__(
         self,
         rank: int,
         job: Job,
-        placement: Placement,
         layout: ModelLayout,
-        modules: Mapping[int, nn.Module],
+        first: Epoch,
+        modules: Modules,
         loss: Loss,
         inits: Mapping[str, Init],
         train: Batches,
         validation: Batches | None,
         port: Port,
-        actions: Sequence[Action],
+        *,
+        place_of: Callable[[m.Place], Epoch],
+        visit: Visit = pass_by,
+        keep_boundaries: bool = True,
     ) -> None:
-        self.rank, self.job, self.placement, self.layout = rank, job, placement, layout
-        self._actions, self._port, self._inits = actions, port, inits
-        self._train, self._validation = train, validation
-        mesh = placement.mesh
-        self._stage = mesh.stage_of(rank)
+        self.rank, self.job, self.layout = rank, job, layout
+        self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
+        self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
+        self._units = UnitRunner(job, layout, modules, loss, train, self._boundaries, self._until, self._take, visit)
+        self.values = self._units.values
+        self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, port.send, visit)
+        self._units.reducer = self.replica.reducer
+        self._begun: StepUnderWay | None = None
+        self._todo: dict[int, Todo] | None = None
+        self._planned: tuple[int, tuple[m.Work, ...]] | None = None  # (step, its salvage plan)
+        self._prepare: m.Prepare | None = None
+        self._place: Epoch | None = None
+        self._validate_due = -1
+        self._validated = self._final_sent = -1
+        self._enter(first)
+
+    @property
+    def version(self) -> int:
+        """The step last applied."""
+        return self.replica.protocol.version
+
+    @property
+    def _promised(self) -> bool:
+        """Whether a PREPARE was answered: nothing is decided in this mesh epoch any more."""
+        return self.replica.protocol.promised > self.placement.mesh.epoch
+
+    # ---- mesh epochs
+
+    def _enter(self, epoch: Epoch) -> None:
+        """Takes its place in an epoch; what is under way and still wanted goes on."""
+        placement = self.placement = epoch.placement
+        self._place = None
+        if self._prepare is not None and self._prepare.epoch <= placement.mesh.epoch:
+            self._prepare = None
+        self._stage = placement.mesh.stage_of(self.rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
-        self._units = placement.units_of(rank)
-        self._drops_params = bool(placement.shardings.params.axes)
-        self.values = {ly: ValueBuffer(layout.layers[ly], modules[ly], job.torch_dtype) for ly in self._layers}
-        self._programs = StagePrograms(
-            modules,
-            self.values,
-            loss=loss if self._is_last else None,
-            loss_scale=1.0 / job.tokens_per_step,
-            checkpointing=job.checkpointing,
-        )
-        self._set_up_state(placement.holder_runs(layout, self._stages_of_interest()))
-        self._entries: dict[int, dict[RunKey, Tensor]] = {}
-        self._boundary: dict[BoundaryKey, Tensor] = {}
-        self._published: dict[m.Publish, Tensor] = {}
-        self._batches: dict[int, Batch] = {}
-        units = np.array(self._units, dtype=np.int64)
-        self._slots = (units[:, None] * job.unit_size + np.arange(job.unit_size)).reshape(-1)
-        self._samples: dict[int, np.ndarray] = {}
-        self._seed = torch.tensor(job.seed)
-        self._words = WordSource()
-        self._layer_numbers = {layer: torch.tensor(layer) for layer in self._layers}
-        self._step = 0
+        if self._units.take(placement, self._stage):
+            self._begun = None  # what it had begun was through other layers
+        runs = placement.holder_runs(self.layout, self._stages_of_interest())
+        self._epoch_version, self._validate_due = epoch.version, epoch.validate
+        self.replica.bind(placement, runs, epoch.version, self._validate_due >= 0)
+        self._planned = (epoch.version + 1, epoch.work) if epoch.work is not None else None
+        self._actions: tuple[Action, ...] | None = None
+        self._plan_salvage(epoch.version + 1)
+        if epoch.work is not None:
+            self._boundaries.send_again(epoch.version + 1, epoch.work, placement)
+        if self._todo or self._todo is None or self._validate_due >= 0 or not self.replica.drops_params:
+            self.replica.ask_for(self._layers, epoch.version)
+        self.replica.resume()
 
-    def _stages_of_interest(self) -> set[int]:
-        """This worker's stage, and those that own a parameter which a layer of it reads."""
+    def _stages_of_interest(self) -> set[int] | None:
+        """This worker's stage, and those that own a parameter which a layer of it reads; None: all."""
+        if self.placement.holders is not None:
+            return None
         sources = (block.source for ly in self._layers for block in self.layout.layers[ly].reader_blocks)
         return {self._stage, *(self.placement.stage_of_layer(source[0]) for source in sources if source)}
 
-    def _set_up_state(self, runs: HolderMap) -> None:
-        """Held pages, and the parts that reduce, decide and publish them."""
-        job, placement, layout, rank = self.job, self.placement, self.layout, self.rank
-        held = held_runs(runs, rank)
-        self._loss_run = next((r for r in held if layout.layers[r.layer].block_of(r.first).kind == LOSS), None)
-        self.state = HeldState(
-            (r for r in held if r is not self._loss_run),
-            self.values,
-            job.optimizer,
-            separate_master=self._drops_params or job.torch_dtype != torch.float32,
+    def _plan_salvage(self, step: int) -> None:
+        """What this worker has to do of a step that others, or itself, have begun."""
+        self._todo = None
+        if self._planned is None:
+            return
+        lines = [line for line in self._planned[1] if line.worker == self.rank]
+        under_way = self._begun if self._begun and self._begun.number == step else None
+        if under_way is None:
+            self._todo = todo_anew(lines)
+            return
+        self._todo = todo_left(lines, under_way, self._units.programs.forwarded)
+        to_come = {unit for unit, todo in self._todo.items() if todo.backward == FULL and not todo.alone}
+        self.replica.reducer.begin_step(step, under_way.summed | to_come)
+
+    def _answer(self, prepare: m.Prepare) -> None:
+        """STATUS: everything that this worker has of steps that are not decided."""
+        if not self.replica.protocol.promise(prepare.epoch):
+            return
+        self._prepare = self._place = None
+        self.replica.reducer.keeps_all = True
+        found = (self._held(self.version + 1), self._held(self.version + 2))
+        held = tuple(h for h in found if h != m.StepHeld(h.step))
+        self._port.send(CONTROLLER, m.Status(prepare.epoch, self.rank, self.version, held))
+
+    def _held(self, step: int) -> m.StepHeld:
+        reducer, mine = self.replica.reducer, self._begun if self._begun and self._begun.number == step else None
+        current = step == self.version + 1
+        if mine is not None:
+            # Of a unit in the middle of its backward, the sums of some layers may have been given up already.
+            given_up = {self._units.backward_of} if reducer.gives_up else set()
+            mine.reported = frozenset(mine.computed | given_up)
+        return m.StepHeld(
+            step,
+            tuple(sorted(mine.assigned)) if mine else (),
+            tuple(sorted(mine.computed)) if mine else (),
+            tuple(sorted(self._units.programs.forwarded)) if mine else (),
+            self._boundaries.kept(ACTIVATION, step),
+            self._boundaries.kept(GRADIENT, step),
+            reducer.nodes_held() if current else {},
+            reducer.trees_held(step, current=current),
+            self.replica.entries_held(step),
         )
-        loss_key = self._loss_run.key if self._loss_run else None
-        self.protocol = WorkerProtocol(rank, placement.mesh.epoch, placement.mesh.members, held, loss_key)
-        self._reducer = GradientReducer(
-            rank,
-            layout,
-            runs,
-            self._layers,
-            self._units,
-            job.num_units,
-            sharded=bool(placement.shardings.grads.axes),
-            add_in_place=job.torch_dtype == torch.float32,
-            send=self._port.send,
-            entry_done=self._entry_done,
-        )
-        self._publisher = Publisher(rank, placement, layout, self.values, self.state, self._port.send)
 
     # ---- the loop
 
     def run(self) -> Generator[Waiting, None, None]:
-        """The whole run; yields what it waits for. Ends when all steps are applied and the final pages are sent."""
-        self._initialise()
-        for step in range(1, self.job.steps + 1):
-            yield from self._run_step(step)
-            if self.job.validates_at(step):
-                yield from self._validate(step)
-        for held in self.state.layers.values():
-            for part in held:
-                if part.run.primary == self.rank:
-                    self._port.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
+        """The whole run; yields what it waits for. It never ends by itself: the controller says when, by Stop.
 
-    def _initialise(self) -> None:
-        def draw(name: str, first: int, stop: int) -> Tensor:
-            return torch.from_numpy(materialize(self._inits[name], self.job.seed, name, first, stop))
+        When all steps are applied the final pages are sent, and sent again by others if their sender is lost.
+        """
+        if self.version == 0 and self.placement.mesh.epoch == 0:
+            self.replica.initialise(self._inits)
+        while True:
+            try:
+                yield from self._train_on()
+            except EpochChangedError:
+                assert self._place is not None
+                self._enter(self._place)
 
-        self.state.initialise(draw)
-        for layer in self._layers:
-            self._publisher.publish(layer, 0)
+    def _train_on(self) -> Generator[Waiting, None, None]:
+        while True:
+            if self._place is not None:
+                raise EpochChangedError
+            if self._validate_due == self.version:
+                yield from self._validate(self.version)
+                self._validate_due = -1
+            if self._begun is None or self._begun.number <= self.version:
+                if self.version >= self._epoch_version:
+                    self.replica.teach()
+                ends = self.version == self.job.steps
+                if self._prepare is not None and (self._prepare.after <= self.version or ends or self._promised):
+                    self._answer(self._prepare)
+                    yield from self._until(lambda: self._prepare is not None, "the mesh epoch after step", self.version)
+                    continue
+            if self.version == self.job.steps:
+                break
+            yield from self._run_step(self.version + 1)
+            if self.job.validates_at(self.version) and self.version > self._epoch_version:
+                self._validate_due = self.version
+        if self._final_sent < self.placement.mesh.epoch:
+            self._final_sent = self.placement.mesh.epoch
+            self._send_final()
+        yield from self._until(lambda: self._prepare is not None, "the end of the run, after step", self.version)
+
+    def _send_final(self) -> None:
+        for part in self.replica.state:
+            if part.run.primary == self.rank:
+                self._port.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
+        self._port.send(CONTROLLER, m.Finished(self.rank, self.placement.mesh.epoch, self.state_bytes(), _peak_rss()))
 
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
-        self._step = step
-        ids = sample_ids(self.job.seed, step, self.job.global_batch, len(self._train), self._slots)
-        self._samples = dict(zip(self._units, ids.reshape(-1, self.job.unit_size), strict=True))
-        self._step_number = torch.tensor(step)
-        for action in self._actions:
-            run = self._forward if action.kind == FORWARD else self._backward
-            yield from run(step, action.unit)
-        if not self._actions:
-            for layer in self._layers:
-                yield from self._until_at(layer, step - 1)
-        self._perform(self.protocol.computed(step))
-        yield from self._until(lambda: self.protocol.version >= step, "votes of step", step)
-
-    def _forward(self, step: int, unit: int) -> Generator[Waiting, None, None]:
-        batch = self._unit_batch(unit)
-        if self._stage == 0:
-            assert batch is not None
-            x = batch.tokens
+        if self._planned is None or self._planned[0] < step:
+            self._todo = None
+        if self._planned is not None and self._planned[0] > step:  # others have applied this one
+            yield from self._until(lambda: self.version >= step, "votes of step", step)
+            return
+        if self._begun is None or self._begun.number != step:
+            self._begin(step)
+        if self._todo is None:
+            yield from self._as_placed(step)
         else:
-            x = yield from self._receive(BoundaryKey(ACTIVATION, step, unit))
-        samples = torch.from_numpy(self._samples[unit])
+            yield from self._salvage(step, self._todo)
         for layer in self._layers:
-            yield from self._until_at(layer, step - 1)
-            keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
-            x = self._programs.forward(layer, unit, x, keys, batch)
-        if not self._is_last:
-            peer = self.placement.worker_of_unit(self._stage + 1, unit)
-            self._port.send(peer, m.Activation(step, unit, tuple(x.shape)), x)
+            if self.values[layer].dropped_at != step - 1:
+                yield from self._units.until_at(layer, step - 1)
+        self.replica.computed(step)
+        yield from self._until(lambda: self.version >= step, "votes of step", step)
+        self._boundaries.forget(step)
 
-    def _backward(self, step: int, unit: int) -> Generator[Waiting, None, None]:
-        dy: Tensor | None = None
-        if not self._is_last:
-            dy = yield from self._receive(BoundaryKey(GRADIENT, step, unit))
-        batch = self._batches.pop(unit, None)
-        last_unit = unit == self._actions[-1].unit
-        for layer in reversed(self._layers):
-            assert self.values[layer].is_at(step - 1), (layer, step)
-            buffer, add = self._reducer.begin_unit(layer, unit)
-            dy = self._programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
-            if self._drops_params and last_unit:
-                self.values[layer].drop()
-            self._reducer.end_unit(step, layer, unit)
-            self._take()
-        if self._stage:
-            assert dy is not None
-            peer = self.placement.worker_of_unit(self._stage - 1, unit)
-            self._port.send(peer, m.ActivationGradient(step, unit, tuple(dy.shape)), dy.contiguous())
+    def _begin(self, step: int) -> None:
+        if self._todo is None:
+            units = set(self.placement.units_of(self.rank))
+        else:
+            units = {unit for unit, todo in self._todo.items() if todo.backward == FULL}
+        reducer = self.replica.reducer
+        self._begun = StepUnderWay(step, units, alone=reducer.has_sums)
+        if self._begun.alone and self._todo is not None:
+            for todo in self._todo.values():
+                todo.alone = True
+        reducer.begin_step(step, () if self._begun.alone else units)
+        self._units.begin_step(step, sorted(units))
 
-    # ---- data
+    def _as_placed(self, step: int) -> Generator[Waiting, None, None]:
+        """The step as the placement has it."""
+        if self._actions is None:
+            self._actions = actions_of(self.placement, self.rank)
+        for action in self._actions:
+            if action.kind == FORWARD:
+                yield from self._forward(step, action.unit)
+            else:
+                yield from self._backward(step, action.unit, last=action is self._actions[-1])
+            if self._place is not None:
+                raise EpochChangedError
 
-    def _unit_batch(self, unit: int) -> Batch | None:
-        """The unit's data, where it is needed: tokens in the first stage, targets in the last."""
-        if self._stage and not self._is_last:
-            return None
-        batch = self._batches[unit] = _to_batch(self._train, self._samples[unit])
-        return batch
+    def _salvage(self, step: int, todo: dict[int, Todo]) -> Generator[Waiting, None, None]:
+        """What is left of a step, in whatever order it can be done: no two workers' lists have to fit together."""
+        while todo:
+            yield from self._until(lambda: self._ready(step, todo) is not None, "inputs to salvage step", step)
+            unit = self._ready(step, todo)
+            assert unit is not None
+            left = todo[unit]
+            if left.forward:
+                yield from self._forward(step, unit, saves=left.backward > 0)
+                left.forward = False
+            else:
+                last = len(todo) == 1
+                yield from self._backward(step, unit, left.backward, alone=left.alone, last=last)
+                left.backward = 0
+            if not left.backward:
+                del todo[unit]
+            if self._place is not None:
+                raise EpochChangedError
+
+    def _ready(self, step: int, todo: dict[int, Todo]) -> int | None:
+        """A unit whose next action has its input: a backward if there is one."""
+
+        def has(kind: str, layer: int) -> Callable[[int], bool]:
+            return lambda unit: BoundaryKey(kind, step, unit, layer) in self._boundaries
+
+        activation = has(ACTIVATION, self._layers.start) if self._stage else lambda _: True
+        gradient = (lambda _: True) if self._is_last else has(GRADIENT, self._layers.stop - 1)
+        return next_ready(todo, activation, gradient)
+
+    # ---- actions
+
+    def _forward(self, step: int, unit: int, *, saves: bool = True) -> Generator[Waiting, None, None]:
+        yield from self._units.forward(step, unit, lambda: self._peer(step, self._stage + 1, unit), saves=saves)
+
+    def _backward(
+        self, step: int, unit: int, backward: int = FULL, *, alone: bool = False, last: bool = False
+    ) -> Generator[Waiting, None, None]:
+        peer = lambda: self._peer(step, self._stage - 1, unit)  # noqa: E731  (asked when the gradient is there)
+        drop = last and self.replica.drops_params
+        yield from self._units.backward(step, unit, peer, weights=backward == FULL, alone=alone, drop=drop)
+        if backward == FULL:
+            assert self._begun is not None
+            self._begun.computed.add(unit)
+            if not alone:
+                self._begun.summed.add(unit)
+
+    def _peer(self, step: int, stage: int, unit: int) -> int | None:
+        """Who runs a unit through another stage in this step; None: nobody has to any more."""
+        if self._planned is not None and self._planned[0] == step:
+            return next((w.worker for w in self._planned[1] if (w.stage, w.unit) == (stage, unit)), None)
+        return self.placement.worker_of_unit(stage, unit)
+
+    def _validate(self, version: int) -> Generator[Waiting, None, None]:
+        """A read-only pass at a version: units dealt in turn to each stage's workers, losses to the controller."""
+        assert self._validation is not None
+        members, units, losses = self.placement.mesh.stages[self._stage], [], []
+        self._units.programs.set_training(False)
+        try:
+            for unit in range(members.index(self.rank), self.job.validation_units, len(members)):
+                x = yield from self._units.validate(version, unit, self._validation)
+                if self._is_last:
+                    units.append(unit)
+                    losses.append(float(x))
+        finally:
+            self._units.programs.set_training(True)
+        if units:
+            self._port.send(CONTROLLER, m.ValidationLoss(version, self.rank, tuple(units), tuple(losses)))
+        # Afterwards the parameters move on: a loss that went down with its worker could not be computed again.
+        yield from self._until(lambda: self._validated >= version, "the end of validation", version)
 
     # ---- waiting and receiving
 
     def _until(self, ready: Callable[[], bool], what: str, number: int) -> Generator[Waiting, None, None]:
         self._take()
         while not ready():
+            if self._place is not None:
+                raise EpochChangedError
             yield f"{what} {number}"
             self._take()
-
-    def _until_at(self, layer: int, version: int) -> Generator[Waiting, None, None]:
-        """Waits until every page of the layer's compute buffer is at this version, exactly."""
-        values = self.values[layer]
-        if not values.is_at(version):
-            yield from self._until(lambda: values.is_at(version), "parameters of layer", layer)
-
-    def _receive(self, key: BoundaryKey) -> Generator[Waiting, None, Tensor]:
-        yield from self._until(lambda: key in self._boundary, f"{key.kind} of unit", key.unit)
-        return self._boundary.pop(key)
 
     def _take(self) -> None:
         for incoming in self._port.take():
@@ -251,124 +340,29 @@ class Executor:
     def _handle(self, incoming: Incoming) -> None:
         message, payload = incoming.message, incoming.payload
         match message:
-            case m.Activation():
+            case m.Activation() | m.ActivationGradient():
                 assert payload is not None
-                kind = VALIDATION if message.validation else ACTIVATION
-                self._boundary[BoundaryKey(kind, message.step, message.unit)] = aligned_copy(payload, message.shape)
-            case m.ActivationGradient():
-                assert payload is not None
-                self._boundary[BoundaryKey(GRADIENT, message.step, message.unit)] = aligned_copy(payload, message.shape)
-            case m.NodeSum():
-                assert payload is not None
-                self._reducer.node_received(message, payload)
-            case m.Entry():
-                assert payload is not None
-                key = (message.layer, message.first, message.stop)
-                self._entries.setdefault(message.step, {})[key] = payload
-                norms = np.frombuffer(message.norms, "<f4").tolist()
-                self._perform(self.protocol.entry_complete(message.step, key, norms, self._loss_of(key, payload)))
-            case m.Vote():
-                self._perform(self.protocol.vote_received(message))
-            case m.Publish():
-                assert payload is not None
-                self._published[message] = payload
-                self._perform(self.protocol.publish_received(message))
+                if message.step > self.version or (isinstance(message, m.Activation) and message.validation):
+                    self._boundaries.receive(message, payload)
+            case m.Validated():
+                self._validated = max(self._validated, message.step)
+            case m.Prepare():
+                begun = self._begun.number if self._begun else 0
+                if (begun > message.after and begun > self.version) or message.after < 0:
+                    self._answer(message)
+                elif self._prepare is None or message.epoch > self._prepare.epoch:
+                    self._prepare = message
+            case m.Place():
+                newest = self._place is None or message.epoch > self._place.placement.mesh.epoch
+                if newest and self.replica.protocol.accepts(message.epoch):
+                    self._place = self._place_of(message)
             case _:
-                raise AssertionError(f"worker {self.rank} got {message}")
-
-    # ---- reduction, commit, publication
-
-    def _entry_done(self, step: int, run: HolderRun, entry: Tensor) -> None:
-        """A run of this worker's primary pages is reduced: forward it to the mirrors, tell the protocol.
-
-        `step` can be ahead of this worker's own: others' units may be all of a step.
-        """
-        key = run.key
-        self._entries.setdefault(step, {})[key] = entry
-        loss = self._loss_of(key, entry)
-        norms = page_norm_values(entry, self.layout.page_size) if loss is None else []
-        if len(run.holders) > 1:
-            message = m.Entry(step, *key, np.array(norms, "<f4").tobytes())
-            for mirror in run.mirrors:
-                self._port.send(mirror, message, entry)
-        self._perform(self.protocol.entry_complete(step, key, norms, loss))
-
-    def _loss_of(self, key: RunKey, entry: Tensor) -> float | None:
-        return float(entry[0]) if self._loss_run and key == self._loss_run.key else None
-
-    def _perform(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case SendVote(vote):
-                    for peer in self.placement.mesh.members:
-                        if peer != self.rank:
-                            self._port.send(peer, vote)
-                case Apply():
-                    self._apply(effect)
-                case Install(publish):
-                    self._publisher.install(publish, self._published.pop(publish))
-
-    def _apply(self, decided: Apply) -> None:
-        lr = self.job.learning_rate.at(decided.step)
-        divisor = clip_divisor(decided.norm, self.job.clip) if decided.finite else 1.0
-        entries = self._entries.pop(decided.step, {})
-        for layer in self._layers:
-            if decided.finite:
-                self.state.apply(layer, entries, step=decided.step, lr=lr, divisor=divisor)
-            else:
-                self.state.keep(layer, decided.step)
-            self._publisher.publish(layer, decided.step)
-        self._reducer.step_decided(decided.step)
-        report = m.Applied(decided.step, self.protocol.epoch, self.rank, decided.loss, decided.norm, decided.finite)
-        self._port.send(CONTROLLER, report)
-
-    # ---- validation
-
-    def _validate(self, version: int) -> Generator[Waiting, None, None]:
-        """A read-only pass at a version: units dealt in turn to each stage's workers, losses to the controller."""
-        assert self._validation is not None
-        self._programs.set_training(False)
-        size, units, losses = self.job.unit_size, [], []
-        for unit in self._my_validation_units():
-            ids = np.arange(unit * size, (unit + 1) * size)
-            batch = _to_batch(self._validation, ids) if self._stage == 0 or self._is_last else None
-            if self._stage:
-                x = yield from self._receive(BoundaryKey(VALIDATION, version, unit))
-            else:
-                assert batch is not None
-                x = batch.tokens
-            keys = Keys.make(self.job.seed, version, ids, 0)
-            for layer in self._layers:
-                yield from self._until_at(layer, version)
-                x = self._programs.evaluate(layer, x, keys.at(layer), batch)
-            if self._is_last:
-                units.append(unit)
-                losses.append(float(x))
-            else:
-                peers = self.placement.mesh.stages[self._stage + 1]
-                self._port.send(peers[unit % len(peers)], m.Activation(version, unit, tuple(x.shape), True), x)
-        if units:
-            self._port.send(CONTROLLER, m.ValidationLoss(version, self.rank, tuple(units), tuple(losses)))
-        self._programs.set_training(True)
-
-    def _my_validation_units(self) -> range:
-        members = self.placement.mesh.stages[self._stage]
-        return range(members.index(self.rank), self.job.validation_units, len(members))
+                self.replica.handle(incoming.sender, message, payload)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of training state on this worker between steps; gradients at their peak within a step."""
-        values = sum(v.flat.numel() * v.flat.element_size() for v in self.values.values())
-        held = self.state.num_bytes()
-        sharded = self._drops_params
-        master_is_params = not self.state.separate_master or (sharded and self.job.dtype == "fp32")
-        return {
-            "params": held["master"] if sharded and master_is_params else 0 if sharded else values,
-            "grads": self._reducer.num_bytes,
-            "optim": held["optimizer"] + (0 if master_is_params else held["master"]),
-            "mirrors": 0,
-        }
+        return state_bytes(self.replica, self.values, self.job)
 
 
-def _to_batch(data: Batches, ids: np.ndarray) -> Batch:
-    tokens, targets = data.batch(ids)
-    return Batch(torch.from_numpy(np.ascontiguousarray(tokens)), torch.from_numpy(np.ascontiguousarray(targets)))
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.links import Links
-from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Item, Mailbox
+from elaswave_spmd.runtime.links import CONTROLLER, Links
+from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Interrupted, Item, Mailbox, PeerClosed
 
-_FP32 = (m.NodeSum, m.Entry, m.FinalPages)
+_FP32 = (m.NodeSum, m.Entry, m.PageState, m.FinalPages)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class LinkPort:
         for item in items:
             if isinstance(item, ControllerGone):
                 raise Stopped
+            if isinstance(item, Interrupted):
+                self.send(CONTROLLER, m.Leaving(self._links.me))
+            if isinstance(item, PeerClosed):
+                self.send(CONTROLLER, m.LinkClosed(self._links.me, item.peer))
             if isinstance(item, Envelope):
                 incoming = self._decode(item)
                 if isinstance(incoming.message, m.Stop):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import Tensor
 
-from elaswave_spmd.recovery.messages import Publish
+from elaswave_spmd.recovery.messages import Message, Need, Publish
 from elaswave_spmd.runtime.buffers import ValueBuffer
-from elaswave_spmd.runtime.state import HeldRun, HeldState
-from elaswave_spmd.scheduling.placement import HolderRun, Placement
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.runtime.state import LEARNING, HeldRun, HeldState
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement
+from elaswave_spmd.sharding.pages import Block, LayerLayout, ModelLayout
 
-Send = Callable[[int, Publish, Tensor], None]
+Send = Callable[[int, Message, Tensor | None], None]
 
 
 class Publisher:
@@ -29,44 +30,77 @@ class Publisher:
         layout: ModelLayout,
         values: Mapping[int, ValueBuffer],
         state: HeldState,
+        dtype: torch.dtype,
         send: Send,
     ) -> None:
         self._rank, self._placement, self._layout = rank, placement, layout
-        self._values, self._state, self._send = values, state, send
+        self._values, self._state, self._dtype, self._send = values, state, dtype, send
         self._drops_params = bool(placement.shardings.params.axes)
-        self._readers = {
-            part.run.key: self._readers_of(part.run)
-            for held in state.layers.values()
-            for part in held
-            if part.run.primary == rank
-        }
+        self._readers = {part.run.key: self._readers_of(part.run) for part in state if part.run.primary == rank}
 
     def _readers_of(self, run: HolderRun) -> tuple[int, ...]:
         block = self._layout.layers[run.layer].block_of(run.first)
         layers = [run.layer, *(layer for layer, _ in self._layout.readers.get((run.layer, block.first_page), ()))]
         stages = sorted({self._placement.stage_of_layer(layer) for layer in layers})
         workers = [worker for stage in stages for worker in self._placement.mesh.stages[stage]]
-        return tuple(worker for worker in workers if worker not in run.holders)
+        return tuple(worker for worker in dict.fromkeys(workers) if worker not in run.holders)
+
+    def asks(self, holder_runs: HolderMap, layer: int, version: int) -> None:
+        """Asks the primaries for the pages of a layer's compute buffer that are not at this version."""
+        layout = self._layout.layers[layer]
+        for first, stop in self._values[layer].missing(version):
+            for block in _blocks_of(layout, first, stop):
+                owner, shift = block.source or (layer, block.first_page)
+                offset = shift - block.first_page
+                for run in holder_runs[owner]:
+                    a = max(run.first, max(first, block.first_page) + offset)
+                    b = min(run.stop, min(stop, block.first_page + block.num_pages) + offset)
+                    if a < b and self._rank not in run.holders:
+                        self._send(run.primary, Need(version, owner, a, b), None)
 
     def publish(self, layer: int, version: int) -> None:
         """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie."""
         for part in self._state.layers.get(layer, ()):
+            if part.version != version:  # a learner without state yet
+                continue
             message = Publish(version, *part.run.key)
-            self._install_readers(message, self._state.compute_values(part))
-            if peers := self._readers.get(part.run.key):
-                payload = self._payload(part)
-                for peer in peers:
-                    self._send(peer, message, payload)
+            peers = self._readers.get(part.run.key)
+            if not peers and not self._layout.readers:
+                continue
+            payload = self._payload(part)
+            self._install_readers(message, payload)
+            for peer in peers or ():
+                self._send(peer, message, payload)
+
+    def refresh(self, layers: Collection[int]) -> None:
+        """Brings what is held here to the compute buffers of these layers, after they or their holders changed."""
+        for layer in layers:
+            self._state.to_compute(layer)
+        for part in self._state:
+            if part.version != LEARNING and self._layout.readers:
+                message = Publish(part.version, *part.run.key)
+                self._install_readers(message, self._payload(part), layers)
+
+    def answer(self, peer: int, need: Need) -> bool:
+        """Publishes again to one worker what it lacks. Returns whether all of it was here, at that version."""
+        layout, answered = self._layout.layers[need.layer], 0
+        for part in self._state.layers.get(need.layer, ()):
+            first, stop = max(part.run.first, need.first), min(part.run.stop, need.stop)
+            if part.version == need.step and first < stop:
+                a, b = layout.span(first, stop)
+                values = self._payload(part)[a - part.start : b - part.start]
+                self._send(peer, Publish(need.step, need.layer, first, stop), values)
+                answered += stop - first
+        return answered == need.stop - need.first
 
     def _payload(self, part: HeldRun) -> Tensor:
-        """The run's values in memory that stays as it is until everybody has received them.
+        """The run's values, in the compute dtype, in memory that stays as it is until everybody has received them.
 
         That holds for memory that only an update overwrites, but not for a compute buffer that is dropped in between.
         """
-        values = self._state.compute_values(part)
-        if not self._drops_params:
-            return values
-        return part.master if part.master.dtype == values.dtype else values.clone()
+        if part.run.layer in self._values and not self._drops_params:
+            return self._state.compute_values(part)
+        return part.master if part.master.dtype == self._dtype else part.master.to(self._dtype)
 
     def install(self, publish: Publish, payload: Tensor) -> None:
         """Copies published values, flat in the compute dtype, to every buffer of this worker that has those pages."""
@@ -74,9 +108,14 @@ class Publisher:
             self._values[publish.layer].install(publish.first, publish.stop, payload, publish.step)
         self._install_readers(publish, payload)
 
-    def _install_readers(self, publish: Publish, values: Tensor) -> None:
+    def _install_readers(self, publish: Publish, values: Tensor, layers: Collection[int] | None = None) -> None:
         block = self._layout.layers[publish.layer].block_of(publish.first)
         for layer, reader in self._layout.readers.get((publish.layer, block.first_page), ()):
-            if layer in self._values:
+            if layer in self._values and (layers is None or layer in layers):
                 shift = reader.first_page - block.first_page
                 self._values[layer].install(publish.first + shift, publish.stop + shift, values, publish.step)
+
+
+def _blocks_of(layout: LayerLayout, first: int, stop: int) -> list[Block]:
+    """The blocks that pages [first, stop) touch."""
+    return [b for b in layout.blocks if b.first_page < stop and first < b.first_page + b.num_pages]

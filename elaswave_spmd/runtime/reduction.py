@@ -6,13 +6,14 @@ sent to each run's primary. The primary adds nodes until it has the root: the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from elaswave_spmd.recovery.messages import NodeSum
 from elaswave_spmd.runtime.buffers import GradientBuffer, GradientPool
+from elaswave_spmd.runtime.trees import PrimaryRun
 from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, RunKey
 from elaswave_spmd.scheduling.tree import Node, Reduction, maximal_nodes, parent_and_sibling
 from elaswave_spmd.sharding.pages import LOSS, READER, ModelLayout
@@ -45,74 +46,13 @@ def routes(layout: ModelLayout, holder_runs: HolderMap, layer: int) -> tuple[Rou
     return tuple(found)
 
 
-@dataclass
-class _Tree:
-    """One tree: which nodes are held, and their sums, `num_elements` in all. `owned` sums may be overwritten."""
-
-    reduction: Reduction
-    sums: dict[Node, Tensor] = field(default_factory=dict)
-    owned: set[Node] = field(default_factory=set)
-    num_elements: int = 0
-
-    def add(self, node: Node, value: Tensor, *, owned: bool) -> None:
-        """Files a node's sum and makes the additions that it allows; what is already covered is ignored."""
-        added = self.reduction.add(node)
-        if added is None:
-            return
-        for old in added.superseded:
-            del self.sums[old]
-        self.sums[node] = value
-        if owned:
-            self.owned.add(node)
-        for merge in added.merges:
-            left, right = self.sums.pop(merge.left), self.sums.pop(merge.right)
-            self.sums[merge.into] = add_sums(left, right, merge.left in self.owned, merge.right in self.owned)
-            self.owned -= {merge.left, merge.right}
-            self.owned.add(merge.into)
-        self.num_elements += value.numel() * (1 - len(added.superseded) - len(added.merges))
-
-
-def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -> Tensor:
-    """left + right, into one of them where it may be overwritten (addition commutes bit for bit)."""
-    if left_owned:
-        return left.add_(right)
-    return right.add_(left) if right_owned else left + right
-
-
-class _PrimaryRun:
-    """The trees of one run at its primary: one per use of the parameters (two for a tied one), in layer order."""
-
-    def __init__(self, uses: Sequence[int], num_units: int) -> None:
-        self._trees = {use: _Tree(Reduction(num_units)) for use in sorted(uses)}
-        self._root = (0, num_units)
-        self.done = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the sums held."""
-        return sum(4 * tree.num_elements for tree in self._trees.values())
-
-    def add(self, use: int, node: Node, value: Tensor, *, owned: bool) -> Tensor | None:
-        """The entry, once every use's tree has its root; None before, and again after."""
-        self._trees[use].add(node, value, owned=owned)
-        if self.done or not all(tree.reduction.done for tree in self._trees.values()):
-            return None
-        self.done = True
-        first, *rest = self._trees.values()
-        entry, owned = first.sums.pop(self._root), self._root in first.owned
-        for tree in rest:
-            entry = add_sums(entry, tree.sums.pop(self._root), owned, self._root in tree.owned)
-            owned = True
-        self._trees.clear()
-        return entry
-
-
 class GradientReducer:
-    """The reduction of one step after another on one worker.
+    """The reduction of one step after another on one worker, from mesh epoch to mesh epoch.
+
+    A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary; with
+    sharded gradients they are given up when sent, and a unit whose sum is lost with a primary is computed again.
 
     Args:
-        layers: the layers that this worker runs.
-        units: the units that it computes.
         sharded: gradients are sharded: nodes leave as soon as they are done and their buffers are not kept.
         add_in_place: autograd may add a unit's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
@@ -124,9 +64,6 @@ class GradientReducer:
         self,
         rank: int,
         layout: ModelLayout,
-        holder_runs: HolderMap,
-        layers: Sequence[int],
-        units: Sequence[int],
         num_units: int,
         *,
         sharded: bool,
@@ -137,41 +74,117 @@ class GradientReducer:
         self.rank, self.num_units = rank, num_units
         self._layout, self._sharded, self._add_in_place = layout, sharded, add_in_place
         self._send, self._entry_done = send, entry_done
-        self._routes = {layer: routes(layout, holder_runs, layer) for layer in layers}
-        self._final = frozenset(maximal_nodes(units, num_units))
-        self._pools = {layer: GradientPool(layout.layers[layer]) for layer in layers}
-        self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == rank]
-        self._uses = {run.key: uses_of(layout, run) for run in self._primary}
-        self._run_at = {(route_use, page): run for run in self._primary for route_use, page in self._starts(run)}
-        self._steps: dict[int, dict[RunKey, _PrimaryRun]] = {}
+        self._pools: dict[int, GradientPool] = {}
+        self._routes: dict[int, tuple[Route, ...]] = {}
+        self._primary: list[HolderRun] = []
+        self._steps: dict[int, dict[RunKey, PrimaryRun]] = {}
+        self._early: list[tuple[NodeSum, Tensor]] = []
+        self._final: frozenset[Node] = frozenset()
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
+        self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
+        self.keeps_all = False  # between STATUS and PLACE: what is reported later must still be here
         self.decided = 0
         self._sum_bytes = self._peak_sum_bytes = 0
 
-    def _starts(self, run: HolderRun) -> list[tuple[int, int]]:
-        """The (use, first page) under which nodes for this run arrive."""
-        found = [(run.layer, run.first)]
-        for (owner, source), blocks in self._layout.readers.items():
-            for layer, block in blocks:
-                if owner == run.layer and source <= run.first < source + block.num_pages:
-                    found.append((layer, run.first - source + block.first_page))
-        return found
+    def bind(self, holder_runs: HolderMap, layers: Iterable[int], current: int) -> None:
+        """Takes part in a (newer) mesh epoch: sends what its sums hold for pages that have another primary now.
+
+        Args:
+            holder_runs: of all layers that concern this worker's layers and held pages; runs are those of the older
+                epoch, or parts of them.
+            layers: that this worker computes.
+            current: the step under way.
+        """
+        old_routes, self._routes = self._routes, {}
+        for layer in {*layers, *self._kept, *self._local} & holder_runs.keys():
+            self._routes[layer] = routes(self._layout, holder_runs, layer)
+        self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == self.rank]
+        self._uses = {run.key: uses_of(self._layout, run) for run in self._primary}
+        self._run_at = _by_use(self._layout, self._primary)
+        self._split_trees(holder_runs)
+        for layer, kept in self._kept.items():
+            before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
+            for route in self._routes.get(layer, ()):
+                was = _primary_at(before, route.first, route.stop)
+                if was not in (route.run.primary, self.rank):  # its own part went into its trees
+                    for node, buffer in kept:
+                        self._emit_part(current, route, node, buffer, mine=False)
+        early, self._early = self._early, []
+        for message, payload in early:
+            self.node_received(message, payload)
+        self.keeps_all = False
+
+    def _split_trees(self, holder_runs: HolderMap) -> None:
+        """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there."""
+        by_layer = {layer: list(runs) for layer, runs in holder_runs.items()}
+        for step, trees in self._steps.items():
+            for key, tree in list(trees.items()):
+                parts = [r for r in by_layer.get(key[0], ()) if key[1] <= r.first and r.stop <= key[2]]
+                if [r.key for r in parts if r.primary == self.rank] == [key]:
+                    continue
+                del trees[key]
+                whole_start, _ = self._layout.layers[key[0]].span(key[1], key[2])
+                for run in parts:
+                    start, stop = self._layout.layers[run.layer].span(run.first, run.stop)
+                    part = tree.part(start - whole_start, stop - whole_start)
+                    if run.primary == self.rank:
+                        trees[run.key] = part
+                    else:
+                        self._send_tree(step, run, part)
+                        for use in uses_of(self._layout, run):
+                            self._kept.pop(use, None)  # what they had of these pages went into the tree
+
+    def _send_tree(self, step: int, run: HolderRun, tree: PrimaryRun) -> None:
+        for use, node, value in tree.sums():
+            first = _first_page_of_use(self._layout, run, use)
+            message = NodeSum(step, use, first, first + run.stop - run.first, *node)
+            self._send(run.primary, message, value)
 
     # ---- this worker's own units
 
-    def begin_unit(self, layer: int, unit: int) -> tuple[GradientBuffer, bool]:
-        """The buffer for the unit's gradient of this layer; True: add to it, False: overwrite it."""
+    def begin_step(self, step: int, units: Iterable[int]) -> None:
+        """The units that this worker is to add up as far as the tree allows, of the step that begins.
+
+        Again in the middle of a step, with those added up so far and those that are still to come: a sum that waits
+        for a unit which another worker does now is finished.
+        """
+        self._final = frozenset(maximal_nodes(units, self.num_units))
+        for layer, (_, buffers) in self._local.items():
+            for node in [n for n in buffers if not self._grows(n)]:
+                self._emit(step, layer, node, buffers.pop(node))
+
+    def _grows(self, node: Node) -> bool:
+        """Whether units are still to come that an open sum is to be added to."""
+        return node not in self._final and any(f[0] <= node[0] and node[1] <= f[1] for f in self._final)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether anything of the step under way was added up or kept here."""
+        return bool(self._local or self._kept)
+
+    def begin_unit(self, layer: int, unit: int, *, alone: bool = False) -> tuple[GradientBuffer, bool]:
+        """The buffer for the unit's gradient of this layer; True: add to it, False: overwrite it.
+
+        `alone`: a unit that this worker does for another one, or again: it is not added to others here.
+        """
+        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer]))
         leaf = (unit, unit + 1)
+        if alone:
+            self._alone = pool.acquire()
+            return self._alone, False
         _, buffers = self._local.setdefault(layer, (Reduction(self.num_units), {}))
         above = parent_and_sibling(leaf, self.num_units)
         sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
-        buffer = buffers[leaf] = sibling or self._pools[layer].acquire()
+        buffer = buffers[leaf] = sibling or pool.acquire()
         return buffer, sibling is not None
 
-    def end_unit(self, step: int, layer: int, unit: int) -> None:
+    def end_unit(self, step: int, layer: int, unit: int, *, alone: bool = False) -> None:
         """The unit's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
-        reduction, buffers = self._local[layer]
         node = (unit, unit + 1)
+        if alone:
+            self._emit(step, layer, node, self._alone)
+            return
+        reduction, buffers = self._local[layer]
         added = reduction.add(node)
         assert added is not None, f"unit {unit} of layer {layer} was computed twice in step {step}"
         for merge in added.merges:
@@ -184,32 +197,54 @@ class GradientReducer:
         if node in self._final:
             self._emit(step, layer, node, buffers.pop(node))
 
+    def drop_unit(self, layer: int) -> None:
+        """The gradient of a unit that was run for its input's gradient only is not wanted."""
+        self._pools[layer].release(self._alone)
+
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        if self._sharded:
+        if self._sharded and not self.keeps_all:
             self._pools[layer].forget(buffer)
+        else:
+            self._kept.setdefault(layer, []).append((node, buffer))
         for route in self._routes[layer]:
-            part = buffer.pages(route.first, route.stop)
-            if route.run.primary != self.rank:
-                message = NodeSum(step, layer, route.first, route.stop, *node)
-                self._send(route.run.primary, message, part)
-                continue
-            # Sharded gradients: keep this worker's part only, so that the whole buffer goes when it is sent.
-            value = part.clone() if self._sharded and len(self._routes[layer]) > 1 else part
-            self._add(step, route.run, layer, node, value, owned=True)
+            self._emit_part(step, route, node, buffer, mine=True)
+
+    def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
+        """One run's part of a node. `mine`: if this worker is its primary, that part may be overwritten."""
+        part = buffer.pages(route.first, route.stop)
+        if route.run.primary != self.rank:
+            self._send(route.run.primary, NodeSum(step, route.layer, route.first, route.stop, *node), part)
+            return
+        if mine and self._sharded and len(self._routes[route.layer]) > 1:
+            part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
+        self._add(step, route.run, route.layer, node, part, owned=mine)
 
     # ---- everybody's nodes, at the primary
 
     def node_received(self, message: NodeSum, payload: Tensor) -> None:
-        """A node from another worker; ignored when its step is decided already."""
+        """A node from another worker; ignored when its step is decided already.
+
+        It may be cut as in an older mesh epoch. What is for pages that this worker is not the primary of, as far as it
+        knows, waits for the epoch in which it is.
+        """
         if message.step <= self.decided:
             return
-        run = self._run_at[message.layer, message.first]
-        self._add(message.step, run, message.layer, (message.lo, message.hi), payload, owned=False)
+        layout = self._layout.layers[message.layer]
+        runs = [(a, a + run.stop - run.first, run) for a, run in self._run_at.get(message.layer, ())]
+        inside = [(a, b, run) for a, b, run in runs if message.first <= a and b <= message.stop]
+        if sum(b - a for a, b, _ in inside) < message.stop - message.first:
+            self._early.append((message, payload))
+        start, _ = layout.span(message.first, message.stop)
+        for a, b, run in inside:
+            first, stop = layout.span(a, b)
+            whole = (a, b) == (message.first, message.stop)
+            part = payload if whole else payload[first - start : stop - start]
+            self._add(message.step, run, message.layer, (message.lo, message.hi), part, owned=False)
 
     def _add(self, step: int, run: HolderRun, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
         runs = self._steps.setdefault(step, {})
         if run.key not in runs:
-            runs[run.key] = _PrimaryRun(self._uses[run.key], self.num_units)
+            runs[run.key] = PrimaryRun(self._uses[run.key], self.num_units)
         trees = runs[run.key]
         if trees.done:
             return
@@ -220,14 +255,54 @@ class GradientReducer:
         if entry is not None:
             self._entry_done(step, run, entry)
 
+    def entry_known(self, step: int, run: RunKey) -> None:
+        """The entry of a run of this worker's primary pages has come from elsewhere: no node of it is needed."""
+        if run in self._uses:
+            tree = self._steps.setdefault(step, {}).setdefault(run, PrimaryRun(self._uses[run], self.num_units))
+            tree.finish()
+
     def step_decided(self, step: int) -> None:
         """Everybody has what it needs of this step: its buffers may be used again."""
         self.decided = step
         self._steps.pop(step, None)
+        self._early = [(message, payload) for message, payload in self._early if message.step > step]
         self._sum_bytes = sum(run.num_bytes for later in self._steps.values() for run in later.values())
         self._local.clear()
+        self._kept.clear()
         for pool in self._pools.values():
             pool.release_all()
+
+    # ---- what it has
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether sums are given up when they are sent."""
+        return self._sharded
+
+    def nodes_held(self) -> dict[int, tuple[Node, ...]]:
+        """Layer -> the nodes of the step under way whose sums are kept here, whole layers each."""
+        found: dict[int, list[Node]] = {layer: [node for node, _ in kept] for layer, kept in self._kept.items()}
+        for layer, (_, buffers) in self._local.items():
+            found.setdefault(layer, []).extend(buffers)
+        return {layer: tuple(sorted(nodes)) for layer, nodes in found.items() if nodes}
+
+    def trees_held(self, step: int, *, current: bool) -> tuple[tuple[int, int, int, int, tuple[Node, ...]], ...]:
+        """(layer, first, stop, use, nodes) of the unfinished trees at this primary.
+
+        `current`: the step is the one under way, so that its own open sums, which no node was made of yet, belong here.
+        """
+        found = []
+        for run in self._primary:
+            tree = self._steps.get(step, {}).get(run.key)
+            if tree is not None and tree.done:
+                continue
+            for use in self._uses[run.key]:
+                nodes = list(tree.nodes_of(use)) if tree is not None else []
+                if current and use in self._local:
+                    nodes += self._local[use][1]
+                if nodes:
+                    found.append((*run.key, use, tuple(sorted(nodes))))
+        return tuple(found)
 
     @property
     def num_bytes(self) -> int:
@@ -237,6 +312,29 @@ class GradientReducer:
         top comes one layer's buffer at a time, on its way from the layer's backward to the primaries.
         """
         return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
+
+
+def _first_page_of_use(layout: ModelLayout, run: HolderRun, use: int) -> int:
+    """Where the pages of a run lie in the gradient buffer of one of its uses."""
+    if use == run.layer:
+        return run.first
+    block = layout.layers[run.layer].block_of(run.first)
+    reader = next(b for layer, b in layout.readers[run.layer, block.first_page] if layer == use)
+    return run.first - block.first_page + reader.first_page
+
+
+def _by_use(layout: ModelLayout, runs: Iterable[HolderRun]) -> dict[int, list[tuple[int, HolderRun]]]:
+    """Layer -> (first page, run) of the runs whose nodes arrive under that layer."""
+    found: dict[int, list[tuple[int, HolderRun]]] = {}
+    for run in runs:
+        for use in uses_of(layout, run):
+            found.setdefault(use, []).append((_first_page_of_use(layout, run, use), run))
+    return {use: sorted(starts, key=lambda start: start[0]) for use, starts in found.items()}
+
+
+def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) -> int | None:
+    """The primary of the older run that pages [first, stop) were part of."""
+    return next((primary for (a, b), primary in before.items() if a <= first and stop <= b), None)
 
 
 def uses_of(layout: ModelLayout, run: HolderRun) -> tuple[int, ...]:

@@ -45,27 +45,42 @@ class StagePrograms:
     """Forward and backward of a worker's layers.
 
     Args:
-        modules: layer number -> module, bound to its value buffer.
-        loss: token-sum loss of the last layer's output, or None on other stages.
+        num_layers: of the model; the loss comes after the last one.
+        loss: token-sum loss of the last layer's output.
         loss_scale: 1 / tokens of the global batch.
         checkpointing: keep inputs only.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        values: Mapping[int, ValueBuffer],
-        *,
-        loss: Loss | None,
-        loss_scale: float,
-        checkpointing: bool,
-    ) -> None:
-        self._modules, self._values = modules, values
+    def __init__(self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool) -> None:
+        self._modules: Mapping[int, nn.Module] = {}
+        self._values: Mapping[int, ValueBuffer] = {}
         self._loss, self._loss_scale, self._checkpointing = loss, loss_scale, checkpointing
-        self._last = max(modules) if loss is not None else -1
-        self._training = [m for module in modules.values() for m in module.modules() if m.training]
+        self._last = num_layers - 1
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._losses: dict[int, Tensor] = {}
+
+    def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
+        """The layers to run from now on; what was saved for others is given up.
+
+        Args:
+            modules: layer number -> module, bound to its value buffer.
+        """
+        if modules.keys() != self._modules.keys():
+            self._saved.clear()
+            self._losses.clear()
+        self._modules, self._values = modules, values
+        self._training = [m for module in modules.values() for m in module.modules() if m.training]
+
+    @property
+    def forwarded(self) -> frozenset[int]:
+        """Units that have been run forward through all layers, and not yet backward."""
+        return frozenset(unit for layer, unit in self._saved if layer == max(self._modules))
+
+    def discard(self, unit: int) -> None:
+        """Gives up what was saved of a unit."""
+        for key in [k for k in self._saved if k[1] == unit]:
+            del self._saved[key]
+        self._losses.pop(unit, None)
 
     def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         """Runs a layer, keeping what its backward needs. Returns its output, detached.
@@ -135,7 +150,7 @@ class StagePrograms:
         layer would see other strides, or another dtype, on another mesh.
         """
         y = self._modules[layer](x, keys)
-        if layer == self._last and self._loss is not None:
+        if layer == self._last:
             assert batch is not None
             loss = self._loss(y, batch)
             if loss.ndim:

@@ -1,12 +1,13 @@
-"""The state pages that a worker holds: fp32 master and optimizer state, and their update.
+"""The state pages that a worker holds: fp32 master and optimizer state, their update, and how they change hands.
 
 A held run is one contiguous slice of its layer, so that an update is a few kernel calls on whole runs. In fp32 with
-replicated parameters the master *is* the slice of the compute buffer; otherwise it lies in a buffer of its own.
+replicated parameters the master *is* the slice of the compute buffer, on workers that compute with the layer; elsewhere
+it lies in a buffer of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,29 @@ from torch import Tensor
 from elaswave_spmd.runtime.buffers import ValueBuffer
 from elaswave_spmd.runtime.optimizers import PageOptimizer, Update
 from elaswave_spmd.scheduling.placement import HolderRun, RunKey
-from elaswave_spmd.sharding.pages import LayerLayout
+from elaswave_spmd.sharding.pages import LayerLayout, ModelLayout
+
+LEARNING = -1
+"""The version of a run whose state has not come yet."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldRun:
-    """One run of state pages: elements [start, stop) of its layer."""
+    """One run of state pages: elements [start, stop) of its layer, at `version`."""
 
     run: HolderRun
     start: int
     stop: int
     master: Tensor
     optimizer_state: dict[str, Tensor]
+    version: int = LEARNING
+
+    def part(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
+        """The same memory under a run that lies inside this one."""
+        start, stop = layout.span(run.first, run.stop)
+        a, b = start - self.start, stop - self.start
+        states = {name: values[a:b] for name, values in self.optimizer_state.items()}
+        return HeldRun(run, start, stop, self.master[a:b], states, self.version)
 
 
 @dataclass(frozen=True)
@@ -44,46 +56,78 @@ class HeldState:
     """All held runs of one worker, by layer.
 
     Args:
-        runs: the held runs without the loss page.
-        values: the compute buffers of this worker's layers, by layer.
+        layout: of the model.
+        optimizer: the update.
         separate_master: keep masters apart from the compute buffers (bf16, or sharded parameters).
     """
 
-    def __init__(
-        self,
-        runs: Iterable[HolderRun],
-        values: dict[int, ValueBuffer],
-        optimizer: PageOptimizer,
-        *,
-        separate_master: bool,
-    ) -> None:
+    def __init__(self, layout: ModelLayout, optimizer: PageOptimizer, *, separate_master: bool) -> None:
         self.optimizer = optimizer
         self.separate_master = separate_master
-        self._values = values
+        self._layout = layout
+        self._values: Mapping[int, ValueBuffer] = {}
         self.layers: dict[int, list[HeldRun]] = {}
+        self._cuts: dict[int, list[_Cut]] = {}
+
+    def rebind(self, runs: Iterable[HolderRun], values: Mapping[int, ValueBuffer]) -> None:
+        """Holds exactly these runs from now on.
+
+        Args:
+            runs: each is one that was held, a part of one, or new: then without state, at version LEARNING.
+            values: the compute buffers of the layers that this worker computes with.
+        """
+        old, self._values = self.layers, values
+        found: dict[int, list[HeldRun]] = {}
         for run in runs:
-            layout = values[run.layer].layout
-            start, stop = layout.span(run.first, run.stop)
-            shape = (stop - start,)
-            master = torch.zeros(shape) if separate_master else values[run.layer].pages(run.first, run.stop)
-            state = {name: torch.zeros(shape) for name in optimizer.state_names}
-            self.layers.setdefault(run.layer, []).append(HeldRun(run, start, stop, master, state))
-        self._cuts = {layer: _cut_by_rule(values[layer].layout, held) for layer, held in self.layers.items()}
+            whole = next(
+                (h for h in old.get(run.layer, ()) if h.run.first <= run.first and run.stop <= h.run.stop), None
+            )
+            layout = self._layout.layers[run.layer]
+            held = whole.part(run, layout) if whole is not None else self._new(run, layout)
+            self._settle(held)
+            found.setdefault(run.layer, []).append(held)
+        self.layers = found
+        self._cuts = {layer: _cut_by_rule(self._layout.layers[layer], held) for layer, held in found.items()}
+
+    def _new(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
+        start, stop = layout.span(run.first, run.stop)
+        states = {name: torch.zeros(stop - start) for name in self.optimizer.state_names}
+        in_place = self._in_compute_buffer(run)
+        return HeldRun(run, start, stop, torch.empty(0) if in_place else torch.zeros(stop - start), states)
+
+    def _in_compute_buffer(self, run: HolderRun) -> bool:
+        return not self.separate_master and run.layer in self._values
+
+    def _settle(self, held: HeldRun) -> None:
+        """Moves a master to where it belongs, when this worker has begun or ceased to compute with its layer."""
+        if self._in_compute_buffer(held.run):
+            place = self._values[held.run.layer].pages(held.run.first, held.run.stop)
+            if held.version != LEARNING and held.master.data_ptr() != place.data_ptr():
+                place.copy_(held.master)
+            held.master = place
+            return
+        whole = held.master.untyped_storage().nbytes() > 4 * held.master.numel()
+        if whole and not self.separate_master:  # a slice of a compute buffer that goes
+            held.master = held.master.clone()
+
+    def __iter__(self) -> Iterator[HeldRun]:
+        return (part for _, held in sorted(self.layers.items()) for part in held)
 
     def initialise(self, draw: Callable[[str, int, int], Tensor]) -> None:
-        """Fills the masters with initial values.
+        """Fills the masters with initial values: version 0.
 
         Args:
             draw: (parameter name, first, stop) -> fp32 elements [first, stop) of the flattened parameter.
         """
-        for layer, held in self.layers.items():
-            for part in held:
-                for slot in self._values[layer].layout.slots:
-                    first, stop = max(slot.start, part.start), min(slot.stop, part.stop)
-                    if first < stop:
-                        values = draw(slot.parameter.name, first - slot.start, stop - slot.start)
-                        part.master[first - part.start : stop - part.start].copy_(values)
-            self._to_compute(layer, 0)
+        for part in self:
+            for slot in self._layout.layers[part.run.layer].slots:
+                first, stop = max(slot.start, part.start), min(slot.stop, part.stop)
+                if first < stop:
+                    values = draw(slot.parameter.name, first - slot.start, stop - slot.start)
+                    part.master[first - part.start : stop - part.start].copy_(values)
+            part.version = 0
+        for layer in self.layers:
+            self.to_compute(layer)
 
     def apply(
         self,
@@ -99,38 +143,88 @@ class HeldState:
         Args:
             entries: (layer, first, stop) -> fp32 reduced gradient of that run; may be overwritten.
         """
+        current = {part.run.key for part in self.layers.get(layer, ()) if part.version == step - 1}
         for cut in self._cuts.get(layer, ()):
+            chosen = [i for i, (key, _, _) in enumerate(cut.pieces) if key in current]
+            if not chosen:
+                continue
             self.optimizer.update(
-                cut.masters,
-                [entries[key][first:stop] for key, first, stop in cut.pieces],
-                cut.optimizer_states,
+                [cut.masters[i] for i in chosen],
+                [entries[key][first:stop] for key, first, stop in (cut.pieces[i] for i in chosen)],
+                {name: [values[i] for i in chosen] for name, values in cut.optimizer_states.items()},
                 Update(step, lr * cut.lr_scale, cut.decay, divisor),
             )
-        self._to_compute(layer, step)
+        self.keep(layer, step)
 
     def keep(self, layer: int, step: int) -> None:
-        """The version advances without an update (the step's gradient was not finite)."""
-        self._to_compute(layer, step)
+        """The version advances; alone, when the step's gradient was not finite, it changes nothing else."""
+        for part in self.layers.get(layer, ()):
+            # A learner's state may be a step ahead of the learner, or not here yet.
+            assert part.version in (LEARNING, step - 1, step), (part.run, part.version, step)
+            if part.version == step - 1:
+                part.version = step
+        self.to_compute(layer)
 
     def compute_values(self, part: HeldRun) -> Tensor:
         """The run's values as this worker computes with them, a view."""
         return self._values[part.run.layer].pages(part.run.first, part.run.stop)
 
-    def _to_compute(self, layer: int, version: int) -> None:
-        values = self._values[layer]
+    def to_compute(self, layer: int) -> None:
+        """The held pages of a layer go to its compute buffer, where there is one."""
+        values = self._values.get(layer)
+        if values is None:
+            return
         for part in self.layers.get(layer, ()):
+            if part.version == LEARNING:
+                continue
             if self.separate_master:
-                values.install(part.run.first, part.run.stop, part.master, version)
+                values.install(part.run.first, part.run.stop, part.master, part.version)
             else:
-                values.mark(part.run.first, part.run.stop, version)
+                values.mark(part.run.first, part.run.stop, part.version)
 
-    def num_bytes(self) -> dict[str, int]:
-        """Bytes of masters (whether or not they are part of a compute buffer) and of optimizer state."""
-        found = {"master": 0, "optimizer": 0}
-        for held in self.layers.values():
-            for part in held:
-                found["master"] += part.master.numel() * 4
-                found["optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
+    # ---- changing hands
+
+    def state_of(self, part: HeldRun) -> Tensor:
+        """A copy of the run's state, fp32, flat: the master and then each optimizer state in turn."""
+        return torch.cat([part.master, *part.optimizer_state.values()])
+
+    def learn(self, layer: int, first: int, stop: int, version: int, payload: Tensor) -> list[HeldRun]:
+        """Takes the state of pages [first, stop), as `state_of` gave it. Returns the runs that were waiting for it."""
+        start, end = self._layout.layers[layer].span(first, stop)
+        rows = payload.view(1 + len(self.optimizer.state_names), end - start)
+        learned = []
+        for part in self.layers.get(layer, ()):
+            if part.version != LEARNING or not (first <= part.run.first and part.run.stop <= stop):
+                continue
+            a, b = part.start - start, part.stop - start
+            targets = [part.master, *part.optimizer_state.values()]
+            # A compute buffer that was published to is left alone: a saved forward may refer to it.
+            published = self._in_compute_buffer(part.run) and self._values[layer].are_at(
+                part.run.first, part.run.stop, version
+            )
+            for target, row in list(zip(targets, rows, strict=True))[published:]:
+                target.copy_(row[a:b])
+            part.version = version
+            learned.append(part)
+        if learned:
+            self.to_compute(layer)
+        return learned
+
+    def flip_a_bit(self) -> None:
+        """Damages the optimizer state of the first held run, as failing memory would (chaos)."""
+        part = next(iter(self))
+        next(iter(part.optimizer_state.values())).view(torch.int32)[0] ^= 1 << 20
+
+    def num_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of masters (whether or not they are part of a compute buffer), of optimizer state, and of mirrors.
+
+        `mirrors`: both, of the runs that this worker is not the primary of, where state is sharded.
+        """
+        found = {"master": 0, "optimizer": 0, "mirror_master": 0, "mirror_optimizer": 0}
+        for part in self:
+            prefix = "" if part.run.primary == rank else "mirror_"
+            found[prefix + "master"] += part.master.numel() * 4
+            found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
         return found
 
 

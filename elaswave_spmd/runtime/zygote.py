@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -196,6 +197,18 @@ class Zygote:
         self._abandon()
         return exits
 
+    def release(self, timeout_s: float = _ORDER_TIMEOUT_S) -> None:
+        """End as if this process had died: workers see the end of the life pipe and have `orphan_grace_s` to end by
+        themselves. Returns when no process is left; idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._orders.close()
+        os.close(self._life)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs: killed now, and its children with it
+            self._process.wait(timeout_s)
+        self._bury()
+
     def __enter__(self) -> Zygote:
         return self
 
@@ -205,10 +218,13 @@ class Zygote:
     def _abandon(self) -> None:
         """Kill the zygote if it still runs, and close our ends."""
         self._stopped = True
-        self._process.kill()
-        self._process.wait()
         self._orders.close()
         os.close(self._life)
+        self._bury()
+
+    def _bury(self) -> None:
+        self._process.kill()
+        self._process.wait()
         os.close(self._notices)
         for path in self._scratch:
             shutil.rmtree(path, ignore_errors=True)

@@ -5,7 +5,7 @@ It holds counts, one number per stage or worker; owner maps and unit lists are f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import lt
@@ -13,47 +13,12 @@ from operator import lt
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, deal_primaries
+from elaswave_spmd.scheduling.holders import RunKey as RunKey
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import ModelLayout, deal_pages
+from elaswave_spmd.sharding.pages import ModelLayout
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
-
-
-RunKey = tuple[int, int, int]
-"""(layer, first page, stop page)."""
-
-
-@dataclass(frozen=True)
-class HolderRun:
-    """Pages [first, stop) of one layer's state with the same holders.
-
-    `holders` contains the primary. Runs of one stage share the set, so that a replicated stage costs no square.
-    """
-
-    layer: int
-    first: int
-    stop: int
-    primary: int
-    holders: frozenset[int] = field(hash=False)
-
-    def __post_init__(self) -> None:
-        assert self.primary in self.holders and self.first < self.stop, self
-
-    @property
-    def key(self) -> RunKey:
-        return self.layer, self.first, self.stop
-
-    @property
-    def mirrors(self) -> tuple[int, ...]:
-        return tuple(sorted(self.holders - {self.primary}))
-
-    def __str__(self) -> str:
-        mirrors = f" mirrors {list(self.mirrors)}" if len(self.holders) > 1 else ""
-        return f"layer {self.layer} pages [{self.first}, {self.stop}): {self.primary}{mirrors}"
-
-
-HolderMap = Mapping[int, tuple[HolderRun, ...]]
-"""Layer -> its runs in page order."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +32,7 @@ class Placement:
         unit_counts: per stage, the units of each worker, in stage order; each stage's counts add up to num_units.
         shardings: which of parameters, gradients and optimizer state lie on dp.
         page_layout: "interleaved" or "contiguous" (sharding.pages.deal_pages).
+        holders: who holds which pages, all layers; None: as dealt to a new mesh.
     """
 
     mesh: Mesh
@@ -75,6 +41,7 @@ class Placement:
     unit_counts: tuple[tuple[int, ...], ...]
     shardings: Shardings
     page_layout: str = "interleaved"
+    holders: HolderMap | None = field(default=None, hash=False, compare=True)
 
     def __post_init__(self) -> None:
         cuts, stages = self.layer_cuts, self.mesh.stages
@@ -121,34 +88,22 @@ class Placement:
         return tuple(u for u, worker in enumerate(self._workers_of_units(stage)) if worker == rank)
 
     def holder_runs(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> HolderMap:
-        """Layer -> the runs of its state pages (and of its loss page), in page order; of some stages, or of all."""
+        """Layer -> the runs of its state pages (and of its loss page), in page order; of some stages, or of all.
+
+        Those of `holders`; without it the pages as dealt to a new mesh, sharded ones without mirrors.
+        """
         found: dict[int, tuple[HolderRun, ...]] = {}
         for stage in range(self.num_stages) if stages is None else stages:
-            layers = self.layers_of_stage(stage)
-            cuts = deal_pages(
-                [layout.layers[ly].num_state_pages for ly in layers], len(self.mesh.stages[stage]), self.page_layout
-            )
-            found |= {ly: self._runs_of_layer(layout, ly, stage, c) for ly, c in zip(layers, cuts, strict=True)}
+            layers, members = self.layers_of_stage(stage), self.mesh.stages[stage]
+            if self.holders is not None:
+                found |= {layer: self.holders[layer] for layer in layers}
+                continue
+            everybody = None if self.shardings.optim.axes else frozenset(members)
+            runs: dict[int, list[HolderRun]] = {layer: [] for layer in layers}
+            for layer, first, stop, primary in deal_primaries(layout, layers, members, self.page_layout):
+                runs[layer].append(HolderRun(layer, first, stop, primary, everybody or frozenset((primary,))))
+            found |= {layer: tuple(of_layer) for layer, of_layer in runs.items()}
         return found
-
-    def _runs_of_layer(self, layout: ModelLayout, layer: int, stage: int, cuts: Sequence[int]) -> tuple[HolderRun, ...]:
-        members = self.mesh.stages[stage]
-        everybody = None if self.shardings.optim.axes else frozenset(members)
-        found = []
-
-        def add(first: int, stop: int, primary: int) -> None:
-            found.append(HolderRun(layer, first, stop, primary, everybody or frozenset((primary,))))
-
-        for block in layout.layers[layer].state_blocks:
-            for position, primary in enumerate(members):
-                first = max(cuts[position], block.first_page)
-                stop = min(cuts[position + 1], block.first_page + block.num_pages)
-                if first < stop:
-                    add(first, stop, primary)
-        loss = layout.layers[layer].loss_block
-        if loss is not None:
-            add(loss.first_page, loss.first_page + 1, members[-1])
-        return tuple(found)
 
     def __str__(self) -> str:
         lines = [f"placement of mesh epoch {self.mesh.epoch}: {self.num_units} units, dealt {self.dealing}"]

@@ -70,7 +70,7 @@ class Workers:
         self.end(*self.unreaped)
         return True
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = 2.0) -> None:
         self.stopped = True
         for links in self._links.values():
             links.close()

@@ -22,17 +22,19 @@ ALLOWED = {
     "mesh": "errors keyed",
     "sharding": "errors keyed mesh",
     "scheduling": "errors keyed mesh sharding",
-    "recovery": "errors keyed mesh sharding scheduling",
+    "recovery": "checks errors keyed mesh sharding scheduling",
     "models": "errors keyed sharding",
     "data": "errors keyed",
     "observe": "errors",
     "conf": "errors mesh",
-    "settings": "checks errors mesh",
+    "elastic_settings": "checks errors",
+    "runtime_settings": "checks errors",
+    "settings": "checks elastic_settings errors mesh recovery runtime_settings",
     "runtime": "errors keyed mesh sharding scheduling recovery models",
     "testing": "errors keyed mesh sharding scheduling recovery models data runtime",
     "simulator": "errors keyed mesh sharding scheduling recovery",
 }
-TOP = ("assembly", "controller", "summary", "worker")
+TOP = ("agent", "assembly", "controller", "launching", "summary", "worker")
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli")
 

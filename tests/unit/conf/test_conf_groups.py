@@ -29,7 +29,10 @@ train.resume unit.size page.size model.layers model.d_model model.heads model.dr
 optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
-runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages sharding
+runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages sharding elastic.enabled elastic.min_workers
+elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
+timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start
+timeouts.join timeouts.leave timeouts.controller timeouts.shutdown chaos.events chaos.random chaos.seed chaos.rate
 """
 
 
@@ -137,7 +140,9 @@ def test_help_lists_the_forms_of_mesh_names() -> None:
         ("data=text", "data.path=???"),
         ("data=custom", "data.target=???"),
         ("train.steps=???", "train.steps=???"),
-        ("+chaos=1", "+chaos=1"),
+        ("+chaotic=1", "+chaotic=1"),
+        ("timeouts.suspect=0.1", "timeouts.suspect=0.1 timeouts.heartbeat=0.1"),
+        ("chaos.events=[]  chaos.rate=-1", "chaos.rate=-1"),
         ("+train.step=1", "+train.step=1"),
         ("seed=${nowhere}", ""),
     ],

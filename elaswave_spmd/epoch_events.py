@@ -1,0 +1,78 @@
+"""What a run says of its mesh epochs: one event line for each, and one for what it cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+from elaswave_spmd.observe import MetricsLine, RunObserver
+from elaswave_spmd.recovery.controller_protocol import EpochBegun
+
+_UNDISTURBED = 50  # steps whose median is the usual one
+
+
+class EpochEvents:
+    """Writes `fail`, `leave`, `join`, `rebalance` and `recovered` lines."""
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+        self._seen: dict[int, float] = {}  # rank -> when its loss was seen, until the epoch without it
+        self._usual: deque[float] = deque(maxlen=_UNDISTURBED)
+        self._disturbed: EpochBegun | None = None
+
+    def lost(self, rank: int, at: float) -> None:
+        """A loss was seen at time.monotonic() = `at`."""
+        self._seen.setdefault(rank, at)
+
+    def begun(self, epoch: EpochBegun) -> None:
+        """The PLACE of an epoch has been sent."""
+        mesh, now = epoch.placement.mesh, time.monotonic()
+        if epoch.kinds:
+            self._disturbed = epoch
+        for kind in sorted(set(epoch.kinds.values())) or ["rebalance"]:
+            ranks = sorted(rank for rank, k in epoch.kinds.items() if k == kind)
+            seen = [at for rank, at in self._seen.items() if rank in ranks]
+            reasons = sorted({epoch.reasons[rank] for rank in ranks if rank in epoch.reasons})
+            self._observer.on_event(
+                kind,
+                ranks=ranks,
+                mesh_epoch=mesh.epoch,
+                mesh=mesh.shape.name,
+                reason="; ".join(reasons),
+                after_step=epoch.version,
+                edit_ms=round(1e3 * (now - min(seen)), 3) if seen else None,
+                units_redone=epoch.units_redone,
+                copies=epoch.learners,
+                message=_text(kind, ranks, reasons, epoch),
+            )
+        self._seen.clear()
+
+    def committed(self, line: MetricsLine) -> None:
+        """A step has committed; the first one after an event tells what the event cost."""
+        epoch, self._disturbed = self._disturbed, None
+        if epoch is None:
+            self._usual.append(line.seconds)
+        elif self._usual:
+            usual = statistics.median(self._usual)
+            placement, workers = epoch.placement, len(epoch.placement.mesh.members)
+            before = workers + sum(1 if kind != "join" else -1 for kind in epoch.kinds.values())
+            unit = usual * before / (placement.num_units * placement.num_stages)  # one unit through one stage
+            redo = epoch.units_redone * unit / workers
+            penalty = 1e3 * (line.seconds - usual - redo)
+            self._observer.on_event(
+                "recovered",
+                step=line.step,
+                mesh_epoch=placement.mesh.epoch,
+                penalty_ms=round(penalty, 3),
+                message=f"step {line.step} took {line.seconds:.3f} s, {penalty:.0f} ms more than work explains",
+            )
+
+
+def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) -> str:
+    mesh = epoch.placement.mesh
+    who = f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "state"
+    what = {"fail": "lost", "leave": "left", "join": "joined"}.get(kind, "lies where it belongs")
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    again = f", {epoch.units_redone} units again" if epoch.units_redone else ""
+    return f"{who} {what}{why}: {mesh.shape.name}, mesh epoch {mesh.epoch}, after step {epoch.version}{again}"

@@ -1,0 +1,58 @@
+"""What the mesh becomes when workers go or come: pure functions of the mesh and the event."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
+
+Stages = tuple[tuple[int, ...], ...]
+
+
+def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:
+    """The stages without some workers and with others.
+
+    A stage that lost its last worker gets a newcomer, else a worker of the nearest stage that has two or more (its
+    mirrors lie with its neighbours); when no stage has two, it is given up and its layers go to the others. Other
+    newcomers open stages that were given up before, as long as there are fewer than `wanted`, and then go to the
+    smallest stage.
+
+    Returns: as few as no stage at all, when nobody is left.
+    """
+    left = [[rank for rank in members if rank not in gone] for members in stages]
+    free = list(newcomers)
+    for number, members in enumerate(left):
+        if not members and free:
+            members.append(free.pop(0))
+        elif not members and (donor := _donor(left, number)) is not None:
+            members.append(left[donor].pop())
+    left = [members for members in left if members]
+    for rank in free:
+        if len(left) < wanted:
+            left.append([rank])
+        else:
+            min(left, key=len).append(rank)
+    while len(left) < wanted and max(map(len, left), default=0) > 1:
+        left.append([max(left, key=len).pop()])
+    return tuple(map(tuple, left))
+
+
+def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
+    """The nearest stage with two workers or more; of two, the larger one."""
+    able = [s for s, members in enumerate(stages) if len(members) > 1]
+    return min(able, key=lambda s: (abs(s - empty), -len(stages[s]), s), default=None)
+
+
+def graduate(holders: HolderMap, learned: Collection[int]) -> HolderMap:
+    """The map in which these learners, who have caught up, are holders. Primaries stay."""
+
+    def after(layer: int) -> tuple[HolderRun, ...]:
+        return tuple(
+            replace(run, holders=run.holders | ready, learners=run.learners - ready)
+            if (ready := run.learners & frozenset(learned))
+            else run
+            for run in holders[layer]
+        )
+
+    return {layer: after(layer) for layer in holders}

@@ -1,0 +1,137 @@
+"""What the controller's launcher and the agents on other machines say to each other. Plain data, never pickle."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from elaswave_spmd import errors
+
+PROTOCOL = 1  # of these messages and of what the store says; both sides must have the same
+
+
+class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; encodes as a compact array [kind, fields ...]."""
+
+
+class Problem(msgspec.Struct, frozen=True, array_like=True):
+    """An error on its way to another machine. `kind`: its class, of `errors`; "" for others, of which `rule` is all."""
+
+    kind: str
+    rule: str
+    got: str | None = None
+    where: str = ""
+    exists: str = ""
+    fix: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, report: str = "") -> Problem:
+        """The error in words; `report` is what to say of one that is not the user's."""
+        if not isinstance(error, errors.UserError):
+            return cls("", report or str(error))
+        got = error.got if error.got is None or isinstance(error.got, str) else repr(error.got)
+        return cls(type(error).__name__, error.rule, got, error.where, error.exists, error.fix)
+
+    def error(self, source: str) -> errors.UserError | errors.RunError:
+        """The error again, to be raised here; `source` says whose it is."""
+        if not self.kind:
+            return errors.RunError(f"{source} failed:\n{self.rule}")
+        kinds = {kind.__name__: kind for kind in errors.UserError.__subclasses__()}
+        where = f"{self.where}, {source}" if self.where else source
+        got = "nothing" if self.got is None else self.got  # `where` is shown beside it
+        return kinds.get(self.kind, errors.UserError)(self.rule, got=got, where=where, exists=self.exists, fix=self.fix)
+
+
+# ---- agent to controller ---------------------------------------------------------------------------------------------
+
+
+class Hello(AgentMessage, frozen=True):
+    """An agent listens at `address` and has places for `capacity` workers on machine `host`."""
+
+    address: str
+    host: str
+    capacity: int
+    torch: str  # version: other versions may give other bits
+
+
+class Prepared(AgentMessage, frozen=True):
+    """The data is there and equal, workers can be spawned."""
+
+
+class WorkerExited(AgentMessage, frozen=True):
+    """A worker's process has ended and is reaped, as in `zygote.Exited`."""
+
+    rank: int
+    pid: int
+    code: int | None
+    signal: int | None
+
+
+class Looked(AgentMessage, frozen=True):
+    """Answer to Look: every worker that had ended by then has been told of."""
+
+
+class AgentFailed(AgentMessage, frozen=True):
+    """The agent ends; its workers have ended."""
+
+    problem: Problem
+
+
+# ---- controller to agent ---------------------------------------------------------------------------------------------
+
+
+class Refused(AgentMessage, frozen=True):
+    """This agent is not taken."""
+
+    problem: Problem
+
+
+class Prepare(AgentMessage, frozen=True):
+    """Make the data that `settings` ask for, equal to the controller's `data`, and the process that forks workers."""
+
+    num_workers: int  # of the whole run
+    settings: dict[str, Any]
+    data: dict[str, Any]
+
+
+class Spawn(AgentMessage, frozen=True):
+    """Start worker `rank`. The agent puts what is of its own machine into `spec`: data, directory, host."""
+
+    rank: int
+    spec: dict[str, Any]
+
+
+class Signal(AgentMessage, frozen=True):
+    """Send a signal to worker `rank`, if it is still there."""
+
+    rank: int
+    number: int
+
+
+class Look(AgentMessage, frozen=True):
+    """Tell of all workers that have ended, then answer Looked."""
+
+
+class Stop(AgentMessage, frozen=True):
+    """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), tell of them, and end."""
+
+    grace_s: float
+
+
+AnyAgentMessage: TypeAlias = (
+    Hello | Prepared | WorkerExited | Looked | AgentFailed | Refused | Prepare | Spawn | Signal | Look | Stop
+)
+
+
+def encode(message: AgentMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes | memoryview) -> AnyAgentMessage:
+    """The inverse of `encode`.
+
+    Raises:
+        msgspec.ValidationError: not one of our messages.
+    """
+    return msgspec.msgpack.decode(data, type=AnyAgentMessage)

@@ -1,0 +1,319 @@
+"""One worker's replica of the state: the pages that it holds, the log that it applies to them, its votes.
+
+Drives the protocol (ids and norms, no tensors) with what arrives, and does to tensors what the protocol says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elaswave_spmd.keyed import Init, materialize
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_runs
+from elaswave_spmd.runtime.boundaries import Send
+from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.links import CONTROLLER
+from elaswave_spmd.runtime.numerics import page_norm_values
+from elaswave_spmd.runtime.optimizers import clip_divisor
+from elaswave_spmd.runtime.points import Point, Visit
+from elaswave_spmd.runtime.publication import Publisher
+from elaswave_spmd.runtime.reduction import GradientReducer
+from elaswave_spmd.runtime.state import LEARNING, HeldState
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
+from elaswave_spmd.sharding.pages import LOSS, ModelLayout
+
+
+class Replica:
+    """The held pages of one worker, from mesh epoch to mesh epoch.
+
+    Args:
+        values: compute buffers of the layers that this worker computes; the executor changes it between epochs.
+        version: the step that the state is at when this worker becomes a member.
+        visit: told of the points that a step passes (for faults to be injected, and progress).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        job: Job,
+        layout: ModelLayout,
+        values: Mapping[int, ValueBuffer],
+        placement: Placement,
+        version: int,
+        send: Send,
+        visit: Visit,
+    ) -> None:
+        self.rank, self._job, self._layout, self._values = rank, job, layout, values
+        self._send, self._visit = send, visit
+        self.drops_params = bool(placement.shardings.params.axes)
+        self.state = HeldState(
+            layout, job.optimizer, separate_master=self.drops_params or job.torch_dtype != torch.float32
+        )
+        self.reducer = GradientReducer(
+            rank,
+            layout,
+            job.num_units,
+            sharded=bool(placement.shardings.grads.axes),
+            add_in_place=job.torch_dtype == torch.float32,
+            send=send,
+            entry_done=self._entry_done,
+        )
+        self.reducer.decided = version
+        self.protocol = WorkerProtocol(rank, -1, (), (), version=version)
+        self._entries: dict[int, dict[RunKey, Tensor]] = {}
+        self._forwarded: set[tuple[int, RunKey, int]] = set()  # (step, run, receiver) of entries sent
+        self._taught: set[tuple[RunKey, int]] = set()  # (run, learner) whose state was sent
+        self._published: dict[m.Publish, Tensor] = {}
+        self._early: list[tuple[int, m.Message, Tensor]] = []
+        self._needs: list[tuple[int, m.Need]] = []
+        self._reported_learned = -1
+        self._runs: dict[RunKey, HolderRun] = {}
+
+    # ---- mesh epochs
+
+    def bind(self, placement: Placement, holder_runs: HolderMap, highest_version: int, validating: bool) -> None:
+        """Takes its place in a (newer) mesh epoch.
+
+        Args:
+            holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
+        """
+        self.placement, self._holder_runs = placement, holder_runs
+        held = held_runs(holder_runs, self.rank)
+        loss_run = next((r for r in held if self._is_loss(r)), None)
+        self._loss_key = loss_run.key if loss_run else None
+        self._runs = {r.key: r for r in held}
+        self._split_entries()
+        members = placement.mesh.members
+        self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)
+        self.state.rebind((r for r in held if not self._is_loss(r)), self._values)
+        self._publisher = Publisher(
+            self.rank, placement, self._layout, self._values, self.state, self._job.torch_dtype, self._send
+        )
+        layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
+        self.reducer.bind(holder_runs, layers, self.protocol.version + 1)
+        for step, entries in self._entries.items():
+            for key, entry in entries.items():
+                self.reducer.entry_known(step, key)
+                self._forward_entry(step, self._runs[key], entry, self.protocol.norms_at(step, key))
+
+    def resume(self) -> None:
+        """When everything is in place: what came early, and its votes again."""
+        early, self._early = self._early, []
+        for sender, message, payload in early:
+            self.handle(sender, message, payload)
+        self._answer_needs()
+        self._perform(self.protocol.votes_again())
+        self.report_learned()
+
+    def initialise(self, inits: Mapping[str, Init]) -> None:
+        """Initial values of all held pages: version 0, published."""
+        seed = self._job.seed
+
+        def draw(name: str, first: int, stop: int) -> Tensor:
+            return torch.from_numpy(materialize(inits[name], seed, name, first, stop))
+
+        self.state.initialise(draw)
+        for layer in self._layers:
+            self._publisher.publish(layer, 0)
+
+    def ask_for(self, layers: Collection[int], version: int) -> None:
+        """Has these layers' compute buffers brought to a version: from what is held here, and from the primaries."""
+        self._publisher.refresh(layers)
+        for layer in layers:
+            if not self._values[layer].is_at(version):
+                self._publisher.asks(self._holder_runs, layer, version)
+
+    def teach(self) -> None:
+        """Between two steps: the state of primary runs goes to those who are to learn them."""
+        version = self.protocol.version
+        state = {part.run.key: part for part in self.state}
+        for key, run in self._runs.items():
+            for learner in sorted(run.learners) if run.primary == self.rank else ():
+                if (key, learner) not in self._taught:
+                    self._taught.add((key, learner))
+                    norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
+                    message = m.PageState(version, *key, norms)
+                    self._send(learner, message, self.state.state_of(state[key]) if key in state else self._loss())
+
+    def _loss(self) -> Tensor:
+        """What there is to learn of the loss page: whether there is a loss yet, and which."""
+        loss = self.protocol.loss_at(self.protocol.version)
+        return torch.tensor([0.0, 0.0] if loss is None else [1.0, loss], dtype=torch.float32)
+
+    def report_learned(self) -> None:
+        """Tells the controller, once an epoch, that nothing is left to learn."""
+        epoch = self.protocol.epoch
+        learns = any(self.rank in run.learners for run in self._runs.values())
+        if learns and self._reported_learned < epoch and all(part.version != LEARNING for part in self.state):
+            self._reported_learned = epoch
+            self._send(CONTROLLER, m.Learned(self.rank, epoch), None)
+
+    def _is_loss(self, run: HolderRun) -> bool:
+        return self._layout.layers[run.layer].block_of(run.first).kind == LOSS
+
+    def _split_entries(self) -> None:
+        """Entries of runs that were cut follow the cuts; of runs that are not held here any more they go."""
+        for step, entries in self._entries.items():
+            found: dict[RunKey, Tensor] = {}
+            for (layer, first, stop), entry in entries.items():
+                found |= self._parts(layer, first, stop, entry)
+            self._entries[step] = found
+
+    def _parts(self, layer: int, first: int, stop: int, payload: Tensor) -> dict[RunKey, Tensor]:
+        """The held runs that lie inside pages [first, stop), each with its part of the payload."""
+        if (layer, first, stop) in self._runs:
+            return {(layer, first, stop): payload}
+        layout = self._layout.layers[layer]
+        inside = [k for k in self._runs if k[0] == layer and first <= k[1] and k[2] <= stop]
+        if not inside:
+            return {}
+        start, _ = layout.span(first, stop)
+        spans = {key: layout.span(key[1], key[2]) for key in inside}
+        return {key: payload[a - start : b - start] for key, (a, b) in spans.items()}
+
+    # ---- messages
+
+    def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
+        """Whatever concerns state. Data is valid in any epoch; what this worker has no use for yet is kept."""
+        match message:
+            case m.NodeSum():
+                assert payload is not None
+                self.reducer.node_received(message, payload)
+            case m.Entry():
+                assert payload is not None
+                self._entry_received(sender, message, payload)
+            case m.Vote():
+                self._perform(self.protocol.vote_received(message))
+            case m.Publish():
+                assert payload is not None
+                self._published[message] = payload
+                self._perform(self.protocol.publish_received(message))
+            case m.Need():
+                self._needed(sender, message)
+            case m.PageState():
+                assert payload is not None
+                self._state_received(sender, message, payload)
+            case _:
+                raise AssertionError(f"worker {self.rank} got {message}")
+
+    def _entry_received(self, sender: int, message: m.Entry, payload: Tensor) -> None:
+        if message.step <= self.protocol.version:
+            return
+        parts = self._parts(message.layer, message.first, message.stop, payload)
+        if sum(stop - first for _, first, stop in parts) < message.stop - message.first:
+            self._early.append((sender, message, payload))  # of an epoch in which more is held here, perhaps
+        norms = np.frombuffer(message.norms, "<f4").tolist()
+        for key, entry in parts.items():
+            if not self.protocol.has_entry(message.step, key):
+                self._entries.setdefault(message.step, {})[key] = entry
+                own = norms[key[1] - message.first : key[2] - message.first]
+                self.reducer.entry_known(message.step, key)
+                # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
+                self._forward_entry(message.step, self._runs[key], entry, own)
+                self._perform(self.protocol.entry_complete(message.step, key, own, self._loss_of(key, entry)))
+
+    def _state_received(self, sender: int, message: m.PageState, payload: Tensor) -> None:
+        layer, first, stop = message.layer, message.first, message.stop
+        if not any(k[0] == layer and first <= k[1] < stop for k in self._runs):
+            self._early.append((sender, message, payload))  # of an epoch in which it is learned here
+            return
+        norms = np.frombuffer(message.norms, "<f4").tolist()
+        if (layer, first, stop) == self._loss_key:
+            known, loss = payload.tolist()
+            self.protocol.learned(message.step, self._loss_key, (), loss if known else None)
+            return
+        for part in self.state.learn(layer, first, stop, message.step, payload):
+            own = norms[part.run.first - first : part.run.stop - first]
+            self.protocol.learned(message.step, part.run.key, own, None)
+        self.report_learned()
+
+    def _needed(self, sender: int, need: m.Need) -> None:
+        """What cannot be answered yet, in this version or mesh epoch, will be."""
+        if need.step >= self.protocol.version and not self._publisher.answer(sender, need):
+            self._needs.append((sender, need))
+
+    def _answer_needs(self) -> None:
+        needs, self._needs = self._needs, []
+        for sender, need in needs:
+            self._needed(sender, need)
+
+    # ---- reduction, commit, publication
+
+    def _entry_done(self, step: int, run: HolderRun, entry: Tensor) -> None:
+        """A run of this worker's primary pages is reduced: forward it, tell the protocol.
+
+        `step` can be ahead of this worker's own: others' units may be all of a step.
+        """
+        key = run.key
+        if step <= self.protocol.version or self.protocol.has_entry(step, key):
+            return
+        self._entries.setdefault(step, {})[key] = entry
+        loss = self._loss_of(key, entry)
+        norms = page_norm_values(entry, self._layout.page_size) if loss is None else []
+        self._visit(Point.NORM, step)
+        self._forward_entry(step, run, entry, norms)
+        self._perform(self.protocol.entry_complete(step, key, norms, loss))
+
+    def _forward_entry(self, step: int, run: HolderRun, entry: Tensor, norms: Sequence[float]) -> None:
+        if run.primary != self.rank:
+            return
+        for receiver in run.receivers:
+            if (step, run.key, receiver) not in self._forwarded:
+                self._forwarded.add((step, run.key, receiver))
+                self._send(receiver, m.Entry(step, *run.key, np.array(norms, "<f4").tobytes()), entry)
+
+    def _loss_of(self, key: RunKey, entry: Tensor) -> float | None:
+        return float(entry[0]) if key == self._loss_key else None
+
+    def computed(self, step: int) -> None:
+        """This worker has done its part of the step."""
+        self._perform(self.protocol.computed(step))
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendVote(vote):
+                    for peer in self.placement.mesh.members:
+                        if peer != self.rank:
+                            self._send(peer, vote, None)
+                case Apply():
+                    self._apply(effect)
+                case Install(publish):
+                    if (payload := self._published.pop(publish, None)) is not None:  # else it came twice
+                        self._publisher.install(publish, payload)
+
+    @property
+    def _layers(self) -> list[int]:
+        """Layers that are computed or held here."""
+        return sorted({*self._values, *self.state.layers})
+
+    def _apply(self, decided: Apply) -> None:
+        self._visit(Point.APPLY, decided.step)
+        lr = self._job.learning_rate.at(decided.step)
+        divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
+        entries = self._entries.pop(decided.step, {})
+        for layer in self._layers:
+            if decided.finite:
+                self.state.apply(layer, entries, step=decided.step, lr=lr, divisor=divisor)
+            else:
+                self.state.keep(layer, decided.step)
+            self._publisher.publish(layer, decided.step)
+            self._visit(Point.PUBLISH, decided.step)
+        self._answer_needs()
+        self.reducer.step_decided(decided.step)
+        self._forwarded = {key for key in self._forwarded if key[0] > decided.step}
+        self._published = {p: payload for p, payload in self._published.items() if p.step >= decided.step}
+        self._early = [e for e in self._early if getattr(e[1], "step", 0) >= decided.step]
+        epoch = self.protocol.epoch
+        report = m.Applied(decided.step, epoch, self.rank, decided.loss, decided.norm, decided.finite)
+        self._send(CONTROLLER, report, None)
+
+    # ---- reports
+
+    def entries_held(self, step: int) -> tuple[RunKey, ...]:
+        return tuple(sorted(self._entries.get(step, {})))

@@ -1,0 +1,215 @@
+"""Units through the layers of one worker's stage: forward, backward, validation, with their data and their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.keyed import Keys, sample_ids
+from elaswave_spmd.keyed.philox import WordSource
+from elaswave_spmd.models import Batch
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
+from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.points import Point, Visit
+from elaswave_spmd.runtime.reduction import GradientReducer
+from elaswave_spmd.runtime.stage import Batches, Loss, StagePrograms
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.pages import ModelLayout
+
+Waiting = str
+"""What a suspended executor waits for, in words."""
+
+Waits = Generator[Waiting, None, None]
+
+Until = Callable[[Callable[[], bool], str, int], Waits]
+"""(condition, what is waited for, its number); raises EpochChangedError when a PLACE comes instead."""
+
+Modules = Callable[[Iterable[int]], Mapping[int, nn.Module]]
+"""Layer numbers -> new modules of these layers."""
+
+Peer = Callable[[], int | None]
+"""Who takes what an action makes; None: nobody has to, any more."""
+
+
+class EpochChangedError(Exception):
+    """A PLACE has come: what is under way is looked at anew. A turn of events inside an executor, no failure."""
+
+
+class UnitRunner:
+    """Runs units through whatever layers this worker has at the time.
+
+    Args:
+        until, take: the executor's ways to wait for a condition, and to take messages in between.
+    """
+
+    reducer: GradientReducer
+
+    def __init__(
+        self,
+        job: Job,
+        layout: ModelLayout,
+        modules: Modules,
+        loss: Loss,
+        train: Batches,
+        boundaries: Boundaries,
+        until: Until,
+        take: Callable[[], None],
+        visit: Visit,
+    ) -> None:
+        self._job, self._layout, self._modules, self._train = job, layout, modules, train
+        self._boundaries, self._until, self._take, self._visit = boundaries, until, take, visit
+        self.values: dict[int, ValueBuffer] = {}
+        self.programs = StagePrograms(
+            len(layout.layers), loss=loss, loss_scale=1.0 / job.tokens_per_step, checkpointing=job.checkpointing
+        )
+        self.backward_of = -1  # the unit in the middle of its backward
+        self._batches: dict[int, Batch] = {}
+        self._samples: dict[int, np.ndarray] = {}
+        self._seed, self._step_number = torch.tensor(job.seed), torch.tensor(0)
+        self._words = WordSource()
+
+    def take(self, placement: Placement, stage: int) -> bool:
+        """Makes buffers and programs of exactly the stage's layers. Returns whether they are others than before."""
+        layers = placement.layers_of_stage(stage)
+        self._placement, self._stage = placement, stage
+        self._is_first, self._is_last = stage == 0, stage == placement.num_stages - 1
+        if tuple(self.values) == tuple(layers):
+            return False
+        wanted = [layer for layer in layers if layer not in self.values]
+        new = self._modules(wanted)
+        kept = {layer: v for layer, v in self.values.items() if layer in layers}
+        made = {ly: ValueBuffer(self._layout.layers[ly], new[ly], self._job.torch_dtype) for ly in wanted}
+        self.values.clear()  # the dict is shared with the replica
+        self.values.update((layer, kept[layer] if layer in kept else made[layer]) for layer in layers)
+        self._layers = layers
+        self.programs.bind({layer: self.values[layer].module for layer in layers}, self.values)
+        self._layer_numbers = {layer: torch.tensor(layer) for layer in layers}
+        self._batches.clear()
+        return True
+
+    def begin_step(self, step: int, units: Sequence[int]) -> None:
+        """The units that are to come in this step, as far as known."""
+        self._step_number = torch.tensor(step)
+        self._samples = {}
+        self._batches.clear()
+        self._sample(step, units)
+
+    def _sample(self, step: int, units: Sequence[int]) -> None:
+        size = self._job.unit_size
+        slots = (np.array(units, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+        ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._train), slots)
+        self._samples |= dict(zip(units, ids.reshape(-1, size), strict=True))
+
+    # ---- actions
+
+    def forward(self, step: int, unit: int, peer: Peer, *, saves: bool) -> Waits:
+        """A unit forward; its output goes to `peer`. `saves`: its backward will be run here too."""
+        self._visit(Point.FORWARD, step)
+        batch = self._unit_batch(step, unit)
+        key = BoundaryKey(ACTIVATION, step, unit, self._layers.start)
+        if self._is_first:
+            assert batch is not None
+            given = batch.tokens
+        else:
+            given = yield from self._receive(key)
+        samples, x = torch.from_numpy(self._samples[unit]), given
+        try:
+            for layer in self._layers:
+                yield from self.until_at(layer, step - 1)
+                keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
+                x = self.programs.forward(layer, unit, x, keys, batch)
+                self._take()
+        except EpochChangedError:
+            self.programs.discard(unit)
+            if not self._is_first:
+                self._boundaries.put_back(key, given)
+            raise
+        if not saves:
+            self.programs.discard(unit)
+        if not self._is_last:
+            message = m.Activation(step, unit, self._layers.stop, tuple(x.shape))
+            self._boundaries.send(peer(), message, x)
+
+    def backward(self, step: int, unit: int, peer: Peer, *, weights: bool, alone: bool, drop: bool) -> Waits:
+        """A unit backward; the gradient of its input goes to `peer`.
+
+        Args:
+            weights: its weight gradients are wanted; else only that of its input.
+            alone: the weight gradients are sent by themselves, not added to others here.
+            drop: the parameters are not needed any more in this step.
+        """
+        dy: Tensor | None = None
+        if not self._is_last:
+            dy = yield from self._receive(BoundaryKey(GRADIENT, step, unit, self._layers.stop - 1))
+        self._visit(Point.BACKWARD, step)
+        alone = alone or not weights
+        batch = self._batches.pop(unit, None)
+        self.backward_of = unit
+        for layer in reversed(self._layers):
+            assert self.values[layer].is_at(step - 1), (layer, step)
+            buffer, add = self.reducer.begin_unit(layer, unit, alone=alone)
+            dy = self.programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
+            if drop:
+                self.values[layer].drop()
+            if weights:
+                self._visit(Point.REDUCE, step)
+                self.reducer.end_unit(step, layer, unit, alone=alone)
+            else:
+                self.reducer.drop_unit(layer)
+            self._take()
+        self.backward_of = -1
+        if not self._is_first:
+            assert dy is not None
+            message = m.ActivationGradient(step, unit, self._layers.start - 1, tuple(dy.shape))
+            self._boundaries.send(peer(), message, dy.contiguous())
+
+    def validate(self, version: int, unit: int, data: Batches) -> Generator[Waiting, None, Tensor]:
+        """A validation unit at a version: its token-sum loss in the last stage, its output in others."""
+        size = self._job.unit_size
+        ids = np.arange(unit * size, (unit + 1) * size)
+        batch = to_batch(data, ids) if self._is_first or self._is_last else None
+        if self._is_first:
+            assert batch is not None
+            x = batch.tokens
+        else:
+            x = yield from self._receive(BoundaryKey(VALIDATION, version, unit, self._layers.start))
+        keys = Keys.make(self._job.seed, version, ids, 0)
+        for layer in self._layers:
+            yield from self.until_at(layer, version)
+            x = self.programs.evaluate(layer, x, keys.at(layer), batch)
+        if not self._is_last:
+            peers = self._placement.mesh.stages[self._stage + 1]
+            message = m.Activation(version, unit, self._layers.stop, tuple(x.shape), True)
+            self._boundaries.send(peers[unit % len(peers)], message, x)
+        return x
+
+    def _unit_batch(self, step: int, unit: int) -> Batch | None:
+        """The unit's data, where it is needed: tokens in the first stage, targets in the last."""
+        if unit not in self._samples:
+            self._sample(step, [unit])
+        if not self._is_first and not self._is_last:
+            return None
+        batch = self._batches[unit] = to_batch(self._train, self._samples[unit])
+        return batch
+
+    # ---- waiting
+
+    def until_at(self, layer: int, version: int) -> Waits:
+        """Waits until every page of the layer's compute buffer is at this version, exactly."""
+        values = self.values[layer]
+        if not values.is_at(version):
+            yield from self._until(lambda: values.is_at(version), "parameters of layer", layer)
+
+    def _receive(self, key: BoundaryKey) -> Generator[Waiting, None, Tensor]:
+        yield from self._until(lambda: key in self._boundaries, f"{key.kind} of unit", key.unit)
+        return self._boundaries.pop(key)
+
+
+def to_batch(data: Batches, ids: np.ndarray) -> Batch:
+    tokens, targets = data.batch(ids)
+    return Batch(torch.from_numpy(np.ascontiguousarray(tokens)), torch.from_numpy(np.ascontiguousarray(targets)))

@@ -1,0 +1,220 @@
+"""Runs on several machines, here in two folders: `python train.py` and `python -m elaswave_spmd agent` beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.observe import read_metrics, read_summary
+from elaswave_spmd.runtime.rendezvous import Rendezvous
+from tests.multiprocess.real_runs import SMALL, Done, Launched, launch, train, write_text
+
+pytestmark = pytest.mark.multiprocess
+HOST = socket.gethostname()
+SHORT = [*SMALL, "mesh=dp2", "train.steps=3"]
+ENDLESS = [*SMALL, "mesh=dp2", "train.steps=1000000", "train.validate_every=0"]
+Sides = tuple[Launched, subprocess.Popen[str]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Two folders with the same corpus, a port, a secret."""
+
+    here: Path
+    there: Path
+    port: int
+    token_file: Path
+    mark: str
+
+    @property
+    def several(self) -> list[str]:
+        """The overrides of a run with one agent."""
+        address = f"runtime.rendezvous=127.0.0.1:{self.port}"
+        return [address, "runtime.agents=1", "runtime.transport=tcp", f"runtime.token_file={self.token_file}"]
+
+    @contextmanager
+    def agent(self, *options: str, token_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+        """An agent in the folder `there`; its sockets' directory must be empty at the end."""
+        name, _, value = self.mark.partition("=")
+        with tempfile.TemporaryDirectory(prefix="ew", dir="/tmp") as sockets:
+            command = [sys.executable, "-m", "elaswave_spmd", "agent", f"127.0.0.1:{self.port}"]
+            process = subprocess.Popen(
+                [*command, "--token-file", str(token_file or self.token_file), *options],
+                cwd=self.there,
+                env={**os.environ, name: value, "XDG_RUNTIME_DIR": sockets},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                yield process
+                assert not list(Path(sockets).iterdir()), "sockets left behind"
+            finally:
+                process.kill()
+                process.communicate()
+
+    @contextmanager
+    def run(self, *arguments: str) -> Iterator[Sides]:
+        """`python train.py` in the folder `here`, and an agent."""
+        with ExitStack() as stack:
+            run = stack.enter_context(launch(self.here, *arguments, *self.several, mark=self.mark))
+            yield run, stack.enter_context(self.agent())
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        write_text(folder)
+    token_file = tmp_path / "token"
+    token_file.touch(0o600)
+    token_file.write_text(secrets.token_hex(16))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return Site(here, there, port, token_file, f"ELASWAVE_TEST={uuid.uuid4()}")
+
+
+def end_of(process: subprocess.Popen[str]) -> Done:
+    out, err = process.communicate(timeout=60)
+    return Done(process.returncode, out, err)
+
+
+def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
+    """The process id of the agent's only worker."""
+    processes = run.processes()
+    (zygote,) = [pid for pid, parent in processes.items() if parent == agent.pid]
+    (worker,) = [pid for pid, parent in processes.items() if parent == zygote]
+    return worker
+
+
+def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_text(alone)
+    done = train(alone, *SHORT)
+    assert done.code == 0, done.err
+    with site.run(*SHORT) as (run, agent):
+        of_agent, of_run = end_of(agent), run.finish()
+    assert (of_run.code, of_run.err) == (0, "") and (of_agent.code, of_agent.err) == (0, "")
+    assert f"waiting for 1 agents at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
+    assert f"agent on {HOST}: places for 1 workers" in of_agent.out
+    wanted, found = (read_metrics(folder / "run") for folder in (alone, site.here))
+    assert [line.loss_hex for line in found] == [line.loss_hex for line in wanted] and len(found) == 3
+    keys = ("weights_sha256", "final_loss_hex")
+    assert [read_summary(site.here / "run")[key] for key in keys] == [read_summary(alone / "run")[key] for key in keys]
+    assert sorted(path.name for path in site.there.iterdir()) == ["cache", "text.txt"], "data prepared there, no run"
+
+
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    [
+        (lambda run, agent: agent.pid, rf"error: worker 1 was lost with the agent on {HOST}: its connection closed"),
+        (remote_worker, rf"error: worker 1 \(pid \d+\) was ended by signal 9 \(SIGKILL\), on {HOST}"),
+    ],
+    ids=["agent", "worker"],
+)
+def test_a_death_on_another_machine_ends_the_run(site: Site, victim: Callable[..., int], message: str) -> None:
+    with site.run(*ENDLESS) as (run, agent):
+        run.wait_for_steps(2)
+        os.kill(victim(run, agent), signal.SIGKILL)
+        of_run = end_of(run.process)
+        agent.communicate(timeout=60)  # its pipes are closed by the last of its descendants
+        run.finish()
+    assert of_run.code == 1 and re.fullmatch(message, of_run.err.strip()), of_run
+
+
+def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -> None:
+    with site.run(*ENDLESS) as (run, agent):
+        run.wait_for_steps(2)
+        start = time.monotonic()
+        run.process.kill()
+        of_agent = end_of(agent)
+        assert time.monotonic() - start < 8, "workers end by themselves, not by the zygote's patience"
+        run.finish()
+    assert (of_agent.code, of_agent.err) == (1, "error: the controller is gone; no worker is left here\n")
+
+
+def test_other_data_on_an_agents_machine_is_refused(site: Site) -> None:
+    with (site.there / "text.txt").open("a") as file:
+        file.write("another line\n")
+    with site.run(*SHORT) as (run, agent):
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == of_agent.code == 2
+    for done in (of_run, of_agent):
+        assert done.err.startswith("error: all machines have the same data.\n  got:    sha256 "), done.err
+    assert f"the agent on {HOST}" in of_run.err and "Traceback" not in of_run.err + of_agent.err
+    assert not (site.here / "run").exists()
+
+
+def test_too_few_places_are_refused_before_any_worker_starts(site: Site) -> None:
+    with site.run(*SHORT, "runtime.local_workers=0") as (run, agent):
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == 2 and f"1 places on agents: {HOST} 1" in of_run.err
+    assert of_agent.code == 0 and not (site.here / "run").exists()
+
+
+def test_agents_that_do_not_come_are_missed_at_the_deadline(site: Site) -> None:
+    done = train(site.here, *SHORT, *site.several, "runtime.agents_timeout=0.5")
+    assert done.code == 1
+    assert done.err == f"error: 0 of 1 agents came to 127.0.0.1:{site.port} within 0.5 s\n"
+    assert not (site.here / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "telling"),
+    [
+        (["runtime.transport=ipc"], "runtime.transport=tcp"),
+        (["runtime.local_workers=3"], "3 of 2"),
+        (["runtime.host=203.0.113.1"], "an address of this machine"),
+        (["runtime.token_file=none"], "the token file can be read"),
+    ],
+    ids=str,
+)
+def test_settings_of_machines_that_cannot_be(site: Site, overrides: list[str], telling: str) -> None:
+    done = train(site.here, *SHORT, *site.several, *overrides)
+    assert done.code == 2 and telling in done.err and "Traceback" not in done.err, done.err
+    assert not (site.here / "run").exists()
+
+
+def test_an_agent_with_another_secret_is_refused(site: Site, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.touch(0o600)
+    other.write_text(secrets.token_hex(16))
+    store = Rendezvous("127.0.0.1", site.port, site.token_file.read_bytes())
+    store.announce("tcp://127.0.0.1:1")
+    with site.agent(token_file=other) as agent:
+        done = end_of(agent)
+    store.close()
+    assert done.code == 2 and done.err.startswith("error: agent and controller have the same secret.\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "telling"),
+    [
+        (["--timeout", "0.2"], 1, "error: no controller at 127.0.0.1:"),
+        (["--workers", "0"], 2, "--workers 0"),
+        (["--host", "203.0.113.1"], 2, "an address of this machine"),
+    ],
+    ids=str,
+)
+def test_agents_that_cannot_be(site: Site, options: list[str], code: int, telling: str) -> None:
+    with site.agent(*options) as agent:
+        done = end_of(agent)
+    assert done.code == code and telling in done.err and "Traceback" not in done.err

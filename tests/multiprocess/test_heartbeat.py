@@ -1,0 +1,76 @@
+"""Heartbeats over real links: they say how far the training thread is, and end with the link."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elaswave_spmd.recovery.messages import Heartbeat, decode
+from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
+from elaswave_spmd.runtime.links import CONTROLLER, Links, socket_directory
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+
+pytestmark = pytest.mark.timeout(60)
+RANK, PERIOD = 5, 0.01
+
+
+class Scene:
+    """A controller's and a worker's links, in one process."""
+
+    def __init__(self, directory: str) -> None:
+        self.mailbox = Mailbox()
+        self.controller = Links(CONTROLLER, self.mailbox, directory=directory)
+        self.worker = Links(RANK, Mailbox(), directory=directory)
+        self.worker.connect(CONTROLLER, self.controller.address)
+        assert self.worker.wait_connected([CONTROLLER], 30) == []
+
+    def beat(self) -> Heartbeat:
+        item = self.mailbox.get(30)
+        assert isinstance(item, Envelope) and item.sender == RANK and not item.payloads
+        message = decode(item.header)
+        assert isinstance(message, Heartbeat)
+        return message
+
+    def beat_like(self, wanted: Heartbeat) -> bool:
+        return any(self.beat() == wanted for _ in range(2000))
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    directory = socket_directory()
+    made = Scene(directory)
+    yield made
+    made.worker.close()
+    made.controller.close()
+    shutil.rmtree(directory)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("heartbeat-")]
+
+
+def test_the_first_comes_without_a_wait_and_says_what_is(scene: Scene) -> None:
+    sender = HeartbeatSender(RANK, scene.worker, Progress(7, True, "votes of step 3"), 1000.0)
+    assert scene.beat() == Heartbeat(RANK, 7, True, "votes of step 3")
+    sender.stop()
+    assert len(scene.mailbox) == 0
+
+
+def test_they_go_on_while_nothing_changes_and_follow_what_does(scene: Scene) -> None:
+    progress = Progress()
+    sender = HeartbeatSender(RANK, scene.worker, progress, PERIOD)
+    assert [scene.beat() for _ in range(3)] == [Heartbeat(RANK, 0, False, "")] * 3
+    progress.count, progress.action = 4, "backward of unit 1"
+    assert scene.beat_like(Heartbeat(RANK, 4, False, "backward of unit 1"))
+    progress.waiting = True
+    assert scene.beat_like(Heartbeat(RANK, 4, True, "backward of unit 1"))
+    sender.stop()
+    sender.stop()
+
+
+def test_they_end_with_the_link(scene: Scene) -> None:
+    sender = HeartbeatSender(RANK, scene.worker, Progress(), PERIOD)
+    scene.beat()
+    scene.worker.drop(CONTROLLER)
+    sender._thread.join(30)
+    assert not sender._thread.is_alive()

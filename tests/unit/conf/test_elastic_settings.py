@@ -1,0 +1,155 @@
+"""Settings of elastic runs: what they refuse alone and together, chaos as it is typed, and plain data both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import hydra
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd import conf
+from elaswave_spmd.elastic_settings import (
+    ANY,
+    CHAOS_KINDS,
+    CHAOS_POINTS,
+    ChaosEvent,
+    ChaosSettings,
+    ElasticSettings,
+    MirrorSettings,
+)
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.recovery.timeouts import Timeouts
+from elaswave_spmd.runtime.points import Point
+from elaswave_spmd.settings import Settings, from_config
+
+EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
+ranks = st.just(ANY) | st.integers(0, 2**20) | st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
+events = st.fixed_dictionaries(
+    {"step": st.integers(1, 400), "kind": st.sampled_from(CHAOS_KINDS)},
+    optional={"rank": ranks, "point": st.sampled_from(CHAOS_POINTS)},
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def config_source() -> Iterator[None]:
+    conf.register_mesh_names()
+    with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
+        yield
+
+
+def settings(*overrides: str) -> Settings:
+    return from_config(hydra.compose("config", overrides=list(overrides)))
+
+
+def test_the_defaults_disturb_nothing() -> None:
+    made = settings()
+    assert made.chaos == ChaosSettings() and made.chaos.events == () and made.chaos.random is False
+    assert (made.elastic.min_workers, made.elastic.replace, made.elastic.spares) == (1, False, 0)
+    assert (made.mirror.count, made.checkpoint.every, made.timeouts) == (1, 0, Timeouts())
+
+
+def test_chaos_as_it_is_typed() -> None:
+    made = settings(EXAMPLE, "mesh=dp4").chaos
+    assert made.events == (ChaosEvent(12, "kill", 3, "backward"),) and made.random is False
+    two = "chaos.events=[{step: 2, kind: stop, rank: [1, 2], point: any}, {step: 3, kind: join}]"
+    assert settings(two).chaos.events == (ChaosEvent(2, "stop", (1, 2)), ChaosEvent(3, "join", ANY, ANY))
+    drawn = settings("chaos=random", "chaos.seed=7", "chaos.rate=0.25", "chaos.events=[{step: 1, kind: raise}]").chaos
+    assert (drawn.random, drawn.seed, drawn.rate, drawn.events) == (True, 7, 0.25, (ChaosEvent(1, "raise"),))
+
+
+def test_the_points_of_chaos_are_those_that_a_worker_passes() -> None:
+    assert set(CHAOS_POINTS) == {point.value for point in Point} | {ANY}
+
+
+@pytest.mark.parametrize(
+    ("event", "where"),
+    [
+        ({"step": 0, "kind": "kill"}, "chaos.events.step=0"),
+        ({"step": "12", "kind": "kill"}, "chaos.events.step=12"),
+        ({"step": 1, "kind": "murder"}, "chaos.events.kind=murder"),
+        ({"step": 1, "kind": None}, "chaos.events.kind=null"),
+        ({"step": 1, "kind": "kill", "point": "middle"}, "chaos.events.point=middle"),
+        ({"step": 1, "kind": "kill", "rank": -1}, "chaos.events.rank=-1"),
+        ({"step": 1, "kind": "kill", "rank": "all"}, "chaos.events.rank=all"),
+        ({"step": 1, "kind": "kill", "rank": True}, "chaos.events.rank=true"),
+        ({"step": 1, "kind": "kill", "rank": 1.0}, "chaos.events.rank=1.0"),
+        ({"step": 1, "kind": "kill", "rank": None}, "chaos.events.rank=null"),
+        ({"step": 1, "kind": "kill", "rank": []}, "chaos.events.rank=[]"),
+        ({"step": 1, "kind": "kill", "rank": [1, 1]}, "chaos.events.rank=[1,1]"),
+        ({"step": 1, "kind": "kill", "rank": [1, "any"]}, "chaos.events.rank=[1,any]"),
+    ],
+)
+def test_an_event_names_what_is_wrong_with_it(event: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChaosSettings(events=(event,))  # type: ignore[arg-type]
+    assert caught.value.where == where and (caught.value.fix or caught.value.exists)
+
+
+@pytest.mark.parametrize("event", [{"step": 1}, {"kind": "kill"}, {}, "kill", 3, None])
+def test_an_event_has_step_and_kind(event: object) -> None:
+    with pytest.raises(ConfigError, match="has a step and a kind") as caught:
+        ChaosSettings(events=(event,))  # type: ignore[arg-type]
+    assert EXAMPLE in caught.value.fix
+
+
+def test_an_unknown_word_in_an_event_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings("chaos.events=[{step: 1, kind: kill, worker: 3}]")
+    assert caught.value.got == "worker" and caught.value.exists == "step, kind, rank, point"
+
+
+@given(st.lists(events, max_size=4))
+def test_events_survive_json_and_yaml(given_events: list[dict[str, Any]]) -> None:
+    made = Settings.from_dict({"chaos": {"events": given_events}})
+    assert Settings.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert Settings.from_dict(yaml.safe_load(made.to_yaml())) == made
+    assert hash(made) == hash(Settings.from_dict(made.to_dict()))
+    for event, asked in zip(made.chaos.events, given_events, strict=True):
+        assert (event.step, event.kind, event.point) == (asked["step"], asked["kind"], asked.get("point", ANY))
+        rank = asked.get("rank", ANY)
+        assert event.ranks == (None if rank == ANY else tuple(rank) if isinstance(rank, list) else (rank,))
+
+
+@given(step=st.integers(1, 60), steps=st.integers(1, 60))
+def test_an_event_after_the_last_step_is_refused(step: int, steps: int) -> None:
+    fields = {"chaos": {"events": [{"step": step, "kind": "kill"}]}, "train": {"steps": steps}}
+    if step <= steps:
+        assert Settings.from_dict(fields).chaos.events[0].step == step
+        return
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_dict(fields)
+    assert caught.value.where == f"chaos.events.step={step} train.steps={steps}"
+
+
+@given(stages=st.lists(st.integers(1, 5), min_size=1, max_size=4), least=st.integers(1, 25))
+def test_a_run_begins_with_min_workers(stages: list[int], least: int) -> None:
+    fields = {"mesh": {"stages": stages}, "elastic": {"min_workers": least}}
+    if least <= sum(stages):
+        assert Settings.from_dict(fields).elastic.min_workers == least
+        return
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_dict(fields)
+    assert caught.value.fix.startswith(f"elastic.min_workers={sum(stages)},")
+
+
+@given(count=st.integers(0, 6), scatter=st.integers(0, 6))
+def test_mirrors_fit_into_their_scatter(count: int, scatter: int) -> None:
+    if scatter == 0 or scatter >= count:
+        assert MirrorSettings(count, scatter).count == count
+        return
+    with pytest.raises(ConfigError) as caught:
+        MirrorSettings(count, scatter)
+    assert caught.value.where == f"mirror.scatter={scatter} mirror.count={count}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("replace", True), ("spares", 2)])
+def test_nobody_joins_a_run_that_is_not_elastic(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ElasticSettings(**{"enabled": False, name: value})  # type: ignore[arg-type]
+    assert caught.value.where == f"elastic.{name}={str(value).lower()} elastic.enabled=false"
+    assert ElasticSettings(enabled=False).enabled is False

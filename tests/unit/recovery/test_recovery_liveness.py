@@ -1,0 +1,181 @@
+"""Who is taken to hang: silence, no progress, and what must never count as either."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd.recovery.liveness import Liveness, Suspect
+from elaswave_spmd.recovery.timeouts import Timeouts
+
+T = Timeouts(heartbeat=0.25, suspect=1.0, status=2.0, progress=4.0, progress_factor=8.0, start=16.0)
+BEAT = 0.25  # a power of two: sums of it are exact
+
+
+def watching(*ranks: int, timeouts: Timeouts = T) -> Liveness:
+    liveness = Liveness(timeouts)
+    for rank in ranks:
+        liveness.watch(rank)
+    return liveness
+
+
+def ticks_until_suspect(liveness: Liveness, limit: int = 1000, **beat: object) -> tuple[int, Suspect]:
+    """Ticks of one period, a heartbeat `beat` (if any) before each, until somebody is suspect."""
+    for count in range(1, limit):
+        if beat:
+            liveness.heartbeat(**beat)  # type: ignore[arg-type]
+        if suspects := liveness.tick(BEAT):
+            return count, suspects[0]
+    raise AssertionError("nobody became suspect")
+
+
+def test_silence_is_suspect_after_its_time_and_said_once() -> None:
+    liveness = watching(3)
+    count, suspect = ticks_until_suspect(liveness)
+    assert count * BEAT == T.suspect and suspect == Suspect(3, "no heartbeat for 1.0 s")
+    assert all(liveness.tick(BEAT) == [] for _ in range(50))
+
+
+def test_a_heartbeat_does_not_clear_a_suspect() -> None:
+    liveness = watching(3)
+    ticks_until_suspect(liveness)
+    liveness.heartbeat(3, 1, True)
+    assert liveness.watched == {3} and all(liveness.tick(BEAT) == [] for _ in range(50))
+
+
+def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
+    liveness = watching(1, 2)
+    liveness.forget(1)
+    liveness.forget(7)
+    liveness.heartbeat(7, 0, False)
+    assert ticks_until_suspect(liveness)[1].rank == 2
+    assert liveness.watched == {2}
+
+
+def test_a_rank_that_is_watched_again_starts_anew() -> None:
+    liveness = watching(1)
+    ticks_until_suspect(liveness)
+    liveness.forget(1)
+    liveness.watch(1)
+    assert ticks_until_suspect(liveness) == (T.suspect / BEAT, Suspect(1, "no heartbeat for 1.0 s"))
+
+
+def test_no_progress_is_suspect_and_says_where() -> None:
+    liveness = watching(2)
+    liveness.heartbeat(2, 0, False, "forward of unit 0")
+    liveness.heartbeat(2, 1, False, "forward of unit 1")
+    count, suspect = ticks_until_suspect(liveness, rank=2, progress=1, waiting=False, action="backward of unit 4")
+    assert count * BEAT == T.progress
+    assert suspect.reason == "no progress for 4.0 s in backward of unit 4, and it waits for nobody"
+
+
+def test_the_first_action_may_take_as_long_as_a_start() -> None:
+    count, suspect = ticks_until_suspect(watching(2), rank=2, progress=5, waiting=False)
+    assert (count - 1) * BEAT <= T.start <= count * BEAT and "in an action" in suspect.reason
+
+
+def test_a_waiting_worker_needs_no_progress_and_its_wait_does_not_count_later() -> None:
+    liveness = watching(0)
+    liveness.heartbeat(0, 0, False)
+    liveness.heartbeat(0, 1, True)
+    for _ in range(200):
+        liveness.heartbeat(0, 1, True)
+        assert liveness.tick(BEAT) == []
+    count, _ = ticks_until_suspect(liveness, rank=0, progress=1, waiting=False)
+    assert count * BEAT == T.progress
+
+
+def test_a_wait_within_an_action_starts_its_time_anew() -> None:
+    liveness = watching(0)
+    liveness.heartbeat(0, 0, False)
+    for _ in range(3):
+        for _ in range(15):  # 3.75 s, just below T.progress
+            liveness.heartbeat(0, 1, False)
+            assert liveness.tick(BEAT) == []
+        liveness.heartbeat(0, 1, True)
+    count, _ = ticks_until_suspect(liveness, rank=0, progress=1, waiting=False)
+    assert count * BEAT == T.progress
+
+
+def test_a_pause_of_the_controller_declares_nobody_dead() -> None:
+    liveness = watching(0, 1)
+    assert [liveness.tick(3600.0) for _ in range(3)] == [[], [], []]  # no heartbeat read yet: three periods
+    assert {suspect.rank for suspect in liveness.tick(3600.0)} == {0, 1}
+
+
+def test_slow_actions_stretch_the_limit() -> None:
+    liveness = watching(0, 1)
+    for step in range(9):
+        for _ in range(8):  # an action takes 2 s, half of T.progress
+            for rank in (0, 1):
+                liveness.heartbeat(rank, step, False)
+            assert liveness.tick(BEAT) == []
+    for rank in (0, 1):
+        liveness.heartbeat(rank, 9, False)
+    count, _ = ticks_until_suspect(liveness, rank=0, progress=9, waiting=False)
+    # Rank 1 falls silent, so only it may be suspect that early.
+    assert count * BEAT == T.suspect
+    liveness.forget(1)
+    more, suspect = ticks_until_suspect(liveness, rank=0, progress=9, waiting=False)
+    assert (count + more) * BEAT == 2.0 * T.progress_factor and suspect.rank == 0
+
+
+def test_a_hanging_worker_does_not_stretch_its_own_limit() -> None:
+    liveness = watching(0)
+    liveness.heartbeat(0, 0, False)
+    liveness.tick(BEAT)
+    liveness.heartbeat(0, 1, False)
+    count, _ = ticks_until_suspect(liveness, rank=0, progress=1, waiting=False)
+    assert count * BEAT == T.progress
+
+
+def test_watching_twice_is_a_mistake_and_so_is_time_that_runs_back() -> None:
+    liveness = watching(0)
+    with pytest.raises(AssertionError):
+        liveness.watch(0)
+    with pytest.raises(AssertionError):
+        liveness.tick(-0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 100, allow_nan=False),
+            st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=4),
+        ),
+        max_size=60,
+    )
+)
+def test_nobody_is_suspect_too_early_and_the_silent_are_in_time(
+    turns: list[tuple[float, list[tuple[int, int, bool]]]],
+) -> None:
+    """Against a plain model: seconds (capped) since the last heartbeat, and since the last sign of progress."""
+    liveness = watching(*range(4))
+    silent, stalled, last = dict.fromkeys(range(4), 0.0), dict.fromkeys(range(4), 0.0), dict.fromkeys(range(4), -1)
+    living = set(range(4))
+    for dt, beats in turns:
+        for rank, progress, waiting in beats:
+            liveness.heartbeat(rank, progress, waiting)
+            silent[rank] = 0.0
+            if waiting or progress != last[rank]:
+                stalled[rank] = 0.0
+            last[rank] = progress
+        suspects = liveness.tick(dt)
+        for rank in living:
+            silent[rank] += min(dt, T.heartbeat)
+            stalled[rank] += min(dt, T.heartbeat)
+        assert [suspect.rank for suspect in suspects] == sorted({suspect.rank for suspect in suspects})
+        for suspect in suspects:
+            limits = (silent, T.suspect) if "heartbeat" in suspect.reason else (stalled, T.progress)
+            assert suspect.rank in living and limits[0][suspect.rank] >= limits[1]
+        living -= {suspect.rank for suspect in suspects}
+        assert all(silent[rank] < T.suspect for rank in living)
+
+
+@given(periods=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=200), busy=st.booleans())
+def test_a_worker_that_beats_and_works_is_never_suspect(periods: list[float], busy: bool) -> None:
+    liveness = watching(0)
+    for progress, seconds in enumerate(periods):
+        liveness.heartbeat(0, progress, not busy)
+        assert liveness.tick(seconds) == []

@@ -1,0 +1,200 @@
+"""Salvage plans in random stories: each can be carried out whatever happens when, and runs nothing without need."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.recovery.messages import StepHeld, Work
+from elaswave_spmd.recovery.salvage import executor_view, peer_of, salvage_plan
+from elaswave_spmd.runtime.reduction import uses_of
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.pages import ModelLayout
+from tests.unit.recovery.salvage_stories import changed_placement, some_layout, some_placement
+from tests.unit.recovery.salvage_world import STEP, Page, World, pages_of, runs_of, uses_of_page
+
+
+@dataclass
+class Story:
+    """A step through up to three changes of the mesh, all drawn from one seed; every plan is checked on its way."""
+
+    draw: random.Random
+    kept: bool
+    plans: list[tuple[Work, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.layout = some_layout(self.draw)
+        self.placement = some_placement(self.draw, self.layout)
+        self.world = World(self.layout, self.placement, self.draw, kept=self.kept)
+
+    def play(self) -> None:
+        for change in range(self.draw.choice((0, 1, 1, 2, 3))):
+            self.world.advance(self.draw.randrange(self.draw.choice((10, 40, 150))))
+            if self.draw.random() < 0.3:
+                self.world.forget()
+            self._change(undisturbed=change == 0)
+        self.world.advance(1_000_000)
+        assert self.world.lacking(self.placement) == []
+        assert not any(worker.tasks for worker in self.world.workers.values()), "a line is left"
+
+    def _change(self, *, undisturbed: bool) -> None:
+        held: dict[int, StepHeld | None] = {}
+        while not held or self.draw.random() < 0.2:  # the change is overtaken by another one
+            self._lose_some()
+            held = self._ask()
+        layers = {rank: (w.layers.start, w.layers.stop) for rank, w in self.world.workers.items()}
+        lost = set(self.placement.mesh.members) - self.world.workers.keys()
+        self.placement = changed_placement(self.draw, self.placement, self.layout, lost)
+        plan = salvage_plan(
+            STEP,
+            self.placement,
+            self.layout,
+            held,
+            layers,
+            boundaries_kept=self.kept,
+            undisturbed=undisturbed,
+        )
+        self.plans.append(plan)
+        Need(self.placement, self.layout, held, layers, self.kept, undisturbed).check(plan)
+        self.world.advance(self.draw.randrange(20))
+        self.world.place(self.placement, plan)
+
+    def _lose_some(self) -> None:
+        living = sorted(self.world.workers)
+        self.world.kill(self.draw.sample(living, self.draw.randrange(min(3, len(living)))))
+
+    def _ask(self) -> dict[int, StepHeld | None]:
+        held: dict[int, StepHeld | None] = {}
+        for rank in self.draw.sample(sorted(self.world.workers), len(self.world.workers)):
+            worker = self.world.workers[rank]
+            held[rank] = worker.status()
+            if self.draw.random() < 0.1 and not (worker.sums or worker.open or worker.saved or worker.computed):
+                held[rank] = None
+                worker.tasks.clear()  # it is a version behind, and does nothing until it is placed
+            self.world.advance(self.draw.randrange(4))
+        return held
+
+
+@dataclass
+class Need:
+    """What members said, and what of a plan follows from it by definition, page by page."""
+
+    placement: Placement
+    layout: ModelLayout
+    held: Mapping[int, StepHeld | None]
+    old_layers: Mapping[int, tuple[int, int]]
+    kept: bool
+    undisturbed: bool
+
+    def __post_init__(self) -> None:
+        living = {rank: report for rank, report in self.held.items() if report is not None}
+        self.said = {rank: report for rank, report in living.items() if rank in self.placement.mesh}
+
+    def stays(self, stage: int, rank: int) -> bool:
+        layers = self.placement.layers_of_stage(stage)
+        return rank in self.said and self.old_layers[rank] == (layers.start, layers.stop)
+
+    def claimers(self, stage: int, unit: int) -> list[int]:
+        members = sorted(self.placement.mesh.stages[stage])
+        return [rank for rank in members if self.stays(stage, rank) and unit in self.said[rank].assigned]
+
+    def arrived(self, stage: int, unit: int, sender_stage: int) -> bool:
+        """Something that was sent, not kept, and waits at the one claimer of the unit."""
+        receivers, senders = self.claimers(stage, unit), self.claimers(sender_stage, unit)
+        if self.kept or not self.undisturbed or len(receivers) != 1 or unit in self.said[receivers[0]].computed:
+            return False
+        done = {u for r in senders for u in self.said[r].computed}
+        if sender_stage > stage:
+            return unit in done
+        done |= {u for r in senders for u in self.said[r].forwarded}
+        return unit in done and unit not in self.said[receivers[0]].forwarded
+
+    def has_gradient(self, stage: int, unit: int) -> bool:
+        at = (self.placement.layer_cuts[stage + 1] - 1, unit)
+        kept = stage == self.placement.num_stages - 1 or any(at in r.gradients for r in self.said.values())
+        return kept or self.arrived(stage, unit, stage + 1)
+
+    def has_activation(self, stage: int, unit: int) -> bool:
+        at = (self.placement.layer_cuts[stage], unit)
+        kept = stage == 0 or any(at in r.activations for r in self.said.values())
+        return kept or self.arrived(stage, unit, stage - 1)
+
+    def check(self, plan: tuple[Work, ...]) -> None:
+        """Every line is needed, and what is needed has a line."""
+        lines = {(w.stage, w.unit): w for w in plan}
+        assert list(lines) == sorted(lines) and len(lines) == len(plan)
+        for stage in range(self.placement.num_stages):
+            for unit in range(self.placement.num_units):
+                line = lines.get((stage, unit))
+                below, above = lines.get((stage - 1, unit)), lines.get((stage + 1, unit))
+                asked = below is not None and below.backward > 0 and not self.has_gradient(stage - 1, unit)
+                full = lacks(self.placement, self.layout, self.said, stage, unit)
+                wanted = above is not None and above.forward and not self.has_activation(stage + 1, unit)
+                assert (line is not None) == (full or asked or wanted), (stage, unit, line)
+                assert peer_of(plan, self.placement, stage, unit) == (line.worker if line else None)
+                if line is None:
+                    continue
+                assert line.backward == (2 if full else 1 if asked else 0), (line, full, asked)
+                saved = self.stays(stage, line.worker) and unit in self.said[line.worker].forwarded
+                assert line.forward == (wanted or (line.backward > 0 and not saved)), line
+                assert line.worker in (self.claimers(stage, unit)[:1] or self.placement.mesh.stages[stage])
+                assert line in executor_view(plan, stage, line.worker)
+
+
+def lacks(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld], stage: int, unit: int) -> bool:
+    """Whether the unit's contribution to some page of the stage's layers is nowhere."""
+    return any(
+        not covered(placement, said, page, use, unit)
+        for page, uses in uses_of_page(layout).items()
+        for use in uses & set(placement.layers_of_stage(stage))
+    )
+
+
+def covered(placement: Placement, said: Mapping[int, StepHeld], page: Page, use: int, unit: int) -> bool:
+    run = next(r for r in runs_of(placement)[page[0]] if page in pages_of(r))
+
+    def of_run(layer: int, first: int, stop: int) -> bool:
+        return layer == run.layer and first <= run.first and run.stop <= stop
+
+    for rank, report in said.items():
+        has_entry = any(of_run(*key) for key in report.entries)
+        trees = [(each, nodes) for *key, each, nodes in report.trees if of_run(*key)]
+        in_tree = any(lo <= unit < hi for each, nodes in trees if each == use for lo, hi in nodes)
+        in_node = any(lo <= unit < hi for lo, hi in report.nodes.get(use, ()))
+        if in_tree or (has_entry and rank in run.holders) or (in_node and not has_entry and not trees):
+            return True
+    return False
+
+
+@given(st.integers(0, 2**64), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_plan_finishes_the_step_and_runs_nothing_without_need(seed: int, kept: bool) -> None:
+    Story(random.Random(seed), kept).play()
+
+
+def test_the_stories_have_all_kinds_of_lines() -> None:
+    seen: Counter[tuple[bool, int]] = Counter()
+    empty = 0
+    for seed in range(400):
+        story = Story(random.Random(seed), kept=seed % 2 == 0)
+        story.play()
+        empty += sum(not plan for plan in story.plans)
+        seen.update((line.forward, line.backward) for plan in story.plans for line in plan)
+    assert set(seen) == {(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)} and empty
+    assert min(seen.values()) >= 5, seen
+
+
+@given(st.integers(0, 2**64))
+@settings(max_examples=50, deadline=None)
+def test_uses_are_those_of_the_reduction(seed: int) -> None:
+    draw = random.Random(seed)
+    layout = some_layout(draw)
+    uses = uses_of_page(layout)
+    for runs in runs_of(some_placement(draw, layout)).values():
+        for run in runs:
+            assert all(uses[page] == set(uses_of(layout, run)) for page in pages_of(run))

@@ -1,0 +1,237 @@
+"""The launcher: how ranks are dealt to machines, and that without agents it is the zygote and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import select
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.agents import Agent, Agents, RemoteExited
+from elaswave_spmd.runtime.launcher import Launcher, share
+from elaswave_spmd.runtime.mailbox import Interrupted
+from elaswave_spmd.runtime.selectable import SelectableMailbox
+from elaswave_spmd.runtime.zygote import Exited, Zygote
+
+
+class FakeZygote:
+    """Writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.exits: list[Exited] = []
+        self.mailbox = SelectableMailbox()
+
+    def ready(self) -> None:
+        self.asked.append("ready")
+
+    def spawn(self, rank: int, spec: dict[str, Any]) -> int:
+        self.asked.append(("spawn", rank, spec))
+        return 7
+
+    def signal(self, rank: int, number: int) -> bool:
+        self.asked.append(("signal", rank, number))
+        return rank == 0
+
+    def fileno(self) -> int:
+        return self.mailbox.fileno()
+
+    def poll(self) -> list[Exited]:
+        found, self.exits = self.exits, []
+        return found
+
+    def stop(self, grace_s: float) -> list[Exited]:
+        self.asked.append(("stop", grace_s))
+        return self.poll()
+
+
+class FakeAgents(FakeZygote):
+    """Agents on hosts a, b, ... with these capacities."""
+
+    def __init__(self, *capacities: int) -> None:
+        super().__init__()
+        self.all = [Agent(-2 - i, "abcdef"[i], capacity) for i, capacity in enumerate(capacities)]
+
+    def __iter__(self) -> Iterator[Agent]:
+        return iter(self.all)
+
+    def spawn(self, agent: Agent, rank: int, spec: dict[str, Any]) -> None:  # type: ignore[override]
+        agent.ranks.add(rank)
+        self.asked.append(("spawn", agent.host, rank))
+
+    def signal(self, agent: Agent, rank: int, number: int) -> bool:  # type: ignore[override]
+        self.asked.append(("signal", agent.host, rank, number))
+        return True
+
+    def look(self) -> None:
+        self.asked.append("look")
+
+    def end(self, grace_s: float) -> None:
+        self.asked.append(("end", grace_s))
+
+    def close(self) -> list[Exited]:
+        return self.poll()
+
+
+def launcher_of(*capacities: int) -> tuple[Launcher, FakeZygote, FakeAgents]:
+    zygote, agents = FakeZygote(), FakeAgents(*capacities)
+    return Launcher(cast(Zygote, zygote), cast(Agents, agents)), zygote, agents
+
+
+def exit_of(rank: int, host: str = "") -> Exited:
+    return RemoteExited(rank, 5, 1, None, host) if host else Exited(rank, 5, 1, None)
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.data())
+def test_shares_fill_places_evenly(capacities: list[int], data: st.DataObject) -> None:
+    num = data.draw(st.integers(0, sum(capacities)))
+    shares = share(num, capacities)
+    assert sum(shares) == num
+    assert all(0 <= taken <= capacity for taken, capacity in zip(shares, capacities, strict=True))
+    for i, a in enumerate(capacities):
+        for j, b in enumerate(capacities):
+            # Nobody would have been the better choice for a worker that somebody else got.
+            assert not shares[i] or shares[j] == b or shares[i] * b <= (shares[j] + 1) * a
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_ranks_are_dealt_in_runs_the_first_here(capacities: list[int], data: st.DataObject) -> None:
+    launcher, _, agents = launcher_of(*capacities)
+    local = data.draw(st.integers(0, 5))
+    num = local + data.draw(st.integers(0, sum(capacities)))
+    launcher.deal(range(num), local)
+    hosts = [launcher.host_of(rank) for rank in range(num)]
+    assert hosts[:local] == [socket.gethostname()] * local
+    assert hosts[local:] == sorted(hosts[local:]), "one run for each agent, in the order of agents"
+    counts = Counter(hosts[local:])
+    assert [counts[agent.host] for agent in agents] == share(num - local, capacities)
+
+
+def test_without_a_number_those_stay_here_for_whom_the_agents_have_no_place() -> None:
+    launcher, _, _ = launcher_of(2, 1)
+    launcher.deal(range(5), None)
+    assert [launcher.host_of(rank) for rank in range(2, 5)] == ["a", "a", "b"]
+    launcher, _, _ = launcher_of(2, 2)
+    launcher.deal(range(2), None)
+    assert [launcher.host_of(rank) for rank in range(2)] == ["a", "b"]
+
+
+def test_too_few_places_are_refused_with_what_the_agents_offer() -> None:
+    launcher, _, _ = launcher_of(2, 1)
+    with pytest.raises(ConfigError) as caught:
+        launcher.deal(range(6), 2)
+    assert caught.value.where == "runtime.local_workers=2" and caught.value.exists == "3 places on agents: a 2, b 1"
+    assert caught.value.fix.startswith("runtime.local_workers=3,")
+
+
+def test_without_agents_it_is_the_zygote() -> None:
+    zygote = FakeZygote()
+    launcher = Launcher(cast(Zygote, zygote))
+    launcher.ready()
+    launcher.spawn(3, {"a": 1})
+    assert launcher.signal(0, 9) and not launcher.signal(1, 0)
+    assert launcher.fileno() == zygote.fileno() and launcher.agents is None
+    zygote.exits = [exit_of(3)]
+    assert launcher.poll() == [exit_of(3)] and launcher.poll() == []
+    assert launcher.host_of(3) == launcher.find_place(4) == socket.gethostname()
+    launcher.stop(0.5)
+    assert zygote.asked == [
+        "ready", ("spawn", 3, {"a": 1}), ("signal", 0, 9), ("signal", 1, 0), ("stop", 0.5)
+    ]  # fmt: skip
+
+
+def test_orders_go_where_the_rank_is() -> None:
+    launcher, zygote, agents = launcher_of(2, 1)
+    launcher.deal(range(4), 1)
+    for rank in range(4):
+        launcher.spawn(rank, {})
+    launcher.signal(0, 15)
+    launcher.signal(3, 15)
+    assert zygote.asked == [("spawn", 0, {}), ("signal", 0, 15)]
+    assert agents.asked == [("spawn", "a", 1), ("spawn", "a", 2), ("spawn", "b", 3), ("signal", "b", 3, 15)]
+
+
+@pytest.mark.parametrize(("rank", "there"), [(0, True), (1, True)])
+def test_signal_0_asks_every_machine_who_has_ended(rank: int, there: bool) -> None:
+    launcher, zygote, agents = launcher_of(1)
+    launcher.deal(range(2), 1)
+    launcher.spawn(1, {})
+    assert launcher.signal(rank, 0) is there
+    assert zygote.asked == [("signal", rank, 0)] and agents.asked[-1] == "look"
+
+
+def test_exits_of_all_machines_are_polled_and_their_ranks_forgotten() -> None:
+    launcher, zygote, agents = launcher_of(2)
+    launcher.deal(range(3), 1)
+    zygote.exits, agents.exits = [exit_of(0)], [exit_of(2, "a")]
+    assert launcher.poll() == [exit_of(0), exit_of(2, "a")]
+    assert not launcher.signal(2, 9), "the zygote knows no rank 2"
+    assert agents.asked == []
+    assert launcher.find_place(3) == "a", "the place of rank 2"
+    assert launcher.find_place(4) == socket.gethostname(), "no place is left there"
+
+
+def test_newcomers_go_where_the_largest_share_is_free() -> None:
+    launcher, _, _ = launcher_of(4, 2)
+    launcher.deal(range(2), 0)
+    hosts = [launcher.find_place(rank) for rank in range(2, 6)]
+    assert Counter([launcher.host_of(rank) for rank in range(6)]) == {"a": 4, "b": 2} and "b" in hosts
+
+
+def test_both_descriptors_wake_a_select_loop() -> None:
+    for which in (0, 1):
+        launcher, *sources = launcher_of(1)
+        assert not select.select([launcher], [], [], 0)[0]
+        sources[which].mailbox.put(Interrupted(""))
+        assert select.select([launcher], [], [], 0)[0]
+
+
+def test_stop_ends_all_machines_at_once_and_returns_what_was_not_polled() -> None:
+    launcher, zygote, agents = launcher_of(1)
+    zygote.exits, agents.exits = [exit_of(0)], [exit_of(1, "a")]
+    assert launcher.stop(1.5) == [exit_of(0), exit_of(1, "a")]
+    assert agents.asked == [("end", 1.5)] and zygote.asked == [("stop", 1.5)]
+    assert launcher.agents is None
+
+
+def test_what_is_said_of_a_worker_on_another_machine() -> None:
+    killed = RemoteExited(2, 77, None, 9, "b")
+    assert str(killed) == "worker 2 (pid 77) was ended by signal 9 (SIGKILL), on b"
+    lost = dataclasses.replace(killed, pid=0, reason="its connection closed")
+    assert str(lost) == "worker 2 was lost with the agent on b: its connection closed"
+
+
+def test_a_selectable_mailbox_is_readable_until_all_is_taken() -> None:
+    mailbox = SelectableMailbox()
+    for _ in range(2):
+        assert not select.select([mailbox], [], [], 0)[0] and mailbox.take_all() == []
+        mailbox.put(Interrupted("a"))
+        mailbox.put(Interrupted("b"))
+        assert mailbox.get() == Interrupted("a") and select.select([mailbox], [], [], 0)[0]
+        assert mailbox.take_all() == [Interrupted("b")]
+    mailbox.close()
+
+
+def test_who_is_woken_by_a_selectable_mailbox_finds_the_item() -> None:
+    mailbox, number = SelectableMailbox(), 2000
+
+    def put_all() -> None:
+        for n in range(number):
+            mailbox.put(Interrupted(str(n)))
+
+    thread = Thread(target=put_all)
+    thread.start()
+    found = []
+    while len(found) < number:
+        assert select.select([mailbox], [], [], 30)[0], "an item lies there and nobody was woken"
+        found += mailbox.take_all()
+    thread.join()
+    mailbox.close()

@@ -1,0 +1,268 @@
+"""The controller's side of agents, with agents that are made of links only: who is taken, what a lost one means."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elaswave_spmd.errors import ConfigError, DataError, RunError
+from elaswave_spmd.runtime import agent_messages as am
+from elaswave_spmd.runtime.agents import Agents, RemoteExited
+from elaswave_spmd.runtime.links import CONTROLLER, Links
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.rendezvous import find_controller
+from elaswave_spmd.runtime.zygote import Exited
+
+SECRET = b"a secret of some bytes"
+
+
+class Remote:
+    """An agent's links; its answers are the test's."""
+
+    def __init__(self, port: int) -> None:
+        found = find_controller("127.0.0.1", port, SECRET, 10.0)
+        self.mailbox = Mailbox()
+        self.links = Links(found.peer, self.mailbox, transport="tcp", token=found.token)
+        self.links.connect(CONTROLLER, found.address)
+        assert not self.links.wait_connected([CONTROLLER], 10)
+
+    def say(self, message: am.AgentMessage) -> None:
+        self.links.send(CONTROLLER, am.encode(message))
+
+    def hello(self, host: str = "b", capacity: int = 2, torch: str = "", address: str = "") -> Remote:
+        import torch as library
+
+        self.say(am.Hello(address or self.links.address, host, capacity, torch or str(library.__version__)))
+        return self
+
+    def hear(self) -> am.AgentMessage:
+        item = self.mailbox.get(10)
+        assert isinstance(item, Envelope), item
+        return am.decode(item.header)
+
+    def when(self, kind: type[am.AgentMessage], *answers: am.AgentMessage) -> None:
+        """Give these answers to the next message, which is of this kind, in a thread; none: hang up."""
+
+        def work() -> None:
+            assert isinstance(self.hear(), kind)
+            for answer in answers:
+                self.say(answer)
+            if not answers:
+                self.links.close()
+
+        threading.Thread(target=work, daemon=True).start()
+
+
+Make = Callable[[], Remote]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def agents(port: int) -> Iterator[Agents]:
+    made = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=2)
+    yield made
+    made.close(0.0)
+
+
+@pytest.fixture
+def remote(agents: Agents, port: int) -> Iterator[Make]:
+    made: list[Remote] = []
+
+    def make() -> Remote:
+        made.append(Remote(port))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.links.close()
+
+
+def settle(agents: Agents, done: Callable[[], object]) -> None:
+    """Have the controller's side take what comes, until `done`."""
+    deadline = time.monotonic() + 30
+    while not done():
+        agents._exits = agents.poll()
+        assert time.monotonic() < deadline, "it takes too long"
+
+
+def some_exits(agents: Agents) -> list[Exited]:
+    """What `poll` says as soon as it says something."""
+    found: list[Exited] = []
+    settle(agents, lambda: found.extend(agents.poll()) or found)
+    return found
+
+
+def prepared(agents: Agents, remote: Make) -> tuple[Remote, Remote]:
+    """Two agents, on hosts c and b, that are ready to spawn; the controller sorts them by host."""
+    pair = remote().hello("c", 1), remote().hello("b", 2)
+    agents.wait_for_all(10)
+    for each in pair:
+        each.when(am.Prepare, am.Prepared())
+    agents.prepare(3, {"seed": 0}, {"corpus": "text"})
+    return pair
+
+
+def test_agents_are_taken_and_sorted_by_host(agents: Agents, remote: Make) -> None:
+    prepared(agents, remote)
+    assert [(agent.host, agent.capacity, agent.peer) for agent in agents] == [("b", 2, -3), ("c", 1, -2)]
+
+
+def test_agents_that_are_missing_are_counted(agents: Agents, remote: Make) -> None:
+    remote().hello()
+    settle(agents, lambda: len(list(agents)) == 1)
+    with pytest.raises(RunError, match=r"^1 of 2 agents came to 127.0.0.1:\d+ within 0.1 s$"):
+        agents.wait_for_all(0.1)
+
+
+def test_an_agent_that_leaves_before_the_start_is_not_counted(agents: Agents, remote: Make) -> None:
+    first = remote().hello()
+    settle(agents, lambda: list(agents))
+    first.links.close()
+    settle(agents, lambda: not list(agents))
+    remote().hello()
+    settle(agents, lambda: list(agents))
+    with pytest.raises(RunError, match="1 of 2"):
+        agents.wait_for_all(0.1)
+
+
+def test_another_torch_is_refused_on_both_sides(agents: Agents, remote: Make) -> None:
+    other = remote().hello(torch="1.0")
+    settle(agents, lambda: agents._refused)
+    with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: b: torch 1.0, the controller has "):
+        agents.wait_for_all(0.1)
+    refused = other.hear()
+    assert isinstance(refused, am.Refused) and isinstance(refused.problem.error(""), ConfigError)
+
+
+def test_an_agent_that_cannot_be_reached_is_named(agents: Agents, remote: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    remote().hello(address=nobody)
+    settle(agents, lambda: agents._refused)
+    with pytest.raises(RunError, match=f"refused: b, which cannot be reached at {nobody}"):
+        agents.wait_for_all(0.1)
+
+
+def test_one_agent_too_many_is_refused(agents: Agents, remote: Make) -> None:
+    prepared(agents, remote)
+    late = remote().hello()
+    late.when(am.Refused)
+    settle(agents, lambda: not late.links.peers)
+    assert len(list(agents)) == 2
+
+
+def test_a_token_of_another_run_is_counted(agents: Agents, remote: Make) -> None:
+    good = remote()
+    wrong = Links(-9, Mailbox(), transport="tcp", token=b"x" * 32)
+    wrong.connect(CONTROLLER, find_controller("127.0.0.1", int(agents._where.split(":")[1]), SECRET, 5).address)
+    assert not wrong.wait_connected([CONTROLLER], 10)
+    wrong.send(CONTROLLER, am.encode(am.Hello(good.links.address, "b", 1, "")))
+    settle(agents, lambda: agents._links.wrong_tokens)
+    with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: 1 messages with another token"):
+        agents.wait_for_all(0.1)
+    wrong.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "message"),
+    [
+        ([am.AgentFailed(am.Problem("DataError", "a rule", "a"))], DataError, "the agent on b"),
+        ([am.AgentFailed(am.Problem("", "Traceback"))], RunError, "the agent on b failed:\nTraceback"),
+        ([], RunError, "the agent on b is gone: its connection closed"),
+    ],
+    ids=["other data", "a bug", "gone"],
+)
+def test_an_agent_that_fails_to_prepare_ends_the_start(
+    agents: Agents, remote: Make, answers: list[am.AgentMessage], kind: type[Exception], message: str
+) -> None:
+    first, second = remote().hello("a"), remote().hello("b")
+    agents.wait_for_all(10)
+    first.when(am.Prepare, am.Prepared())
+    second.when(am.Prepare, *answers)
+    with pytest.raises(kind, match=message):
+        agents.prepare(3, {}, {})
+
+
+def test_orders_reach_the_agent_and_exits_come_back(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agent = next(iter(agents))
+    agents.spawn(agent, 5, {"a": 1})
+    assert there.hear() == am.Spawn(5, {"a": 1})
+    assert agents.signal(agent, 5, 15) and not agents.signal(agent, 6, 15)
+    assert there.hear() == am.Signal(5, 15)
+    there.say(am.WorkerExited(5, 77, None, 15))
+    exits = some_exits(agents)
+    assert exits == [RemoteExited(5, 77, None, 15, "b")]
+    assert not agents.signal(agent, 5, 15)
+
+
+def test_look_hears_of_all_who_have_ended(agents: Agents, remote: Make) -> None:
+    other, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 0, {})
+    there.hear()
+    there.when(am.Look, am.WorkerExited(0, 7, 1, None), am.Looked())
+    other.when(am.Look, am.Looked())
+    agents.look()
+    assert agents.poll() == [RemoteExited(0, 7, 1, None, "b")]
+
+
+def test_look_does_not_wait_for_an_agent_that_is_lost(agents: Agents, remote: Make) -> None:
+    other, there = prepared(agents, remote)
+    other.when(am.Look, am.Looked())
+    there.when(am.Look)
+    agents.look()
+    assert [agent.host for agent in agents] == ["c"]
+
+
+def test_a_lost_agent_is_the_loss_of_its_workers(agents: Agents, remote: Make) -> None:
+    other, there = prepared(agents, remote)
+    agent, _ = agents
+    for rank in (4, 2):
+        agents.spawn(agent, rank, {})
+    there.links.close()
+    exits = some_exits(agents)
+    reason = "its connection closed"
+    assert exits == [RemoteExited(rank, 0, None, 9, "b", reason) for rank in (2, 4)]
+    agents.spawn(agent, 6, {})
+    assert agents.poll() == [RemoteExited(6, 0, None, 9, "b", "it was gone before")]
+    assert other.links.peers, "the other agent goes on"
+
+
+def test_an_agent_that_fails_says_why_its_workers_are_lost(agents: Agents, remote: Make) -> None:
+    _, there = prepared(agents, remote)
+    agents.spawn(next(iter(agents)), 1, {})
+    there.say(am.AgentFailed(am.Problem("", "interrupted")))
+    exits = some_exits(agents)
+    assert str(exits[0]) == "worker 1 was lost with the agent on b: interrupted"
+
+
+def test_close_waits_for_agents_to_be_gone_and_returns_their_last_exits(port: int) -> None:
+    agents = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=1)
+    there = Remote(port).hello()
+    agents.wait_for_all(10)
+    there.when(am.Prepare, am.Prepared())
+    agents.prepare(1, {}, {})
+    agents.spawn(next(iter(agents)), 0, {})
+    assert there.hear() == am.Spawn(0, {})
+
+    def end() -> None:
+        assert there.hear() == am.Stop(1.5)
+        there.say(am.WorkerExited(0, 7, None, 15))
+        there.links.close(1000)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    agents.end(1.5)
+    assert agents.close() == [RemoteExited(0, 7, None, 15, "b")]
+    thread.join()
+    with pytest.raises(RunError, match="no controller"):
+        find_controller("127.0.0.1", port, SECRET, 0.1)
