@@ -108,8 +108,10 @@ class Executor:
         self._plan_salvage(epoch.version + 1)
         if epoch.work is not None:
             self._boundaries.send_again(epoch.version + 1, epoch.work, placement)
-        if self._todo or self._todo is None or self._validate_due >= 0 or not self.replica.drops_params:
-            self.replica.ask_for(self._layers, epoch.version)
+        # Sharded parameters that were dropped after this worker's last unit stay dropped if nothing is left for it.
+        needed = self._todo is None or self._todo or self._validate_due >= 0
+        wanted = [ly for ly in self._layers if needed or self.values[ly].dropped_at != epoch.version]
+        self.replica.ask_for(wanted, epoch.version)
         self.replica.resume()
 
     def _stages_of_interest(self) -> set[int] | None:
