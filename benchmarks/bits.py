@@ -146,11 +146,11 @@ class Runner:
     """Runs cases one after another, with the workers of all of them forked from one zygote."""
 
     def __init__(self, directory: Path) -> None:
-        from elaswave_spmd import controller
+        from elaswave_spmd.launching import PRELOAD
         from elaswave_spmd.runtime.zygote import Zygote
 
         self._directory = directory
-        self._zygote = Zygote.start("elaswave_spmd.worker:main", preload=controller._PRELOAD)
+        self._zygote = Zygote.start("elaswave_spmd.worker:main", preload=PRELOAD)
 
     def run(self, case: Case) -> Outcome:
         """As `controller.run`, without its zygote.

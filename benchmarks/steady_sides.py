@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.gate import Gate
-from elaswave_spmd import controller, worker
+from elaswave_spmd import controller, launching, worker
 from elaswave_spmd.assembly import plan_run
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.observe import RunDir, RunObserver
@@ -30,7 +30,7 @@ from elaswave_spmd.runtime.zygote import Zygote
 from elaswave_spmd.settings import Settings
 
 _GATE_PATH = "ELASWAVE_BENCHMARK_GATE"
-_PRELOAD = (*controller._PRELOAD, "benchmarks.steady_sides")
+_PRELOAD = (*launching.PRELOAD, "benchmarks.steady_sides")
 _PLAIN_PRELOAD = (*_PRELOAD, "benchmarks.plain_systems")
 
 

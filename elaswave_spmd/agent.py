@@ -59,8 +59,8 @@ def main(arguments: Sequence[str], program: str) -> int:
             links.connect(CONTROLLER, found.address)
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
                 raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
-            agent = Agent(links, mailbox, zygote, {"directory": scratch, "host": address})
-            agent.serve(options.workers, options.rendezvous)
+            agent = Agent(links, mailbox, zygote, {"directory": scratch, "host": address, "latch": None})
+            agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
         finally:
             links.close(_FAREWELL_MS)
             mailbox.close()
@@ -74,14 +74,14 @@ class Agent:
     """Between the beginning and the end of `serve` it does what the controller says.
 
     Args:
-        own: what stands in the spec of each worker of this machine: directory, host.
+        own: what the spec of each worker here has of its own: directory, host, no latch (it is one host's).
     """
 
     def __init__(self, links: Links, mailbox: SelectableMailbox, zygote: Zygote, own: dict[str, Any]) -> None:
         self._links, self._mailbox, self._zygote, self._own = links, mailbox, zygote, own
 
-    def serve(self, capacity: int, rendezvous: str) -> None:
-        """Offers `capacity` places and serves until the controller says that it is over. Leaves no worker.
+    def serve(self, name: str, capacity: int, rendezvous: str) -> None:
+        """Offers `capacity` places on machine `name` and serves until the run is over. Leaves no worker.
 
         Raises:
             UserError: what the controller did not like, or this machine's data.
@@ -89,7 +89,6 @@ class Agent:
         """
         import torch
 
-        name = socket.gethostname()
         self._send(am.Hello(self._links.address, name, capacity, str(torch.__version__)))
         print(f"agent on {name}: places for {capacity} workers of the run at {rendezvous}", flush=True)
         try:
@@ -190,6 +189,7 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--token-file", required=True, metavar="FILE", help="the secret; mode 0600")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="places for workers here (default 1)")
     parser.add_argument("--host", metavar="ADDRESS", help="of this machine; default: the one that reaches HOST")
+    parser.add_argument("--name", help="what fails together has the same; default: the host name")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="to wait for the controller (default 300)"
     )

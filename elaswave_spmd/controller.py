@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
-from elaswave_spmd.launching import PRELOAD, gather, listen_host, start_launcher
+from elaswave_spmd.launching import gather, listen_host, start_launcher
 from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import (
@@ -98,9 +98,6 @@ def check_device(name: str) -> None:
         )
 
 
-_PRELOAD = PRELOAD
-
-
 def data_spec(settings: Settings) -> DataSpec:
     """What the data room needs of the settings."""
     d = settings.data
@@ -157,6 +154,7 @@ class Controller:
             plan.job.validation_units,
             plan.job.validates_at,
             Policy(mirror.count, mirror.scatter, elastic.min_workers),
+            domain_of=zygote.domain_of if isinstance(zygote, Launcher) else lambda _: None,
         )
         self._supervision = Supervision(zygote, scratch, self._mailbox, settings.timeouts)
         self._record = RunRecord(plan.description.layout)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.decide import graduate, next_stages
 from elaswave_spmd.recovery.messages import (
     Applied,
@@ -129,6 +130,7 @@ class ControllerProtocol:
         layout: the pages.
         steps: of the run.
         num_validation_units, validates_at: of validations.
+        domain_of: the failure domains of a newcomer; None: those of all the others.
     """
 
     placement: Placement
@@ -139,6 +141,7 @@ class ControllerProtocol:
     policy: Policy = field(default_factory=Policy)
     addresses: dict[int, str] = field(default_factory=dict)
     version: int = 0
+    domain_of: Callable[[int], Path | None] = lambda _: None
     _started: bool = False
     _last_epoch: int = -1
     _reports: dict[int, Applied] = field(default_factory=dict)
@@ -273,7 +276,9 @@ class ControllerProtocol:
 
     def _placement_of(self, epoch: int, stages: tuple[tuple[int, ...], ...]) -> Placement:
         old = self.placement
-        mesh = replace(old.mesh.with_stages(stages), epoch=epoch)
+        ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
+        domains = {rank: path for rank in ranks if (path := self.domain_of(rank)) is not None}
+        mesh = replace(old.mesh.with_stages(stages, domains or None), epoch=epoch)
         cuts = old.layer_cuts
         if len(stages) != old.num_stages:
             costs = [max(1.0, float(layer.num_value_elements)) for layer in self.layout.layers]
@@ -304,8 +309,9 @@ class ControllerProtocol:
     def _place_message(self, version: int, work: tuple[Work, ...] | None) -> Place:
         p = self.placement
         validate = version if version and self.validates_at(version) and self._validated < version else -1
-        # Of the first epoch everybody has worked the holders out alone.
-        rows = to_rows(p.holders) if p.holders is not None and p.mesh.epoch else ()
+        # Of the first epoch everybody has worked the holders out alone, but only we know of several failure domains.
+        known = not p.mesh.epoch and len({path for _, path in p.mesh.topology.domains}) == 1
+        rows = to_rows(p.holders) if p.holders is not None and not known else ()
         cuts, counts = p.layer_cuts, p.unit_counts
         return Place(p.mesh.epoch, p.mesh.stages, cuts, counts, dict(self.addresses), rows, version, work, validate)
 

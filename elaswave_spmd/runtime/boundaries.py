@@ -44,11 +44,12 @@ class Boundaries:
         self._rank, self._send, self._keep = rank, send, keep
         self._received: dict[BoundaryKey, Tensor] = {}
         self._kept: dict[BoundaryKey, Tensor] = {}
+        self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since STATUS
 
     def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
         """To the unit's worker on the next stage; None: nobody needs it now, but somebody may later."""
         key = _key(message)
-        if self._keep and key.kind != VALIDATION:
+        if (self._keep or self._used is not None) and key.kind != VALIDATION:
             self._kept[key] = tensor
         if peer == self._rank:
             self._received[key] = tensor
@@ -63,7 +64,22 @@ class Boundaries:
         return key in self._received
 
     def pop(self, key: BoundaryKey) -> Tensor:
-        return self._received.pop(key)
+        tensor = self._received.pop(key)
+        if self._used is not None:
+            self._used[key] = tensor
+        return tensor
+
+    def hold(self) -> None:
+        """From a STATUS to the PLACE after it, what is taken is not lost.
+
+        A peer that has its PLACE already may have sent it for the new plan, and does not send it again.
+        """
+        self._used = {} if self._used is None else self._used
+
+    def let_go(self) -> None:
+        """The PLACE is here: what was taken meanwhile is there again."""
+        self._received |= self._used or {}
+        self._used = None
 
     def put_back(self, key: BoundaryKey, tensor: Tensor) -> None:
         """What was taken for an action that could not be finished."""

@@ -20,7 +20,7 @@ from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Incoming, Port
 from elaswave_spmd.runtime.replica import Replica
-from elaswave_spmd.runtime.salvaging import FULL, StepUnderWay, Todo, next_ready, todo_anew, todo_left
+from elaswave_spmd.runtime.salvaging import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
 from elaswave_spmd.runtime.stage import Batches, Loss
 from elaswave_spmd.runtime.units import EpochChangedError, Modules, UnitRunner, Waiting
 from elaswave_spmd.scheduling.actions import FORWARD, Action, actions_of
@@ -98,6 +98,7 @@ class Executor:
         self._stage = placement.mesh.stage_of(self.rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
+        self._boundaries.let_go()
         if self._units.take(placement, self._stage):
             self._begun = None  # what it had begun was through other layers
         runs = placement.holder_runs(self.layout, self._stages_of_interest())
@@ -141,6 +142,7 @@ class Executor:
             return
         self._prepare = self._place = None
         self.replica.reducer.keeps_all = True
+        self._boundaries.hold()
         found = (self._held(self.version + 1), self._held(self.version + 2))
         held = tuple(h for h in found if h != m.StepHeld(h.step))
         self._port.send(CONTROLLER, m.Status(prepare.epoch, self.rank, self.version, held))
@@ -148,6 +150,8 @@ class Executor:
     def _held(self, step: int) -> m.StepHeld:
         reducer, mine = self.replica.reducer, self._begun if self._begun and self._begun.number == step else None
         current = step == self.version + 1
+        # A saved forward that is to serve for the input's gradient alone may be used up before the PLACE.
+        input_only = {unit for unit, left in (self._todo or {}).items() if left.backward == INPUT_ONLY}
         if mine is not None:
             # Of a unit in the middle of its backward, the sums of some layers may have been given up already.
             given_up = {self._units.backward_of} if reducer.gives_up else set()
@@ -156,7 +160,7 @@ class Executor:
             step,
             tuple(sorted(mine.assigned)) if mine else (),
             tuple(sorted(mine.computed)) if mine else (),
-            tuple(sorted(self._units.programs.forwarded)) if mine else (),
+            tuple(sorted(self._units.programs.forwarded - input_only)) if mine else (),
             self._boundaries.kept(ACTIVATION, step),
             self._boundaries.kept(GRADIENT, step),
             reducer.nodes_held() if current else {},
@@ -182,17 +186,18 @@ class Executor:
 
     def _train_on(self) -> Generator[Waiting, None, None]:
         while True:
-            if self._place is not None:
-                raise EpochChangedError
             if self._validate_due == self.version:
                 yield from self._validate(self.version)
                 self._validate_due = -1
+            if self._place is not None:
+                raise EpochChangedError
             if self._begun is None or self._begun.number <= self.version:
                 if self.version >= self._epoch_version:
                     self.replica.teach()
                 ends = self.version == self.job.steps
                 if self._prepare is not None and (self._prepare.after <= self.version or ends or self._promised):
                     self._answer(self._prepare)
+                if self._promised:  # STATUS said that nothing of the next step was begun
                     yield from self._until(lambda: self._prepare is not None, "the mesh epoch after step", self.version)
                     continue
             if self.version == self.job.steps:
@@ -236,7 +241,7 @@ class Executor:
         else:
             units = {unit for unit, todo in self._todo.items() if todo.backward == FULL}
         reducer = self.replica.reducer
-        self._begun = StepUnderWay(step, units, alone=reducer.has_sums)
+        self._begun = StepUnderWay(step, units, frozenset(units), alone=reducer.has_sums)
         if self._begun.alone and self._todo is not None:
             for todo in self._todo.values():
                 todo.alone = True

@@ -25,7 +25,7 @@ class Launcher:
 
     def __init__(self, zygote: Zygote, agents: Agents | None = None) -> None:
         self._zygote, self._agents = zygote, agents
-        self._homes: dict[int, Agent] = {}  # of the ranks on other machines that have not ended
+        self._homes: dict[int, Agent | None] = {}  # where the living ranks are; None: here. Unused without agents
         self._selector: selectors.BaseSelector | None = None
         if agents is not None:
             self._selector = selectors.DefaultSelector()
@@ -58,6 +58,7 @@ class Launcher:
                 exists=f"{places} places on agents: {offers}",
                 fix=f"runtime.local_workers={len(ranks) - places}, or agents with more --workers",
             )
+        self._homes.update(dict.fromkeys(ranks[:local]))
         rest = iter(ranks[local:])
         shares = share(len(ranks) - local, [agent.capacity for agent in agents])
         for agent, number in zip(agents, shares, strict=True):
@@ -65,19 +66,22 @@ class Launcher:
                 self._homes[next(rest)] = agent
 
     def host_of(self, rank: int) -> str:
-        """The machine on which `rank` runs: its failure domain."""
+        """The machine on which `rank` runs."""
         home = self._homes.get(rank)
         return socket.gethostname() if home is None else home.host
 
-    def find_place(self, rank: int) -> str:
-        """Give a newcomer a place, on the agent with the largest share of free ones, else here; returns its machine."""
+    def domain_of(self, rank: int) -> tuple[str, ...] | None:
+        """The failure domain of `rank`: its machine. None without agents: there is one machine."""
+        return None if self._agents is None else (self.host_of(rank),)
+
+    def _find_place(self, rank: int) -> None:
+        """For a newcomer: on the agent with the largest share of free ones, else here."""
         taken = {agent.peer: 0 for agent in self._agents or ()}
         for agent in self._homes.values():
-            taken[agent.peer] = taken.get(agent.peer, 0) + 1
+            if agent is not None:
+                taken[agent.peer] = taken.get(agent.peer, 0) + 1
         free = [agent for agent in self._agents or () if taken[agent.peer] < agent.capacity]
-        if free:
-            self._homes[rank] = min(free, key=lambda agent: Fraction(taken[agent.peer] + 1, agent.capacity))
-        return self.host_of(rank)
+        self._homes[rank] = min(free, key=lambda agent: Fraction(taken[agent.peer] + 1, agent.capacity), default=None)
 
     def ready(self) -> None:
         """Wait until this machine's zygote has imported everything.
@@ -88,7 +92,9 @@ class Launcher:
         self._zygote.ready()
 
     def spawn(self, rank: int, spec: Mapping[str, Any]) -> None:
-        """Start worker `rank` where it has its place. `spec` is plain data."""
+        """Start worker `rank` where it has its place; a newcomer gets one. `spec` is plain data."""
+        if self._agents is not None and rank not in self._homes:
+            self._find_place(rank)
         home = self._homes.get(rank)
         if home is None:
             self._zygote.spawn(rank, spec)

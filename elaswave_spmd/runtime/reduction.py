@@ -101,7 +101,7 @@ class GradientReducer:
         self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == self.rank]
         self._uses = {run.key: uses_of(self._layout, run) for run in self._primary}
         self._run_at = _by_use(self._layout, self._primary)
-        self._split_trees(holder_runs)
+        handed_over = self._split_trees(holder_runs)
         for layer, kept in self._kept.items():
             before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
@@ -109,13 +109,19 @@ class GradientReducer:
                 if was not in (route.run.primary, self.rank):  # its own part went into its trees
                     for node, buffer in kept:
                         self._emit_part(current, route, node, buffer, mine=False)
+        for use in handed_over:
+            self._kept.pop(use, None)  # what they had of these pages went into the tree
         early, self._early = self._early, []
         for message, payload in early:
             self.node_received(message, payload)
         self.keeps_all = False
 
-    def _split_trees(self, holder_runs: HolderMap) -> None:
-        """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there."""
+    def _split_trees(self, holder_runs: HolderMap) -> set[int]:
+        """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there.
+
+        Returns: the layers whose sums went into trees that were sent.
+        """
+        handed_over: set[int] = set()
         by_layer = {layer: list(runs) for layer, runs in holder_runs.items()}
         for step, trees in self._steps.items():
             for key, tree in list(trees.items()):
@@ -131,8 +137,8 @@ class GradientReducer:
                         trees[run.key] = part
                     else:
                         self._send_tree(step, run, part)
-                        for use in uses_of(self._layout, run):
-                            self._kept.pop(use, None)  # what they had of these pages went into the tree
+                        handed_over.update(uses_of(self._layout, run))
+        return handed_over
 
     def _send_tree(self, step: int, run: HolderRun, tree: PrimaryRun) -> None:
         for use, node, value in tree.sums():

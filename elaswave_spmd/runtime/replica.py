@@ -83,7 +83,7 @@ class Replica:
             holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
         self.placement, self._holder_runs = placement, holder_runs
-        held = held_runs(holder_runs, self.rank)
+        held, before = held_runs(holder_runs, self.rank), self._runs
         loss_run = next((r for r in held if self._is_loss(r)), None)
         self._loss_key = loss_run.key if loss_run else None
         self._runs = {r.key: r for r in held}
@@ -99,7 +99,8 @@ class Replica:
         for step, entries in self._entries.items():
             for key, entry in entries.items():
                 self.reducer.entry_known(step, key)
-                self._forward_entry(step, self._runs[key], entry, self.protocol.norms_at(step, key))
+                was = next((r.primary for k, r in before.items() if _contains(k, key)), None)
+                self._forward_entry(step, self._runs[key], entry, self.protocol.norms_at(step, key), was)
 
     def resume(self) -> None:
         """When everything is in place: what came early, and its votes again."""
@@ -259,10 +260,16 @@ class Replica:
         self._forward_entry(step, run, entry, norms)
         self._perform(self.protocol.entry_complete(step, key, norms, loss))
 
-    def _forward_entry(self, step: int, run: HolderRun, entry: Tensor, norms: Sequence[float]) -> None:
-        if run.primary != self.rank:
-            return
-        for receiver in run.receivers:
+    def _forward_entry(
+        self, step: int, run: HolderRun, entry: Tensor, norms: Sequence[float], was: int | None = None
+    ) -> None:
+        """Gives an entry to whoever else holds or learns the run; a mirror gives it to a primary that is a new one.
+
+        Args:
+            was: the primary in the older epoch, if this is a new one.
+        """
+        receivers = run.receivers if run.primary == self.rank else () if was in (None, run.primary) else (run.primary,)
+        for receiver in receivers:
             if (step, run.key, receiver) not in self._forwarded:
                 self._forwarded.add((step, run.key, receiver))
                 self._send(receiver, m.Entry(step, *run.key, np.array(norms, "<f4").tobytes()), entry)
@@ -317,3 +324,7 @@ class Replica:
 
     def entries_held(self, step: int) -> tuple[RunKey, ...]:
         return tuple(sorted(self._entries.get(step, {})))
+
+
+def _contains(whole: RunKey, part: RunKey) -> bool:
+    return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]

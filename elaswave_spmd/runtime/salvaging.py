@@ -25,7 +25,7 @@ class StepUnderWay:
     """The step that a worker has begun.
 
     Args:
-        assigned: units that it regards as its own.
+        assigned: units that it regards as its own; `first`: those that it began the step with, to be added up here.
         alone: no unit is added to others here: sums of another stage's layers are in the way.
         computed: units whose backward is done.
         reported: those of `computed` when STATUS was last given.
@@ -34,6 +34,7 @@ class StepUnderWay:
 
     number: int
     assigned: set[int]
+    first: frozenset[int] = frozenset()
     alone: bool = False
     computed: set[int] = field(default_factory=set)
     reported: frozenset[int] = frozenset()
@@ -55,7 +56,7 @@ def todo_left(lines: Sequence[Work], step: StepUnderWay, forwarded: Collection[i
     for line in lines:
         if line.unit in step.computed - step.reported:
             continue  # done since, and kept
-        alone = step.alone or line.unit not in step.assigned or line.unit in step.reported
+        alone = step.alone or line.unit not in step.first or line.unit in step.reported
         left = Todo(line.forward and line.unit not in forwarded, line.backward, alone)
         if left.backward == FULL:
             step.assigned.add(line.unit)

@@ -320,7 +320,9 @@ class LocalCluster:
             waits = {rank: w.waiting for rank, w in self._workers.items()}
             idle = idle + 1 if (now, waits) == before else 0
             before = (now, waits)
-            assert idle < _PATIENCE * len(self._workers), f"nothing moves: {waits}, {now}, {self._controller}"
+            assert not self._workers or idle < _PATIENCE * len(self._workers), (
+                f"nothing moves: {waits}, {now}, {self._controller}"
+            )
         executors = {rank: w.executor for rank, w in self._workers.items() if w.executor is not None}
         self._result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
         return self._result

@@ -26,6 +26,7 @@ from tests.multiprocess.real_runs import SMALL, Done, Launched, launch, train, w
 pytestmark = pytest.mark.multiprocess
 HOST = socket.gethostname()
 SHORT = [*SMALL, "mesh=dp2", "train.steps=3"]
+LONG = [*SMALL, "mesh=dp2", "train.steps=300", "train.validate_every=0"]
 ENDLESS = [*SMALL, "mesh=dp2", "train.steps=1000000", "train.validate_every=0"]
 Sides = tuple[Launched, subprocess.Popen[str]]
 
@@ -70,11 +71,11 @@ class Site:
                 process.communicate()
 
     @contextmanager
-    def run(self, *arguments: str) -> Iterator[Sides]:
-        """`python train.py` in the folder `here`, and an agent."""
+    def run(self, *arguments: str, options: tuple[str, ...] = ()) -> Iterator[Sides]:
+        """`python train.py` in the folder `here`, and an agent with these options."""
         with ExitStack() as stack:
             run = stack.enter_context(launch(self.here, *arguments, *self.several, mark=self.mark))
-            yield run, stack.enter_context(self.agent())
+            yield run, stack.enter_context(self.agent(*options))
 
 
 @pytest.fixture
@@ -91,9 +92,37 @@ def site(tmp_path: Path) -> Site:
     return Site(here, there, port, token_file, f"ELASWAVE_TEST={uuid.uuid4()}")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a long run on one machine."""
+    return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
+
+
 def end_of(process: subprocess.Popen[str]) -> Done:
     out, err = process.communicate(timeout=60)
     return Done(process.returncode, out, err)
+
+
+def alone(folder: Path, *arguments: str) -> Path:
+    """The directory of the same run on one machine."""
+    folder.mkdir()
+    write_text(folder)
+    done = train(folder, *arguments)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def assert_same_bits(found: Path, wanted: Path) -> None:
+    lines, expected = read_metrics(found), read_metrics(wanted)
+    assert [(line.step, line.loss_hex, line.grad_norm_hex) for line in lines] == [
+        (line.step, line.loss_hex, line.grad_norm_hex) for line in expected
+    ]
+    for key in ("weights_sha256", "final_loss_hex"):
+        assert read_summary(found)[key] == read_summary(wanted)[key]
+
+
+def killed_agent(run: Launched, agent: subprocess.Popen[str]) -> int:
+    return agent.pid
 
 
 def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
@@ -105,39 +134,51 @@ def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
 
 
 def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    write_text(alone)
-    done = train(alone, *SHORT)
-    assert done.code == 0, done.err
+    wanted = alone(tmp_path / "alone", *SHORT)
     with site.run(*SHORT) as (run, agent):
         of_agent, of_run = end_of(agent), run.finish()
     assert (of_run.code, of_run.err) == (0, "") and (of_agent.code, of_agent.err) == (0, "")
     assert f"waiting for 1 agents at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
     assert f"agent on {HOST}: places for 1 workers" in of_agent.out
-    wanted, found = (read_metrics(folder / "run") for folder in (alone, site.here))
-    assert [line.loss_hex for line in found] == [line.loss_hex for line in wanted] and len(found) == 3
-    keys = ("weights_sha256", "final_loss_hex")
-    assert [read_summary(site.here / "run")[key] for key in keys] == [read_summary(alone / "run")[key] for key in keys]
+    assert_same_bits(site.here / "run", wanted)
     assert sorted(path.name for path in site.there.iterdir()) == ["cache", "text.txt"], "data prepared there, no run"
 
 
 @pytest.mark.parametrize(
     ("victim", "message"),
     [
-        (lambda run, agent: agent.pid, rf"error: worker 1 was lost with the agent on {HOST}: its connection closed"),
+        (killed_agent, rf"error: worker 1 was lost with the agent on {HOST}: its connection closed"),
         (remote_worker, rf"error: worker 1 \(pid \d+\) was ended by signal 9 \(SIGKILL\), on {HOST}"),
     ],
     ids=["agent", "worker"],
 )
-def test_a_death_on_another_machine_ends_the_run(site: Site, victim: Callable[..., int], message: str) -> None:
-    with site.run(*ENDLESS) as (run, agent):
+def test_a_death_on_another_machine_ends_a_run_that_is_not_elastic(
+    site: Site, victim: Callable[..., int], message: str
+) -> None:
+    with site.run(*ENDLESS, "elastic.enabled=false") as (run, agent):
         run.wait_for_steps(2)
         os.kill(victim(run, agent), signal.SIGKILL)
         of_run = end_of(run.process)
         agent.communicate(timeout=60)  # its pipes are closed by the last of its descendants
         run.finish()
     assert of_run.code == 1 and re.fullmatch(message, of_run.err.strip()), of_run
+
+
+@pytest.mark.parametrize(("victim", "num_agents"), [(killed_agent, 0), (remote_worker, 1)], ids=["agent", "worker"])
+def test_a_run_goes_on_without_what_died_on_another_machine(
+    site: Site, undisturbed: Path, victim: Callable[..., int], num_agents: int
+) -> None:
+    """A newcomer takes the place of the dead worker: on the other machine, if its agent still lives."""
+    options = ("--name", "elsewhere")
+    with site.run(*LONG, "elastic.replace=true", options=options) as (run, agent):
+        run.wait_for_steps(2)
+        os.kill(victim(run, agent), signal.SIGKILL)
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == 0, of_run.err
+    assert f"workers: 1 on {HOST}, 1 on elsewhere\n" in of_run.out
+    assert of_agent.code == (0 if num_agents else -signal.SIGKILL)
+    assert_same_bits(site.here / "run", undisturbed)
+    assert read_metrics(site.here / "run")[-1].workers == 2
 
 
 def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -> None:

@@ -141,7 +141,7 @@ def test_without_agents_it_is_the_zygote() -> None:
     assert launcher.fileno() == zygote.fileno() and launcher.agents is None
     zygote.exits = [exit_of(3)]
     assert launcher.poll() == [exit_of(3)] and launcher.poll() == []
-    assert launcher.host_of(3) == launcher.find_place(4) == socket.gethostname()
+    assert launcher.host_of(3) == socket.gethostname() and launcher.domain_of(3) is None
     launcher.stop(0.5)
     assert zygote.asked == [
         "ready", ("spawn", 3, {"a": 1}), ("signal", 0, 9), ("signal", 1, 0), ("stop", 0.5)
@@ -175,15 +175,21 @@ def test_exits_of_all_machines_are_polled_and_their_ranks_forgotten() -> None:
     assert launcher.poll() == [exit_of(0), exit_of(2, "a")]
     assert not launcher.signal(2, 9), "the zygote knows no rank 2"
     assert agents.asked == []
-    assert launcher.find_place(3) == "a", "the place of rank 2"
-    assert launcher.find_place(4) == socket.gethostname(), "no place is left there"
+    launcher.spawn(3, {})
+    launcher.spawn(4, {})
+    assert launcher.domain_of(3) == ("a",), "the place of rank 2"
+    assert launcher.domain_of(4) == (socket.gethostname(),), "no place is left there"
+    assert agents.asked == [("spawn", "a", 3)] and zygote.asked[1:] == [("spawn", 4, {})]
 
 
 def test_newcomers_go_where_the_largest_share_is_free() -> None:
     launcher, _, _ = launcher_of(4, 2)
     launcher.deal(range(2), 0)
-    hosts = [launcher.find_place(rank) for rank in range(2, 6)]
-    assert Counter([launcher.host_of(rank) for rank in range(6)]) == {"a": 4, "b": 2} and "b" in hosts
+    for rank in range(2, 7):
+        launcher.spawn(rank, {})
+    hosts = [launcher.host_of(rank) for rank in range(7)]
+    assert hosts[:3] == ["a", "a", "b"] and Counter(hosts[:6]) == {"a": 4, "b": 2}
+    assert hosts[6] == socket.gethostname()
 
 
 def test_both_descriptors_wake_a_select_loop() -> None:
