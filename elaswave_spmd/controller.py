@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
+from elaswave_spmd.control import Control
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.epoch_events import EpochEvents
-from elaswave_spmd.errors import ConfigError, RunError, WorkerError
+from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.launching import gather, listen_host, start_launcher
+from elaswave_spmd.losses import Losses
 from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import (
@@ -34,19 +35,18 @@ from elaswave_spmd.recovery.controller_protocol import (
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
-from elaswave_spmd.runtime.zygote import Exited, Zygote
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, Request
+from elaswave_spmd.runtime.zygote import Zygote
+from elaswave_spmd.scheduling.holders import unsurvived_text
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.summary import RunRecord, make_summary
-from elaswave_spmd.supervision import Loss, Supervision
+from elaswave_spmd.supervision import Supervision
 
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
 
 _START_TIMEOUT_S = 300.0  # how long a worker may take to import what it needs and to say that it listens
 _POLL_S = 0.1  # how long a worker's end can go unnoticed
-_LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def run(settings: Settings) -> int:
@@ -160,10 +160,24 @@ class Controller:
         self._record = RunRecord(plan.description.layout)
         self._events = EpochEvents(observer)
         self._finished: dict[int, m.Finished] = {}
-        self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._skipped_in_a_row = 0
         self._committed_at = 0.0
         self._next_rank = max(plan.placement.mesh.members) + 1
+        self._workers: dict[int, int | None] = {}  # started, neither lost nor let go; process id, None: elsewhere
+        self._losses = Losses(
+            elastic,
+            self._protocol,
+            self._supervision,
+            self._mailbox,
+            zygote,
+            self._events,
+            self._workers,
+            self._spawn,
+            self._perform,
+        )
+        self._control = Control(
+            self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
+        )
         self._done = False
 
     def run(self) -> None:
@@ -181,6 +195,7 @@ class Controller:
             self._observer.on_stop(error)
             raise
         finally:
+            self._control.close()
             self._links.close()
             self._supervision.close()
 
@@ -196,8 +211,10 @@ class Controller:
             workers=mesh.num_workers,
             corpus=f"{self._data.corpus} ({self._data.num_bytes:,} bytes)",
             run_dir=str(self._observer.run_dir.path),
+            unsurvived=self._unsurvived(),
         )
         self._observer.on_start(info)
+        self._control.open()
         self._spec = {
             "settings": settings.to_dict(),
             "data": self._data.to_dict(),
@@ -207,14 +224,26 @@ class Controller:
             "host": self._host,
         }
         for rank in mesh.members:
-            self._zygote.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
+            self._start_worker(rank)
         self._start_until = time.monotonic() + self._start_timeout_s
 
-    def _spawn(self, count: int) -> None:
-        """Starts newcomers; each says Ready when it is."""
-        for _ in range(count):
-            rank, self._next_rank = self._next_rank, self._next_rank + 1
-            self._zygote.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
+    def _unsurvived(self) -> str:
+        """What simultaneous losses the first mesh does not survive; empty where there is nothing to say."""
+        placement = self._plan.placement
+        if not self._plan.settings.elastic.enabled or placement.mesh.num_workers < 2:
+            return ""
+        return unsurvived_text(placement.holder_runs(self._plan.description.layout), placement.mesh.members)
+
+    def _spawn(self, count: int) -> list[int]:
+        """Starts newcomers; each says Ready when it is. Returns their ranks."""
+        ranks = list(range(self._next_rank, self._next_rank + count))
+        self._next_rank += count
+        for rank in ranks:
+            self._start_worker(rank)
+        return ranks
+
+    def _start_worker(self, rank: int) -> None:
+        self._workers[rank] = self._zygote.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
 
     def _wait(self) -> None:
         """Takes what has come; looks after the workers' processes."""
@@ -222,10 +251,13 @@ class Controller:
             missing = [r for r in self._plan.placement.mesh.members if r not in self._protocol.addresses]
             raise RunError(f"workers {missing} did not start within {self._start_timeout_s:g} s")
         item = self._mailbox.get(_POLL_S)
-        if isinstance(item, Envelope):
-            self._handle(item)
+        match item:
+            case Envelope():
+                self._handle(item)
+            case Request():
+                self._control.answer(item)
         for loss in self._supervision.losses():
-            self._lost(loss)
+            self._losses.lost(loss)
 
     def _handle(self, envelope: Envelope) -> None:
         message, protocol = m.decode(envelope.header), self._protocol
@@ -256,7 +288,7 @@ class Controller:
             case m.LinkClosed():
                 pass  # its end is seen from its process; a link alone is no proof
             case m.Failed():
-                self._failed(message)
+                self._losses.failed(message)
             case _:
                 raise AssertionError(f"the controller got {message}")
 
@@ -269,6 +301,7 @@ class Controller:
                     self._links.send(rank, m.encode(message))
                 case Evict(rank, lost):
                     self._supervision.forget(rank)
+                    self._workers.pop(rank, None)
                     self._finished.pop(rank, None)
                     if lost:
                         self._supervision.end(rank)
@@ -282,7 +315,7 @@ class Controller:
                 case Done():
                     self._done = True
                 case Unrecoverable(_, reason):
-                    self._give_up(reason)
+                    self._losses.give_up(reason)
 
     def _committed(self, applied: m.Applied) -> None:
         now = time.monotonic()
@@ -318,72 +351,6 @@ class Controller:
         self._record.validation_loss = loss
         self._observer.on_validation(step, loss)
 
-    # ---- losses
-
-    def _failed(self, message: m.Failed) -> None:
-        """A worker says that an exception ends it. In the same step on a second worker it is a bug, no lost device."""
-        step = message.step
-        if not self._survives or step in self._crashes:
-            rank, report = self._crashes.get(step, (message.rank, message.report))
-            self._raise_if_killed()
-            raise WorkerError(rank, report)
-        self._crashes[step] = message.rank, message.report
-        headline = message.report.strip().splitlines()[-1]
-        self._lose(message.rank, f"an exception: {headline}", time.monotonic())
-
-    def _lost(self, loss: Loss) -> None:
-        if loss.rank not in self._protocol.members and loss.rank not in self._protocol.addresses:
-            return  # it was let go, or is known to be lost
-        if not self._survives:
-            self._not_survived(loss)
-        exited = loss.exited
-        if exited is not None and _is_crash(exited):
-            step = self._protocol.version + 1
-            if step in self._crashes:
-                raise RunError(f"{exited}, as worker {self._crashes[step][0]} did in the same step {step}")
-            self._crashes[step] = loss.rank, str(exited)
-        self._lose(loss.rank, loss.reason, loss.at)
-
-    @property
-    def _survives(self) -> bool:
-        """Whether a loss now is something to go on from: not while the first workers start."""
-        return self._plan.settings.elastic.enabled and self._start_until is None
-
-    def _lose(self, rank: int, reason: str, at: float) -> None:
-        self._events.lost(rank, at)
-        if self._plan.settings.elastic.replace and rank in self._protocol.placement.mesh:
-            self._spawn(1)
-        self._perform(self._protocol.lost(rank, reason))
-
-    def _not_survived(self, loss: Loss) -> None:
-        """The run ends. A worker's own report, if there is one, says more than its exit."""
-        self._raise_if_killed([loss.exited] if loss.exited else [])
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while (left := deadline - time.monotonic()) > 0:
-            item = self._mailbox.get(left)
-            message = m.decode(item.header) if isinstance(item, Envelope) else None
-            if isinstance(message, m.Failed) and message.rank == loss.rank:
-                self._failed(message)
-            for other in self._supervision.losses():
-                self._raise_if_killed([other.exited] if other.exited else [])
-                loss = other if other.rank == loss.rank and other.exited else loss
-        raise RunError(str(loss.exited or f"worker {loss.rank}: {loss.reason}"))
-
-    def _raise_if_killed(self, exits: Sequence[Exited] = ()) -> None:
-        """If a worker was killed, that is the cause, and what others say a consequence."""
-        if not exits:
-            self._zygote.signal(-1, 0)  # kills nobody; its answer comes after the notices of all who have ended
-            exits = [loss.exited for loss in self._supervision.losses() if loss.exited]
-        for exited in exits:
-            if exited.signal is not None:
-                raise RunError(str(exited))
-
-    def _give_up(self, reason: str) -> NoReturn:
-        if self._crashes:
-            rank, report = self._crashes[max(self._crashes)]
-            raise WorkerError(rank, report)
-        raise RunError(f"the run cannot go on: {reason}. Resuming from a checkpoint is not built yet")
-
     def _finish(self) -> None:
         if not self._record.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
@@ -392,8 +359,3 @@ class Controller:
         weights = self._record.weights
         summary = make_summary(self._plan, self._data, self._record, self._finished, weights_sha256(weights))
         self._observer.on_finish(summary, weights)
-
-
-def _is_crash(exited: Exited) -> bool:
-    """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
-    return exited.signal in _CRASHES or exited.code not in (None, 0)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 
+from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.observe import MetricsLine, RunObserver
 from elaswave_spmd.recovery.controller_protocol import EpochBegun
 
@@ -24,6 +25,13 @@ class EpochEvents:
     def lost(self, rank: int, at: float) -> None:
         """A loss was seen at time.monotonic() = `at`."""
         self._seen.setdefault(rank, at)
+
+    def newcomer_lost(self, rank: int, mesh: Mesh, reason: str) -> None:
+        """A worker was lost before it was a member: the mesh stays as it is."""
+        message = f"worker {rank} is lost before it joined ({reason})"
+        self._observer.on_event(
+            "fail", ranks=[rank], mesh_epoch=mesh.epoch, mesh=mesh.shape.name, reason=reason, message=message
+        )
 
     def begun(self, epoch: EpochBegun) -> None:
         """The PLACE of an epoch has been sent."""

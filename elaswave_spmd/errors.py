@@ -70,6 +70,10 @@ class CheckpointError(UserError):
         return self.rule if self.got is None else f"{self.rule}: {self.got}"
 
 
+class ControlError(UserError):
+    """A request (`ctl`) that a run cannot follow, or a run that nobody can ask."""
+
+
 class RunError(RuntimeError):
     """A started run that cannot go on. The message is one screen for the user; details are in the run directory."""
 

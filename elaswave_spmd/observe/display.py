@@ -25,6 +25,8 @@ _WINDOW_STEPS = 20
 class RunInfo:
     """What is known when a run starts. `total_steps` counts from step 1, `first_step` is the first one to come.
 
+    `unsurvived` says, in a line, what losses at the same instant would cost state.
+
     Raises:
         ValueError: counts out of range.
     """
@@ -38,6 +40,7 @@ class RunInfo:
     corpus: str = ""
     run_dir: str = ""
     first_step: int = 1
+    unsurvived: str = ""
 
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.workers < 1 or self.first_step < 1 or self.params < 0:
@@ -104,6 +107,8 @@ class PlainDisplay:
         self.say(str(info))
         if info.run_dir:
             self.say(f"run directory {info.run_dir}")
+        if info.unsurvived:
+            self.say(info.unsurvived)
 
     def step(self, line: MetricsLine) -> None:
         self._pace.add(line)

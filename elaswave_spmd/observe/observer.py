@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
@@ -12,16 +13,19 @@ import numpy as np
 
 from elaswave_spmd.errors import headline_of
 from elaswave_spmd.observe.board import Board
-from elaswave_spmd.observe.display import Display, RunInfo, make_display
+from elaswave_spmd.observe.display import Display, Pace, RunInfo, make_display
 from elaswave_spmd.observe.json_lines import plain, writing
 from elaswave_spmd.observe.metrics import MetricsLine
 from elaswave_spmd.observe.run_files import RunDir
+
+_RECENT_EVENTS = 5
 
 
 class RunObserver:
     """Composes the run's directory, the display and TensorBoard. Files first: what is shown has been written.
 
-    Whatever writes raises FilesError when the run's files cannot be written.
+    Whatever writes raises FilesError when the run's files cannot be written. `last` is the last step's line, `pace` the
+    speed over the last steps, `recent_events` the last few of `on_event`.
 
     Args:
         run_dir: open directory of the run; closed by `close`.
@@ -44,15 +48,21 @@ class RunObserver:
             self._board = Board(run_dir.board_path, now) if board else None
         self._now = now
         self._finished = False
+        self.last: MetricsLine | None = None
+        self.pace = Pace(1)
+        self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
 
     def on_start(self, info: RunInfo) -> None:
         """The run is about to take its first step: event `start`, header, bar."""
+        self.pace = Pace(info.total_steps)
         self.run_dir.write_event("start", self._now(), dataclasses.asdict(info))
         self._display.start(info)
 
     def on_step(self, line: MetricsLine) -> None:
         """A step has committed."""
         self.run_dir.write_metrics(line)
+        self.last = line
+        self.pace.add(line)
         if self._board is not None:
             with writing(self.run_dir.board_path):
                 self._board.step(line)
@@ -60,8 +70,10 @@ class RunObserver:
 
     def on_event(self, kind: str, **fields: object) -> None:
         """Something happened to the run. A person reads the field `message`, or all fields where there is none."""
-        self.run_dir.write_event(kind, self._now(), fields)
-        self._display.say(event_text(kind, fields))
+        text, now = event_text(kind, fields), self._now()
+        self.run_dir.write_event(kind, now, fields)
+        self.recent_events.append({"event": kind, "time": round(now, 6), "text": text})
+        self._display.say(text)
 
     def on_validation(self, step: int, loss: float) -> None:
         """The validation loss after `step`: event `validation`, a line, a scalar."""

@@ -165,6 +165,16 @@ class ControllerProtocol:
         return tuple(rank for rank in self.placement.mesh.members if rank not in self._gone)
 
     @property
+    def started(self) -> bool:
+        """Whether the first mesh has its places."""
+        return self._started
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Members that are to leave at the next boundary."""
+        return tuple(sorted(self._leaving))
+
+    @property
     def changing(self) -> tuple[int, ...]:
         """Members whose STATUS is waited for."""
         if self._change is None:

@@ -34,5 +34,10 @@ def make_room(num_workers: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
 
 
+def has_room(num_workers: int) -> bool:
+    """Whether `num_workers` links fit among the files that a process of this run may have open."""
+    return _allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], PER_LINK * num_workers + _OTHERS)
+
+
 def _allows(limit: int, needed: int) -> bool:
     return limit == resource.RLIM_INFINITY or limit >= needed

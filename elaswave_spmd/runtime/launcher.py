@@ -91,16 +91,19 @@ class Launcher:
         """
         self._zygote.ready()
 
-    def spawn(self, rank: int, spec: Mapping[str, Any]) -> None:
-        """Start worker `rank` where it has its place; a newcomer gets one. `spec` is plain data."""
+    def spawn(self, rank: int, spec: Mapping[str, Any]) -> int | None:
+        """Start worker `rank` where it has its place; a newcomer gets one. `spec` is plain data.
+
+        Returns: its process id, if it is one of this machine.
+        """
         if self._agents is not None and rank not in self._homes:
             self._find_place(rank)
         home = self._homes.get(rank)
         if home is None:
-            self._zygote.spawn(rank, spec)
-        else:
-            assert self._agents is not None
-            self._agents.spawn(home, rank, spec)
+            return self._zygote.spawn(rank, spec)
+        assert self._agents is not None
+        self._agents.spawn(home, rank, spec)
+        return None
 
     def signal(self, rank: int, number: int) -> bool:
         """Send a signal to worker `rank`; False when it has ended already.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,16 @@ class Interrupted:
     reason: str
 
 
-Item: TypeAlias = Envelope | PeerClosed | ControllerGone | Interrupted
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Somebody outside the run asks for something; `body` is what JSON says, unchecked. `reply` takes the answer, once,
+    JSON-ready; it never waits."""
+
+    body: Mapping[str, Any]
+    reply: Callable[[Mapping[str, Any]], None]
+
+
+Item: TypeAlias = Envelope | PeerClosed | ControllerGone | Interrupted | Request
 
 
 class Mailbox:

@@ -87,7 +87,7 @@ class HeldState:
             self._settle(held)
             found.setdefault(run.layer, []).append(held)
         self.layers = found
-        self._cuts = {layer: _cut_by_rule(self._layout.layers[layer], held) for layer, held in found.items()}
+        self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
 
     def _new(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
         start, stop = layout.span(run.first, run.stop)
@@ -143,18 +143,21 @@ class HeldState:
         Args:
             entries: (layer, first, stop) -> fp32 reduced gradient of that run; may be overwritten.
         """
-        current = {part.run.key for part in self.layers.get(layer, ()) if part.version == step - 1}
-        for cut in self._cuts.get(layer, ()):
-            chosen = [i for i, (key, _, _) in enumerate(cut.pieces) if key in current]
-            if not chosen:
-                continue
+        held = self.layers.get(layer, ())
+        current = [part for part in held if part.version == step - 1]
+        # Not all, while something is being learned here.
+        cuts = self._cuts.get(layer, []) if len(current) == len(held) else self._cut(layer, current)
+        for cut in cuts:
             self.optimizer.update(
-                [cut.masters[i] for i in chosen],
-                [entries[key][first:stop] for key, first, stop in (cut.pieces[i] for i in chosen)],
-                {name: [values[i] for i in chosen] for name, values in cut.optimizer_states.items()},
+                cut.masters,
+                [entries[key][first:stop] for key, first, stop in cut.pieces],
+                cut.optimizer_states,
                 Update(step, lr * cut.lr_scale, cut.decay, divisor),
             )
         self.keep(layer, step)
+
+    def _cut(self, layer: int, held: list[HeldRun]) -> list[_Cut]:
+        return _cut_by_rule(self._layout.layers[layer], held)
 
     def keep(self, layer: int, step: int) -> None:
         """The version advances; alone, when the step's gradient was not finite, it changes nothing else."""

@@ -13,22 +13,51 @@ from hypothesis import strategies as st
 from elaswave_spmd.recovery import messages as m
 
 numbers, ints = st.floats(allow_nan=False), st.integers(0, 2**40)
+HELD = m.StepHeld(
+    8, (0, 1, 4), (0,), (1,), ((2, 0), (2, 1)), ((1, 0),), {0: ((0, 1), (4, 6))}, ((0, 0, 3, 2, ((0, 4),)),), ((0, 0, 3),)
+)
 EXAMPLES: list[m.AnyMessage] = [
-    m.Activation(1, 2, (2, 8, 16)),
-    m.Activation(1, 2, (2, 8, 16), True),
-    m.ActivationGradient(3, 0, ()),
+    m.Activation(1, 2, 3, (2, 8, 16)),
+    m.Activation(1, 2, 3, (2, 8, 16), True),
+    m.ActivationGradient(3, 0, 1, ()),
     m.NodeSum(1, 2, 3, 4, 5, 6),
     m.Entry(1, 2, 3, 5, b"\0\0\x80?\xff\0\0\0"),
     m.Publish(7, 0, 0, 3),
+    m.PageState(7, 0, 0, 2, b"\0\0\x80?\xff\0\0\0"),
+    m.Need(7, 0, 0, 3),
     m.Vote(1, 0, 4, (1.5, -0.0, 5e-324), 2.25),
     m.Vote(1, 0, 4, (), None),
     m.Ready(3, "ipc:///tmp/x"),
+    m.Ready(3, "tcp://127.0.0.1:5", True),
+    m.Prepare(4),
+    m.Prepare(4, 17),
+    m.Status(4, 1, 7, (HELD, m.StepHeld(9))),
+    m.Status(4, 1, 7),
     m.Place(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
+    m.Place(
+        5,
+        ((0, 1), (2,)),
+        (0, 2, 4),
+        ((3, 2), (5,)),
+        {0: "a", 1: "b", 2: "c"},
+        ((0, 0, 3, 1, (0, 2), (7,)), (0, 3, 4, 0, (), ())),
+        7,
+        (m.Work(0, 3, 1, True, 2), m.Work(1, 3, 2, False, 1)),
+        6,
+    ),
+    m.Place(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, ()),
+    m.Learned(3, 5),
+    m.LinkClosed(3, 1),
+    m.Leaving(3),
+    m.Wanted(3, 2),
+    m.Heartbeat(3, 2**40, True, "votes of step 7"),
     m.Applied(9, 0, 1, 0.1, 0.2, False),
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
+    m.Validated(5),
     m.FinalPages(0, 0, 9),
-    m.Finished(1, {"params": 10, "optim": 2**40}, 2**33),
+    m.Finished(1, 3, {"params": 10, "optim": 2**40}, 2**33),
     m.Failed(0, "Traceback ...\n"),
+    m.Failed(0, "Traceback ...\n", 12),
     m.Stop(),
 ]
 
@@ -37,7 +66,13 @@ EXAMPLES: list[m.AnyMessage] = [
 def test_a_message_survives_its_encoding(message: m.AnyMessage) -> None:
     data = m.encode(message)
     assert m.decode(data) == message and type(m.decode(memoryview(data))) is type(message)
-    assert hash(m.decode(data)) if not isinstance(message, m.Place | m.Finished) else True
+    assert hash(m.decode(data)) if not isinstance(message, m.Place | m.Finished | m.Status) else True
+
+
+def test_no_plan_and_an_empty_plan_are_two_things() -> None:
+    """None: nothing of the step was begun. Empty: all of it was done, and nobody has anything left to do."""
+    places = [m.decode(m.encode(m.Place(5, ((0,),), (0, 4), ((5,),), {}, work=work))) for work in (None, ())]
+    assert [place.work for place in places if isinstance(place, m.Place)] == [None, ()]
 
 
 def test_every_kind_of_message_has_an_example() -> None:

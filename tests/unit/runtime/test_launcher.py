@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import select
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -226,18 +226,23 @@ def test_a_selectable_mailbox_is_readable_until_all_is_taken() -> None:
     mailbox.close()
 
 
-def test_who_is_woken_by_a_selectable_mailbox_finds_the_item() -> None:
-    mailbox, number = SelectableMailbox(), 2000
+def test_who_is_woken_by_a_selectable_mailbox_finds_the_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, write, read = SelectableMailbox(), os.write, os.read
+    there: list[int] = []
 
-    def put_all() -> None:
-        for n in range(number):
-            mailbox.put(Interrupted(str(n)))
+    def count_and_write(fd: int, data: bytes) -> int:
+        there.append(len(mailbox))
+        return write(fd, data)
 
-    thread = Thread(target=put_all)
-    thread.start()
-    found = []
-    while len(found) < number:
-        assert select.select([mailbox], [], [], 30)[0], "an item lies there and nobody was woken"
-        found += mailbox.take_all()
-    thread.join()
+    def put_and_read(fd: int, size: int) -> bytes:
+        """An item comes while another thread takes."""
+        monkeypatch.setattr(os, "read", read)
+        mailbox.put(Interrupted("late"))
+        return read(fd, size)
+
+    monkeypatch.setattr(os, "write", count_and_write)
+    monkeypatch.setattr(os, "read", put_and_read)
+    mailbox.put(Interrupted("early"))
+    assert mailbox.take_all() == [Interrupted("early"), Interrupted("late")], "its wake-up was read: it is taken"
+    assert there == [1, 2], "the item is there before the wake-up"
     mailbox.close()

@@ -1,0 +1,140 @@
+"""What the controller does when a worker fails or is lost: the run goes on without it, or ends and says why."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from elaswave_spmd.elastic_settings import ElasticSettings
+from elaswave_spmd.epoch_events import EpochEvents
+from elaswave_spmd.errors import RunError, WorkerError
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Effect
+from elaswave_spmd.runtime.launcher import Launcher
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.zygote import Exited, Zygote
+from elaswave_spmd.supervision import Loss, Supervision
+
+_LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+class Losses:
+    """Part of the controller, in its thread.
+
+    Args:
+        workers: those that have been started and are neither lost nor let go; whom this loses is taken out.
+        spawn: starts so many newcomers.
+        perform: does what the protocol says.
+    """
+
+    def __init__(
+        self,
+        elastic: ElasticSettings,
+        protocol: ControllerProtocol,
+        supervision: Supervision,
+        mailbox: Mailbox,
+        launcher: Launcher | Zygote,
+        events: EpochEvents,
+        workers: dict[int, int | None],
+        spawn: Callable[[int], object],
+        perform: Callable[[Sequence[Effect]], None],
+    ) -> None:
+        self._elastic, self._protocol, self._supervision, self._mailbox = elastic, protocol, supervision, mailbox
+        self._launcher, self._events, self._workers = launcher, events, workers
+        self._spawn, self._perform = spawn, perform
+        self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
+
+    def failed(self, message: m.Failed) -> None:
+        """A worker says that an exception ends it. In the same step on a second worker it is a bug, no lost device.
+
+        Raises:
+            RunError: the run cannot go on.
+        """
+        rank, step, report = message.rank, message.step, message.report
+        headline = report.strip().splitlines()[-1]
+        if self._survives and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
+            return self._lose(rank, f"an exception: {headline}", time.monotonic())
+        if not self._survives or step in self._crashes:
+            rank, report = self._crashes.get(step, (rank, report))
+            self._raise_if_killed()
+            raise WorkerError(rank, report)
+        self._crashes[step] = rank, report
+        return self._lose(rank, f"an exception: {headline}", time.monotonic())
+
+    def lost(self, loss: Loss) -> None:
+        """A worker is gone, or hangs.
+
+        Raises:
+            RunError: the run cannot go on.
+        """
+        if loss.rank not in self._workers:
+            return  # it was let go, or is known to be lost
+        if not self._survives:
+            self._not_survived(loss)
+        exited = loss.exited
+        if exited is not None and _is_crash(exited) and loss.rank in self._protocol.placement.mesh:
+            step = self._protocol.version + 1
+            if step in self._crashes:
+                raise RunError(f"{exited}, as worker {self._crashes[step][0]} did in the same step {step}")
+            self._crashes[step] = loss.rank, str(exited)
+        self._lose(loss.rank, loss.reason, loss.at)
+
+    def give_up(self, reason: str) -> NoReturn:
+        """The protocol knows no way to go on.
+
+        Raises:
+            RunError: always.
+        """
+        if self._crashes:
+            rank, report = self._crashes[max(self._crashes)]
+            raise WorkerError(rank, report)
+        raise RunError(f"the run cannot go on: {reason}. Resuming from a checkpoint is not built yet")
+
+    @property
+    def _survives(self) -> bool:
+        """Whether a loss now is something to go on from: not while the first workers start."""
+        return self._elastic.enabled and self._protocol.started
+
+    def _lose(self, rank: int, reason: str, at: float) -> None:
+        if rank not in self._workers:
+            return
+        del self._workers[rank]
+        mesh = self._protocol.placement.mesh
+        if rank in mesh:
+            self._events.lost(rank, at)
+            if self._elastic.replace:
+                self._spawn(1)
+        else:
+            self._events.newcomer_lost(rank, mesh, reason)
+        self._perform(self._protocol.lost(rank, reason))
+
+    def _not_survived(self, loss: Loss) -> None:
+        """The run ends. A worker's own report, if there is one, says more than its exit."""
+        self._raise_if_killed([loss.exited] if loss.exited else [])
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while (left := deadline - time.monotonic()) > 0:
+            item = self._mailbox.get(left)
+            message = m.decode(item.header) if isinstance(item, Envelope) else None
+            if isinstance(message, m.Failed) and message.rank == loss.rank:
+                self.failed(message)
+            for other in self._supervision.losses():
+                self._raise_if_killed([other.exited] if other.exited else [])
+                loss = other if other.rank == loss.rank and other.exited else loss
+        raise RunError(str(loss.exited or f"worker {loss.rank}: {loss.reason}"))
+
+    def _raise_if_killed(self, exits: Sequence[Exited] = ()) -> None:
+        """If a worker was killed, that is the cause, and what others say a consequence."""
+        if not exits:
+            self._launcher.signal(-1, 0)  # kills nobody; its answer comes after the notices of all who have ended
+            exits = [loss.exited for loss in self._supervision.losses() if loss.exited]
+        for exited in exits:
+            if exited.signal is not None:
+                raise RunError(str(exited))
+
+
+def _is_crash(exited: Exited) -> bool:
+    """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
+    return exited.signal in _CRASHES or exited.code not in (None, 0)
