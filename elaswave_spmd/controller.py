@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.control import Control
+from elaswave_spmd.corruption import CopyWatch
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import ConfigError, RunError
@@ -159,6 +160,7 @@ class Controller:
         self._supervision = Supervision(zygote, scratch, self._mailbox, settings.timeouts)
         self._record = RunRecord(plan.description.layout)
         self._events = EpochEvents(observer)
+        self._copies = CopyWatch(observer, lambda rank, why: self._perform(self._protocol.lost(rank, why)))
         self._finished: dict[int, m.Finished] = {}
         self._skipped_in_a_row = 0
         self._committed_at = 0.0
@@ -269,9 +271,11 @@ class Controller:
             case m.Heartbeat():
                 self._supervision.heartbeat(message)
             case m.Status():
+                self._events.answered()
                 self._perform(protocol.status(message))
             case m.Applied():
                 self._perform(protocol.applied(message))
+                self._events.applied(message.rank, message.step)
             case m.Learned():
                 self._perform(protocol.learned(message))
             case m.ValidationLoss():
@@ -285,6 +289,11 @@ class Controller:
                 self._perform(protocol.drain(message.rank, "asked to leave"))
             case m.Wanted():
                 self._spawn(message.count)
+            case m.Fingerprints():
+                self._copies.fingerprints(message)
+            case m.Damaged():
+                self._copies.damaged(message)
+                self._perform(protocol.damaged(message))
             case m.LinkClosed():
                 pass  # its end is seen from its process; a link alone is no proof
             case m.Failed():
@@ -298,6 +307,8 @@ class Controller:
                 case Send(rank, message):
                     if isinstance(message, m.Place) and self._start_until is not None:
                         self._start_until, self._committed_at = None, time.monotonic()
+                    if isinstance(message, m.Prepare):
+                        self._events.preparing()
                     self._links.send(rank, m.encode(message))
                 case Evict(rank, lost):
                     self._supervision.forget(rank)

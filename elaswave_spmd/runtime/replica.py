@@ -71,6 +71,7 @@ class Replica:
         self._published: dict[m.Publish, Tensor] = {}
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self._needs: list[tuple[int, m.Need]] = []
+        self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
 
@@ -83,6 +84,7 @@ class Replica:
             holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
         self.placement, self._holder_runs = placement, holder_runs
+        self._written.clear()
         held, before = held_runs(holder_runs, self.rank), self._runs
         loss_run = next((r for r in held if self._is_loss(r)), None)
         self._loss_key = loss_run.key if loss_run else None
@@ -304,6 +306,8 @@ class Replica:
         lr = self._job.learning_rate.at(decided.step)
         divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         entries = self._entries.pop(decided.step, {})
+        if damaged := self.state.disown_damaged(self._written):
+            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, decided.step, tuple(damaged)), None)
         for layer in self._layers:
             if decided.finite:
                 self.state.apply(layer, entries, step=decided.step, lr=lr, divisor=divisor)
@@ -312,6 +316,7 @@ class Replica:
             self._publisher.publish(layer, decided.step)
             self._visit(Point.PUBLISH, decided.step)
         self._answer_needs()
+        self._fingerprint(decided.step)
         self.reducer.step_decided(decided.step)
         self._forwarded = {key for key in self._forwarded if key[0] > decided.step}
         self._published = {p: payload for p, payload in self._published.items() if p.step >= decided.step}
@@ -319,6 +324,14 @@ class Replica:
         epoch = self.protocol.epoch
         report = m.Applied(decided.step, epoch, self.rank, decided.loss, decided.norm, decided.finite)
         self._send(CONTROLLER, report, None)
+
+    def _fingerprint(self, version: int) -> None:
+        """Hashes what was written, if the next Apply is to verify it; the controller compares the copies."""
+        every = self._job.verify_every
+        self._written = self.state.fingerprints() if every and (version + 1) % every == 0 else {}
+        if self._written:
+            rows = tuple((*key, digest) for key, digest in sorted(self._written.items()))
+            self._send(CONTROLLER, m.Fingerprints(self.rank, version, rows), None)
 
     # ---- reports
 

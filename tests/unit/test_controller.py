@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd import controller as module
+from elaswave_spmd import losses
 from elaswave_spmd.assembly import RunPlan, plan_run
 from elaswave_spmd.controller import Controller, data_spec
 from elaswave_spmd.data import PreparedData, prepare_data
@@ -87,6 +88,7 @@ def settings_in(folder: Path) -> Settings:
             "data": {"name": "text", "path": str(folder / "text.txt"), "cache": str(folder / "cache")},
             "train": {"seq_len": 8, "global_batch": 4, "steps": 2},
             "unit": {"size": 2},
+            "elastic": {"enabled": False},  # the first loss is the end
             "run": {"dir": str(folder / "run"), "tensorboard": False},
         }
     )
@@ -174,7 +176,7 @@ def test_a_report_is_shown_where_nobody_was_killed(end) -> None:
 
 
 def test_an_exit_without_a_report_waits_only_for_its_own(end, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LAST_WORDS_S", 0.3)
+    monkeypatch.setattr(losses, "_LAST_WORDS_S", 0.3)
 
     def script(workers: Workers) -> None:
         workers.end(Exited(rank=1, pid=77, code=7, signal=None))
@@ -198,7 +200,7 @@ def test_every_end_leaves_its_reason(end, error: BaseException, message: str) ->
 def test_pages_that_never_came_are_missed(end) -> None:
     def script(workers: Workers) -> None:
         for rank in (0, 1):
-            workers.say(m.Finished(rank, {}, 0))
+            workers.say(m.Finished(rank, 0, {}, 0))
 
     error, _ = end(script)
     assert isinstance(error, RunError) and "pages of the trained weights have not come" in str(error)
