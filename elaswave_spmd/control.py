@@ -228,7 +228,7 @@ class ControlSocket:
     def _answer(self, line: bytes) -> Mapping[str, Any]:
         try:
             body = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return _error(ControlError("a request is an object of JSON, in one line", got=repr(line[:80])))
@@ -247,7 +247,7 @@ class ControlSocket:
 
 def _error(error: ControlError) -> dict[str, object]:
     fields = {"got": error.got, "where": error.where, "exists": error.exists, "fix": error.fix}
-    return {"error": {"rule": error.rule} | {name: value for name, value in fields.items() if value}}
+    return {"error": {"rule": error.rule} | {name: value for name, value in fields.items() if value not in (None, "")}}
 
 
 _ENDING = _error(ControlError("the run is ending"))

@@ -82,7 +82,7 @@ def run(settings: Settings) -> int:
         with observer:
             controller.run()
     finally:
-        launcher.stop()
+        launcher.stop(grace_s=0.0)  # to a worker SIGTERM is a wish to leave, and nobody is left to grant it
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
 

@@ -155,12 +155,9 @@ def _not_alive(run: str, folder: Path) -> ControlError:
         last = read_events(folder)[-1]
     except (DataError, IndexError):
         last = {"event": "none"}
-    how = {"finish": "it has finished", "stop": f"it has stopped: {last.get('message')}"}
-    return ControlError(
-        "only a run that is going on can be asked",
-        got=run,
-        where=how.get(last["event"], "it has ended without a word, or cannot be asked"),
-    )
+    how = {"finish": "which has finished", "stop": f"which has stopped: {last.get('message')}"}
+    ended = how.get(last["event"], f"which has ended without a word, or could not make {SOCKET}")
+    return ControlError("only a run that is going on can be asked", got=f"{run}, {ended}")
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:

@@ -176,6 +176,9 @@ class ControllerProtocol:
         if rank not in self.members or rank in self._leaving:
             return []
         self._leaving[rank] = reason
+        staying, least = len(self.members) - len(self._leaving), self.policy.min_workers
+        if staying < max(1, least):
+            return [Unrecoverable((), f"worker {rank} leaves, {staying} stay, elastic.min_workers is {least}")]
         return self._begin(after=self._next_boundary())
 
     def learned(self, message: Learned) -> list[Effect]:

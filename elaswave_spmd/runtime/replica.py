@@ -228,7 +228,7 @@ class Replica:
         norms = np.frombuffer(message.norms, "<f4").tolist()
         if (layer, first, stop) == self._loss_key:
             known, loss = payload.tolist()
-            self.protocol.learned(message.step, self._loss_key, (), loss if known else None)
+            self.protocol.learned(message.step, (layer, first, stop), (), loss if known else None)
             return
         for part in self.state.learn(layer, first, stop, message.step, payload):
             own = norms[part.run.first - first : part.run.stop - first]

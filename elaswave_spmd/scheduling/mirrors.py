@@ -100,11 +100,19 @@ def _copyset_holders(
         return {rank: everybody for rank in members}
     if count == 0:
         return {rank: [frozenset((rank,))] for rank in members}
+    width = _far_width(members, topology, count, width)
     peers = copysets(members, topology, width)
     return {
         rank: [frozenset((rank, *(own[(j + i) % width] for i in range(count)))) for j in range(width)]
         for rank, own in peers.items()
     }
+
+
+def _far_width(members: Sequence[int], topology: Topology, count: int, width: int) -> int:
+    """`width`, or less where that lets all mirrors lie on other hosts than their primary: domains come first."""
+    on_host = Counter(topology.path(rank) for rank in members)
+    elsewhere = len(members) - max(on_host.values())
+    return min(width, max(count, elsewhere)) if elsewhere else width
 
 
 def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int, tuple[int, ...]]:

@@ -135,7 +135,7 @@ class LocalCluster:
         self._notices: list[tuple[int, Callable[[], list[Effect]]]] = []  # (turn, what the controller then knows)
         self._turn = 0
         self._done = False
-        self._result = Trained()
+        self.result = Trained()
         self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
         self._controller = ControllerProtocol(
@@ -353,7 +353,7 @@ class LocalCluster:
                 self._perform(controller.finished(message))
             case m.FinalPages():
                 assert incoming.payload is not None
-                collect_pages(self._description.layout, message, incoming.payload, self._result.weights)
+                collect_pages(self._description.layout, message, incoming.payload, self.result.weights)
             case _:
                 raise AssertionError(f"the controller got {message}")
 
@@ -368,12 +368,12 @@ class LocalCluster:
                     if not lost:
                         self._workers.pop(rank, None)
                 case Committed(applied):
-                    self._result.losses.append(applied.loss.hex())
-                    self._result.norms.append(applied.grad_norm.hex())
+                    self.result.losses.append(applied.loss.hex())
+                    self.result.norms.append(applied.grad_norm.hex())
                 case ValidationDone(step, total):
-                    self._result.validation[step] = total
+                    self.result.validation[step] = total
                 case EpochBegun():
-                    self._result.epochs.append(effect)
+                    self.result.epochs.append(effect)
                     self._note("EPOCH", effect)
                 case Done():
                     self._done = True
@@ -412,10 +412,10 @@ class LocalCluster:
             stuck = self._workers and idle >= _PATIENCE * len(self._workers)
             assert not stuck, f"nothing moves: {waits}, {now}, {self._controller}"
             self._look()
-        self._result.turns = self._turn
+        self.result.turns = self._turn
         executors = {rank: w.executor for rank, w in self._workers.items() if w.executor is not None}
-        self._result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
-        return self._result
+        self.result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
+        return self.result
 
     def _next_worker(self) -> int:
         ranks = sorted(self._workers)

@@ -31,7 +31,8 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.pages import LayerUse, ParameterInfo, lay_out
 
-LAYOUT = lay_out([LayerUse("a", (ParameterInfo("a.w", (64,)),)), LayerUse("b", (ParameterInfo("b.w", (64,)),))], 64)
+USES = [LayerUse(name, (ParameterInfo(f"{name}.w", (64,)),)) for name in "ab"]
+LAYOUT = lay_out(USES, page_size=64)
 HOLDERS = {
     layer.index: tuple(
         HolderRun(layer.index, block.first_page, block.first_page + block.num_pages, 2 * layer.index, holders)
@@ -102,9 +103,7 @@ def world(make: Callable[..., World]) -> World:
 
 
 def committed(step: int) -> MetricsLine:
-    return MetricsLine.of(
-        step=step, mesh_epoch=0, loss=1.5, grad_norm=0.5, lr=0.1, tokens=30, seconds=0.5, workers=3
-    )
+    return MetricsLine.of(step=step, mesh_epoch=0, loss=1.5, grad_norm=0.5, lr=0.1, tokens=30, seconds=0.5, workers=3)
 
 
 def test_status_before_the_first_step(make: Callable[..., World]) -> None:
@@ -160,7 +159,7 @@ def test_lost_members_no_longer_count(world: World) -> None:
     del world.workers[0]
     status = world.ask(command="status")
     assert status["members"][0] == {"rank": 0, "stage": 0, "pid": None} and status["changing"] == [1, 2]
-    assert status["unsurvived"] == "0 of 1 pairs of simultaneous losses lose some page"
+    assert status["unsurvived"] == "1 of 1 pairs of simultaneous losses lose some page"
     assert "exists: workers 1, 2" in world.refusal(command="drain", ranks=[0])
 
 
@@ -267,12 +266,6 @@ def served(world: World) -> Iterator[World]:
     thread.join()
 
 
-@pytest.fixture
-def with_config(served: World) -> World:
-    assert (served.folder / "config.yaml").is_file()
-    return served
-
-
 def raw(folder: Path, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(10)
@@ -280,8 +273,11 @@ def raw(folder: Path, line: bytes) -> bytes:
             link.connect(address)
         link.sendall(line)
         link.shutdown(socket.SHUT_WR)
-        with link.makefile("rb") as lines:
-            return lines.read()
+        try:
+            with link.makefile("rb") as lines:
+                return lines.read()
+        except ConnectionResetError:  # it did not read to the end
+            return b""
 
 
 def test_requests_go_through_the_socket(served: World) -> None:
@@ -299,7 +295,7 @@ def test_the_socket_is_its_users_alone_and_goes_with_the_run(served: World) -> N
     assert not (served.folder / "ctl.sock").exists()
 
 
-@pytest.mark.parametrize("line", [b"hello\n", b"[1]\n", b"\xff\n", b"{" * 70_000])
+@pytest.mark.parametrize("line", [b"hello\n", b"[1]\n", b"\xff\n", b"[" * 60_000 + b"\n", b"{" * 70_000])
 def test_what_is_no_request_is_refused_and_the_next_one_served(served: World, line: bytes) -> None:
     answer = raw(served.folder, line)
     assert b"a request is an object of JSON" in answer or not answer
@@ -417,7 +413,9 @@ def test_what_is_no_run(tmp_path: Path) -> None:
             ctl.ask(str(tmp_path / name), {"command": "status"})
 
 
-@pytest.mark.parametrize("words", [(), ("run",), ("run", "stop"), ("run", "add"), ("run", "add", "x"), ("run", "drain")])
+@pytest.mark.parametrize(
+    "words", [(), ("run",), ("run", "stop"), ("run", "add"), ("run", "add", "x"), ("run", "drain")]
+)
 def test_the_shape_of_the_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         ctl.main(words, "elaswave-spmd")
