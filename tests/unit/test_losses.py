@@ -130,9 +130,9 @@ def test_what_is_not_survived_ends_the_run(started: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_LAST_WORDS_S", 0.01)
     world = World(enabled=not started)
     world.protocol.started = started
-    with pytest.raises(RunError, match="worker 1 .* signal 9"):
+    with pytest.raises(RunError, match=r"worker 1 .* signal 9"):
         world.exits(1, signal=9)
-    with pytest.raises(RunError, match="worker 1 .* exit code 7"):
+    with pytest.raises(RunError, match=r"worker 1 .* exit code 7"):
         world.exits(1, code=7)
     with pytest.raises(WorkerError, match="ValueError"):
         world.losses.failed(Failed(0, "ValueError", 1))
