@@ -36,8 +36,8 @@ ALLOWED = {
     "simulator": "errors keyed mesh sharding scheduling recovery",
 }
 TOP = (
-    *("agent", "assembly", "chaos", "control", "controller", "epoch_events", "launching", "losses", "summary"),
-    *("supervision", "worker"),
+    *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events"),
+    *("launching", "losses", "summary", "supervision", "worker"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")
