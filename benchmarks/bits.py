@@ -1,11 +1,13 @@
 """The same bits on every mesh: the full product with real processes, against one worker and against the reference.
 
     python -m benchmarks.bits [--quick] [--only TEXT] [--json PATH]
+    python -m benchmarks.bits --faults [--quick] [--full] [--only TEXT] [--json PATH]
 
 Meshes x ZeRO levels x models x dtypes x batches, 20 steps each, one thread per worker. Compared exactly: the columns
 loss_hex and grad_norm_hex, weights_sha256, and every validation loss. Two standards: the run on one worker with the
 same model, dtype and batch, and the one-process trainer of tests/reference.py (no validation in it), which shares
-nothing with the framework but models and random numbers. Exit code 1 on any difference or failed run.
+nothing with the framework but models and random numbers. Exit code 1 on any difference or failed run. `--faults`: runs
+that lose and gain workers, see benchmarks/bits_faults.py.
 
 How runs are started: the real controller, links and worker processes, but one zygote and one controller process for
 all runs, because importing torch twice per run would take most of the time. In addition each mesh runs once through
@@ -22,13 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness import Result, parser, say
 
+T = TypeVar("T")
 STEPS = 20
 MESHES: dict[str, dict[str, Any]] = {
     "single": {},
@@ -49,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 DTYPES = ("fp32", "bf16")
 BATCHES = {"even, 12 units": 24, "uneven, 7 units": 14}
+_MOST_NEWCOMERS = 4
 _QUICK_MESHES = ("single", "dp3", "pp2", "[3,2]")
 _QUICK_ZEROS = ("zero0", "zero3")
 
@@ -110,15 +114,15 @@ def settings_of(case: Case, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def read_outcome(run_dir: Path) -> Outcome:
-    """What a finished run wrote.
+def read_outcome(run_dir: Path, steps: int = STEPS) -> Outcome:
+    """What a finished run of so many steps wrote.
 
     Raises:
         OSError, ValueError: it did not finish.
     """
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    if len(lines) != STEPS:
-        raise ValueError(f"{len(lines)} steps of {STEPS}")
+    if [line["step"] for line in lines] != list(range(1, steps + 1)):
+        raise ValueError(f"{len(lines)} lines, not one for each of {steps} steps")
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return Outcome(
         tuple(line["loss_hex"] for line in lines),
@@ -153,7 +157,20 @@ class Runner:
         self._zygote = Zygote.start("elaswave_spmd.worker:main", preload=PRELOAD)
 
     def run(self, case: Case) -> Outcome:
-        """As `controller.run`, without its zygote.
+        """A run that nothing happens to.
+
+        Raises:
+            RunError: the run failed.
+        """
+        return self.run_as(settings_of(case, self.run_dir), read_outcome)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where each run writes."""
+        return self._directory / "run"
+
+    def run_as(self, fields: dict[str, Any], read: Callable[[Path], T]) -> T:
+        """As `controller.run`, without its zygote. Returns what `read` finds in the run's directory.
 
         Raises:
             RunError: the run failed.
@@ -165,8 +182,8 @@ class Runner:
         from elaswave_spmd.runtime.links import socket_directory
         from elaswave_spmd.settings import Settings
 
-        run_dir, scratch = self._directory / "run", socket_directory()
-        settings = Settings.from_dict(settings_of(case, run_dir))
+        run_dir, scratch = self.run_dir, socket_directory()
+        settings = Settings.from_dict(fields)
         data = prepare_data(data_spec(settings))
         plan = plan_run(settings, data)
         try:
@@ -174,18 +191,19 @@ class Runner:
             with RunObserver(files, display=_Silent(), board=False) as observer:
                 Controller(plan, data, self._zygote, observer, scratch).run()
             self._wait_for_exits(settings.mesh.shape.num_workers)
-            return read_outcome(run_dir)
+            return read(run_dir)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             shutil.rmtree(run_dir, ignore_errors=True)
 
     def _wait_for_exits(self, count: int) -> None:
+        """Until none of the run's workers is left, newcomers included."""
         deadline = time.monotonic() + 60
-        while count:
+        while left := [rank for rank in range(count + _MOST_NEWCOMERS) if self._zygote.signal(rank, 0)]:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{count} workers have not ended")
-            count -= len(self._zygote.poll())
+                raise RuntimeError(f"workers {left} have not ended")
             time.sleep(0.002)
+        self._zygote.poll()
 
     def close(self) -> None:
         self._zygote.stop()
@@ -329,8 +347,14 @@ def run_all(chosen: Sequence[Identity], meshes: Sequence[str], zeros: Sequence[s
 def main() -> int:
     """Command line. Returns the exit code."""
     options = parser(__doc__)
-    options.add_argument("--only", default="", help="only models, dtypes and batches whose name contains this")
+    options.add_argument("--only", default="", help="only models, dtypes and batches, or faults, named so in part")
+    options.add_argument("--faults", action="store_true", help="runs that lose and gain workers")
+    options.add_argument("--full", action="store_true", help="of the faults: all that there are")
     args = options.parse_args()
+    if args.faults:
+        from benchmarks.bits_faults import faults
+
+        return faults(args.json, args.only, quick=args.quick, full=args.full)
     meshes = _QUICK_MESHES if args.quick else tuple(MESHES)
     zeros = _QUICK_ZEROS if args.quick else ZEROS
     chosen = [identity for identity in identities(args.quick) if args.only in str(identity)]

@@ -183,9 +183,11 @@ class ControllerProtocol:
 
     def learned(self, message: Learned) -> list[Effect]:
         """A learner has caught up. When all have, they are promoted by a planned change."""
-        if message.epoch != self.placement.mesh.epoch or self._change is not None:
+        if message.epoch != self.placement.mesh.epoch:
             return []
         self._learned.add(message.rank)
+        if self._change is not None:
+            return []
         learners = {r for runs in self._holders().values() for run in runs for r in run.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._learned else []
 

@@ -74,6 +74,7 @@ class Replica:
         self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
+        self._since: dict[RunKey, int] = {}  # the version at which it began to hold or learn a run
 
     # ---- mesh epochs
 
@@ -89,6 +90,10 @@ class Replica:
         loss_run = next((r for r in held if self._is_loss(r)), None)
         self._loss_key = loss_run.key if loss_run else None
         self._runs = {r.key: r for r in held}
+        self._since = {key: self._since_when(key, highest_version) for key in self._runs}
+        # Of an epoch that it never was in, it does not know who learned: who learned before may have to begin again.
+        known = self._taught if placement.mesh.epoch == self.protocol.epoch + 1 else ()
+        self._taught = {(k, rank) for k, rank in known if k in self._runs and rank in self._runs[k].learners}
         self._split_entries()
         members = placement.mesh.members
         self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)
@@ -103,6 +108,11 @@ class Replica:
                 self.reducer.entry_known(step, key)
                 was = next((r.primary for k, r in before.items() if _contains(k, key)), None)
                 self._forward_entry(step, self._runs[key], entry, self.protocol.norms_at(step, key), was)
+
+    def _since_when(self, key: RunKey, now: int) -> int:
+        if key in self._since:
+            return self._since[key]
+        return next((since for whole, since in self._since.items() if _contains(whole, key)), now)
 
     def resume(self) -> None:
         """When everything is in place: what came early, and its votes again."""
@@ -222,9 +232,12 @@ class Replica:
 
     def _state_received(self, sender: int, message: m.PageState, payload: Tensor) -> None:
         layer, first, stop = message.layer, message.first, message.stop
-        if not any(k[0] == layer and first <= k[1] < stop for k in self._runs):
+        inside = [k for k in self._runs if k[0] == layer and first <= k[1] < stop]
+        if not inside:
             self._early.append((sender, message, payload))  # of an epoch in which it is learned here
             return
+        if message.step < max(self._since[key] for key in inside):
+            return  # it was to be learned here before, and is again: entries since then did not come here
         norms = np.frombuffer(message.norms, "<f4").tolist()
         if (layer, first, stop) == self._loss_key:
             known, loss = payload.tolist()

@@ -66,8 +66,7 @@ class StagePrograms:
             modules: layer number -> module, bound to its value buffer.
         """
         if modules.keys() != self._modules.keys():
-            self._saved.clear()
-            self._losses.clear()
+            self.discard_all()
         self._modules, self._values = modules, values
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
 
@@ -75,6 +74,11 @@ class StagePrograms:
     def forwarded(self) -> frozenset[int]:
         """Units that have been run forward through all layers, and not yet backward."""
         return frozenset(unit for layer, unit in self._saved if layer == max(self._modules))
+
+    def discard_all(self) -> None:
+        """Gives up what was saved of any unit."""
+        self._saved.clear()
+        self._losses.clear()
 
     def discard(self, unit: int) -> None:
         """Gives up what was saved of a unit."""

@@ -94,6 +94,7 @@ class UnitRunner:
 
     def begin_step(self, step: int, units: Sequence[int]) -> None:
         """The units that are to come in this step, as far as known."""
+        self.programs.discard_all()  # forwards of the last step whose backward another worker did
         self._step_number = torch.tensor(step)
         self._samples = {}
         self._batches.clear()

@@ -56,12 +56,13 @@ class LostStateError(AssertionError):
 
     Args:
         losses: workers lost since every page had all its mirrors, with those that left if any was lost without notice.
+        members: how many workers there were then.
         left: workers that are neither lost nor asked to leave.
     """
 
-    def __init__(self, effect: Unrecoverable, losses: int, left: int) -> None:
+    def __init__(self, effect: Unrecoverable, losses: int, members: int, left: int) -> None:
         super().__init__(effect)
-        self.losses, self.left = losses, left
+        self.losses, self.members, self.left = losses, members, left
 
 
 @dataclass
@@ -127,6 +128,7 @@ class LocalCluster:
         self._workers: dict[int, _Worker] = {}
         self._lost: list[int] = []
         self._window: list[int] = []  # lost since every page had all its mirrors
+        self._window_members = 0
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -278,6 +280,7 @@ class LocalCluster:
         if kind in LOSSES:
             self._lost.append(rank)
         if kind in (*LOSSES, "term"):
+            self._window_members = self._window_members if self._window else len(self._controller.members)
             self._window.append(rank)
         if kind in ("join", "replace"):
             self._next_rank += 1
@@ -380,7 +383,7 @@ class LocalCluster:
                     gone = {*self._lost, *self._leaving}
                     left = sum(rank not in gone for rank in self._controller.members)
                     losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
-                    raise LostStateError(effect, losses, left)
+                    raise LostStateError(effect, losses, self._window_members, left)
 
     def run(self) -> Trained:
         """All steps.

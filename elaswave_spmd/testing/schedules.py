@@ -232,7 +232,7 @@ def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[
     try:
         found = Outcome.of(cluster.run())
     except LostStateError as lost:
-        if lost.left == 0 or lost.losses > schedule.mirror_count:
+        if lost.left == 0 or lost.losses > min(schedule.mirror_count, lost.members - 1):
             return "lost", "", str(lost)
         return "", "state lost that had a holder left", f"{lost} after {lost.losses} losses"
     for name in ("losses", "norms", "validation", "weights"):

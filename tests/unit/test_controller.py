@@ -112,7 +112,14 @@ def test_an_exit_without_a_report_waits_only_for_its_own(end, monkeypatch: pytes
 
     def script(workers: Workers) -> None:
         workers.end(Exited(rank=1, pid=77, code=7, signal=None))
-        Timer(0.1, workers.say, [m.Failed(0, "RunError: could not connect to workers [1]")]).start()
+        poll = workers.poll
+
+        def and_then() -> list[Exited]:
+            if found := poll():
+                workers.say(m.Failed(0, "RunError: could not connect to workers [1]"))
+            return found
+
+        monkeypatch.setattr(workers, "poll", and_then)
 
     error, _ = end(script)
     assert type(error) is RunError and str(error) == "worker 1 (pid 77) ended with exit code 7"

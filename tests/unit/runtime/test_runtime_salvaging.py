@@ -16,8 +16,9 @@ def line(unit: int, *, forward: bool = True, backward: int = FULL) -> Work:
 
 
 def under_way(assigned: set[int], computed: set[int] | None = None, reported: set[int] | None = None) -> StepUnderWay:
-    """A step begun with these units; `computed` and `reported` in it."""
-    step = StepUnderWay(7, set(assigned), frozenset(assigned), computed=set(computed or ()))
+    """A step begun with these units; `computed`, and added up here, and `reported` in it."""
+    done = set(computed or ())
+    step = StepUnderWay(7, set(assigned), frozenset(assigned), computed=set(done), summed=done)
     step.reported = frozenset(reported or ())
     return step
 
@@ -94,7 +95,15 @@ def test_all_of_the_plan_is_done_or_to_do(assigned, computed, reported, planned,
     assert step.computed.isdisjoint(todo) and step.assigned >= planned - (computed - reported)
     for unit, left in todo.items():
         assert left.forward == (unit not in forwarded) and left.backward == FULL
-        assert left.alone or unit in assigned - reported, "in a sum here at most once"
+        assert left.alone or unit in assigned - step.summed, "in a sum here at most once"
+
+
+def test_a_unit_that_has_to_be_computed_again_twice_is_alone_both_times() -> None:
+    """Between the two it is not among those computed, but in the sum still."""
+    step = under_way({1}, computed={1}, reported={1})
+    assert todo_left([line(1)], step, ())[1].alone
+    step.reported = frozenset(step.computed)
+    assert todo_left([line(1)], step, ())[1].alone
 
 
 # ---- what can go next

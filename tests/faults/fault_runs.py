@@ -1,0 +1,102 @@
+"""Small runs that lose workers, and what is to be true of each of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from tests.multiprocess.real_runs import Done, train, write_text
+
+STEPS = 10
+# 7 units of 2 sequences: uneven on every mesh of more than one worker. Dropout on.
+TINY = (
+    "model.layers=2 model.d_model=32 model.heads=2 model.dropout=0.1 train.seq_len=12 train.global_batch=14 "
+    f"unit.size=2 train.steps={STEPS} train.validate_every=5 train.validate_units=3 optim.warmup_steps=2 page.size=256 "
+    "run.tensorboard=false data=text data.path=text.txt data.cache=cache run.dir=run timeouts.suspect=1"
+).split()
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What no fault may change."""
+
+    loss_hex: tuple[str, ...]
+    grad_norm_hex: tuple[str, ...]
+    validation: Mapping[int, str]
+    weights_sha256: str
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Bits:
+        lines = read_metrics(run_dir)
+        assert [line.step for line in lines] == list(range(1, len(lines) + 1)), "each step once, in order"
+        validation = {e["step"]: e["loss_hex"] for e in read_events(run_dir) if e["event"] == "validation"}
+        return cls(
+            tuple(line.loss_hex for line in lines),
+            tuple(line.grad_norm_hex for line in lines),
+            validation,
+            read_summary(run_dir)["weights_sha256"],
+        )
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The mesh epochs of a run, as events.jsonl tells them."""
+
+    events: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Changes:
+        kinds = ("fail", "leave", "join", "rebalance", "recovered", "restart")
+        return cls(tuple(event for event in read_events(run_dir) if event["event"] in kinds))
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def ranks(self, kind: str) -> list[list[int]]:
+        return [event["ranks"] for event in self.of_kind(kind)]
+
+    @property
+    def epochs(self) -> list[int]:
+        return [event["mesh_epoch"] for event in self.events if event["event"] != "recovered"]
+
+
+def chaos(*events: str) -> str:
+    """The override for events such as `step: 3, kind: kill, rank: 1, point: norm`."""
+    return f"chaos.events=[{', '.join(f'{{{event}}}' for event in events)}]"
+
+
+def run_undisturbed(folder: Path, *arguments: str) -> Bits:
+    """The bits of a run on one worker, which are those of any mesh."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder)
+    done = train(folder, *TINY, *arguments)
+    assert (done.code, done.err) == (0, "")
+    return Bits.of(folder / "run")
+
+
+def run_with(folder: Path, *arguments: str) -> Changes:
+    """A run that is to reach its end in spite of what is done to it."""
+    write_text(folder)
+    return survived(folder, train(folder, *TINY, *arguments))
+
+
+def survived(folder: Path, done: Done) -> Changes:
+    """What a run that has reached its end says of its mesh epochs."""
+    assert (done.code, done.err) == (0, ""), done.err
+    changes = Changes.of(folder / "run")
+    assert changes.epochs == sorted(changes.epochs), "epochs are told in order"
+    # A line of the display for each, and nothing else that a person would take for an error.
+    for event in changes.events:
+        assert f"{event['event']}: {event['message']}" in done.out
+    assert not re.search("Traceback|Error|Warning", done.out)
+    return changes
+
+
+def said(folder: Path) -> str:
+    """All events of a run, for messages of failed tests."""
+    return json.dumps(read_events(folder / "run"), indent=1)

@@ -1,0 +1,161 @@
+"""Faults at named points of real runs: the run reaches its end, every bit is that of an undisturbed run, and
+events.jsonl says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.observe import read_metrics
+from tests.faults.fault_runs import STEPS, Bits, chaos, run_with, said
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
+Undisturbed = Callable[[int], Bits]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh and what happens on it.
+
+    Args:
+        fail, leave, join: the ranks that events.jsonl names under these kinds, one entry for each event.
+        reasons: in the reasons of the losses.
+        workers: of the last step.
+    """
+
+    mesh: str
+    sharding: str
+    events: tuple[str, ...]
+    workers: int
+    fail: list[list[int]] = field(default_factory=list)
+    leave: list[list[int]] = field(default_factory=list)
+    join: list[list[int]] = field(default_factory=list)
+    reasons: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+ENDED = ("its process ended",)
+CASES = {
+    "kill_backward": Case(
+        "mesh=dp4", "zero1", ("step: 4, kind: kill, rank: 3, point: backward",), 3, fail=[[3]], reasons=ENDED
+    ),
+    "kill_rank_0_forward": Case(
+        "mesh=dp4", "zero3", ("step: 3, kind: kill, rank: 0, point: forward",), 3, fail=[[0]], reasons=ENDED
+    ),
+    "kill_reduce_stages": Case(
+        "mesh=dp2_pp2", "zero2", ("step: 5, kind: kill, rank: 1, point: reduce",), 3, fail=[[1]], reasons=ENDED
+    ),
+    "kill_publish_stages": Case(
+        "mesh=dp2_pp2", "zero3", ("step: 3, kind: kill, rank: 2, point: publish",), 3, fail=[[2]], reasons=ENDED
+    ),
+    "kill_the_only_one_of_a_stage_norm": Case(
+        "mesh=pp3", "zero0", ("step: 4, kind: kill, rank: 1, point: norm",), 2, fail=[[1]], reasons=ENDED
+    ),
+    "kill_ragged_apply": Case(
+        "mesh.stages=[3,2]", "zero3", ("step: 5, kind: kill, rank: 4, point: apply",), 4, fail=[[4]], reasons=ENDED
+    ),
+    "stop_backward": Case(
+        "mesh=dp3",
+        "zero2",
+        ("step: 4, kind: stop, rank: 1, point: backward",),
+        2,
+        fail=[[1]],
+        reasons=("no heartbeat",),
+    ),
+    "stop_the_only_one_of_a_stage": Case(
+        "mesh=pp3", "zero1", ("step: 4, kind: stop, rank: 2, point: reduce",), 2, fail=[[2]], reasons=("no heartbeat",)
+    ),
+    "leave": Case("mesh=dp2_pp2", "zero1", ("step: 4, kind: term, rank: 1, point: forward",), 3, leave=[[1]]),
+    "leave_the_only_one_of_a_stage": Case(
+        "mesh.stages=[1,3]", "zero2", ("step: 3, kind: term, rank: 0, point: backward",), 3, leave=[[0]]
+    ),
+    "join": Case("mesh=dp2_pp2", "zero3", ("step: 2, kind: join, rank: 0, point: forward",), 5, join=[[4]]),
+    "replace": Case(
+        "mesh=dp3",
+        "zero1",
+        ("step: 2, kind: kill, rank: 2, point: norm",),
+        3,
+        fail=[[2]],
+        join=[[3]],
+        reasons=ENDED,
+        settings=("elastic.replace=true",),
+    ),
+    "two_at_once": Case(
+        "mesh=dp4",
+        "zero3",
+        ("step: 4, kind: kill, rank: [1, 2], point: backward",),
+        2,
+        reasons=ENDED,
+        settings=("mirror.count=2",),
+    ),
+    "exit_and_raise": Case(
+        "mesh=dp2_pp2",
+        "zero3",
+        ("step: 3, kind: exit, rank: 2, point: reduce", "step: 7, kind: raise, rank: 1, point: forward"),
+        2,
+        fail=[[2], [1]],
+        reasons=("ended", "an exception: elaswave_spmd.chaos.ChaosError: chaos: an exception in step 7 at forward"),
+    ),
+    "one_after_the_other_to_a_single_worker": Case(
+        "mesh=dp4",
+        "zero2",
+        (
+            "step: 2, kind: kill, rank: 1, point: apply",
+            "step: 5, kind: term, rank: 3, point: any",
+            "step: 8, kind: kill, rank: 0, point: publish",
+        ),
+        1,
+        fail=[[1], [0]],
+        leave=[[3]],
+        reasons=ENDED,
+    ),
+    "leave_and_kill_in_one_step": Case(
+        "mesh=dp3_pp2",
+        "zero3",
+        ("step: 4, kind: term, rank: 5, point: forward", "step: 4, kind: kill, rank: 1, point: backward"),
+        4,
+        reasons=ENDED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_changes_no_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
+    case = CASES[name]
+    settings = [case.mesh, f"sharding={case.sharding}", chaos(*case.events), *case.settings]
+    # With a joiner, steps enough for its processes to start and its copies to be made.
+    steps = 60 if case.join else STEPS
+    changes = run_with(tmp_path, *settings, f"train.steps={steps}")
+    assert Bits.of(tmp_path / "run") == undisturbed(steps)
+    gone = sorted(rank for kind in ("fail", "leave") for ranks in changes.ranks(kind) for rank in ranks)
+    if case.fail or case.leave or case.join:
+        for kind in ("fail", "leave", "join"):
+            assert changes.ranks(kind) == getattr(case, kind), said(tmp_path)
+    else:  # several at once: in which epochs they are told is a matter of moments
+        assert gone == sorted(ranks_of(case.events)), said(tmp_path)
+    for event in changes.of_kind("fail"):
+        assert any(reason in event["reason"] for reason in case.reasons), event
+        assert max(event["seen_at"], event["prepared_at"]) <= event["answered_at"] <= event["placed_at"]
+        assert event["edit_ms"] >= 0
+    first = next(event for event in changes.events if event["event"] in ("fail", "leave", "join"))
+    step = int(case.events[0].split(",")[0].removeprefix("step: "))
+    if first["event"] == "fail":
+        assert step - 1 <= first["after_step"] <= step
+        assert first["units_redone"] >= (first["after_step"] < step and "backward" in case.events[0])
+    else:
+        assert first["units_redone"] == 0, "a planned change computes nothing again"
+    assert changes.of_kind("recovered")[0]["step"] == first["after_step"] + 1
+    assert last_workers(tmp_path) == case.workers
+
+
+def ranks_of(events: tuple[str, ...]) -> list[int]:
+    """The ranks that are named in events."""
+    return [int(digit) for event in events for digit in event.split("rank:")[1].split("point")[0] if digit.isdigit()]
+
+
+def last_workers(folder: Path) -> int:
+    """How many workers the last step had."""
+    return read_metrics(folder / "run")[-1].workers

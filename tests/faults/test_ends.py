@@ -1,0 +1,97 @@
+"""Faults that a run cannot, or should not, survive: it ends with exit code 1 and says why, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.observe import read_events, read_metrics
+from tests.faults.fault_runs import TINY, Changes, chaos
+from tests.multiprocess.real_runs import Done, train, write_text
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
+# The last layer of the model meets a bug at step 3, on every worker that runs it.
+BROKEN = """
+import os
+import torch
+from torch import nn
+from elaswave_spmd.models import LayeredModel
+
+class Embed(nn.Module):
+    def __init__(self, vocab_size, d_model):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+    def forward(self, x, keys):
+        return nn.functional.embedding(x, self.weight)
+
+class Head(nn.Module):
+    def __init__(self, vocab_size, d_model, way):
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.empty(vocab_size, d_model)), way
+    def forward(self, x, keys):
+        if int(keys.step) == 3:
+            if self.way == "crash":
+                os.abort()
+            raise RuntimeError("a bug in the head")
+        return nn.functional.linear(x, self.weight)
+
+class Broken(LayeredModel):
+    def __init__(self, vocab_size, d_model, way):
+        super().__init__({"embed": Embed(vocab_size, d_model), "head": Head(vocab_size, d_model, way)})
+"""
+
+
+def run(folder: Path, *arguments: str) -> Done:
+    write_text(folder)
+    return train(folder, *TINY, *arguments)
+
+
+def last_event(folder: Path) -> dict[str, object]:
+    return read_events(folder / "run")[-1]
+
+
+def test_the_only_worker_killed(tmp_path: Path) -> None:
+    done = run(tmp_path, "mesh=single", chaos("step: 4, kind: kill, rank: 0, point: backward"))
+    assert done.code == 1 and "Traceback" not in done.err + done.out
+    assert done.err.startswith("error: ") and "no worker is left" in done.err
+    assert last_event(tmp_path)["event"] == "stop"
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_fewer_than_the_least_number_of_workers(tmp_path: Path) -> None:
+    events = chaos("step: 2, kind: kill, rank: 0, point: norm", "step: 6, kind: kill, rank: 2, point: forward")
+    done = run(tmp_path, "mesh=dp3", "elastic.min_workers=2", events)
+    assert done.code == 1 and "elastic.min_workers is 2" in done.err and "Traceback" not in done.err
+    assert Changes.of(tmp_path / "run").ranks("fail") == [[0]]
+
+
+def test_both_holders_of_a_page_killed_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "mesh=dp2", "sharding=zero3", chaos("step: 4, kind: kill, rank: [0, 1], point: reduce"))
+    assert done.code == 1 and done.err.startswith("error: ") and "Traceback" not in done.err
+    assert last_event(tmp_path)["event"] == "stop"
+
+
+@pytest.mark.parametrize("mesh", ["dp3", "dp2_pp2"])
+def test_a_bug_that_meets_a_second_worker_at_the_same_action(tmp_path: Path, mesh: str) -> None:
+    write_text(tmp_path)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    settings = [setting for setting in TINY if not setting.startswith("model.")]
+    model = ["model.target=broken.Broken", "model.d_model=32", "+model.args.way=raise"]
+    done = train(tmp_path, *settings, *model, f"mesh={mesh}", "sharding=zero2")
+    assert done.code == 1
+    assert done.err.count("Traceback") == 1 and done.err.count("RuntimeError: a bug in the head") == 1, done.err
+    assert 'broken.py", line' in done.err and "Traceback" not in done.out
+    assert len(Changes.of(tmp_path / "run").of_kind("fail")) <= 1, "it is not taken for a lost device again and again"
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_crash_that_meets_a_second_worker_at_the_same_action(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    settings = [setting for setting in TINY if not setting.startswith("model.")]
+    model = ["model.target=broken.Broken", "model.d_model=32", "+model.args.way=crash"]
+    done = train(tmp_path, *settings, *model, "mesh=dp4", "sharding=zero1")
+    assert done.code == 1 and "SIGABRT" in done.err and "Traceback" not in done.err, done.err
+    assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2]

@@ -1,0 +1,101 @@
+"""Signals from outside to workers of a running job, at whatever moment they come."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fault_runs import TINY, Bits, Changes, said, survived
+from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
+STEPS = 100
+Undisturbed = Callable[[int], Bits]
+
+
+def wait_for_event(run: Launched, kind: str) -> None:
+    """Returns when the run has told an event of this kind."""
+    events = run.folder / "run" / "events.jsonl"
+    eventually(lambda: f'"event": "{kind}"' in events.read_text(), run.process)
+
+
+def test_kill_9_typed_on_a_worker(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp2_pp2", "sharding=zero3") as run:
+        run.wait_for_steps(4)
+        os.kill(run.workers()[2], signal.SIGKILL)
+        changes = survived(tmp_path, run.finish())
+    assert changes.ranks("fail") == [[2]] and not changes.of_kind("leave"), said(tmp_path)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
+def test_kill_minus_term_typed_on_a_worker(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp3", "sharding=zero2") as run:
+        run.wait_for_steps(4)
+        os.kill(run.workers()[0], signal.SIGTERM)
+        changes = survived(tmp_path, run.finish())
+    assert changes.ranks("leave") == [[0]] and not changes.of_kind("fail"), said(tmp_path)
+    assert changes.of_kind("leave")[0]["units_redone"] == 0
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
+def test_a_stopped_worker_that_goes_on_finds_itself_fenced(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp4", "sharding=zero3") as run:
+        run.wait_for_steps(4)
+        victim = run.workers()[1]
+        os.kill(victim, signal.SIGSTOP)
+        wait_for_event(run, "fail")
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
+        eventually(lambda: victim not in run.processes(), run.process)
+        changes = survived(tmp_path, run.finish())
+    assert changes.ranks("fail") == [[1]] and "no heartbeat" in changes.of_kind("fail")[0]["reason"], said(tmp_path)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
+def test_a_worker_that_stands_still_for_a_moment_stays(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp2_pp2", "timeouts.suspect=4") as run:
+        run.wait_for_steps(4)
+        victim = run.workers()[3]
+        os.kill(victim, signal.SIGSTOP)
+        steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        with suppress(TimeoutError):
+            signal.sigtimedwait([], 0.5)
+        os.kill(victim, signal.SIGCONT)
+        changes = survived(tmp_path, run.finish())
+    assert steps < STEPS and not changes.events, said(tmp_path)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
+def test_two_killed_by_one_command(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    write_text(tmp_path)
+    settings = [f"train.steps={STEPS}", "mesh.stages=[3,2]", "sharding=zero1", "mirror.count=2"]
+    with launch(tmp_path, *TINY, *settings) as run:
+        run.wait_for_steps(4)
+        workers = run.workers()
+        for victim in (workers[1], workers[4]):
+            os.kill(victim, signal.SIGKILL)
+        changes = survived(tmp_path, run.finish())
+    assert sorted(rank for ranks in changes.ranks("fail") for rank in ranks) == [1, 4], said(tmp_path)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
+def test_one_that_is_lost_while_a_newcomer_joins(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp3", "sharding=zero3", "elastic.replace=true") as run:
+        run.wait_for_steps(4)
+        os.kill(run.workers()[0], signal.SIGKILL)
+        wait_for_event(run, "join")
+        os.kill(run.workers()[0], signal.SIGKILL)  # its copies have only begun to reach the newcomer
+        changes = survived(tmp_path, run.finish())
+    assert changes.ranks("fail") == [[0], [1]] and changes.ranks("join")[0] == [3], said(tmp_path)
+    assert Changes.of(tmp_path / "run").epochs[-1] >= 3
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
