@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.control import Control
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
+from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.launching import gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
-from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, weights_sha256
+from elaswave_spmd.observe import MetricsLine, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import (
     Committed,
@@ -39,6 +40,7 @@ from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, Request
 from elaswave_spmd.runtime.zygote import Zygote
 from elaswave_spmd.scheduling.holders import unsurvived_text
 from elaswave_spmd.settings import Settings
+from elaswave_spmd.start import Start, open_run
 from elaswave_spmd.summary import RunRecord, make_summary
 from elaswave_spmd.supervision import Supervision
 
@@ -68,17 +70,16 @@ def run(settings: Settings) -> int:
         plan = plan_run(settings, data)
         if (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology)
-        run_dir = RunDir.create(
-            settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
-        )
+        run_dir, start = open_run(plan, data)
         with contextlib.ExitStack() as undo:
+            undo.callback(start.close)
             undo.callback(run_dir.discard)
             launcher.ready()
             observer = RunObserver(run_dir, board=settings.run.tensorboard)
             undo.callback(observer.close)
-            controller = Controller(plan, data, launcher, observer, scratch)
+            controller = Controller(plan, data, launcher, observer, scratch, start=start)
             undo.pop_all()
-        with observer:
+        with contextlib.closing(start), observer:
             controller.run()
     finally:
         launcher.stop()
@@ -119,6 +120,7 @@ class Controller:
     Args:
         scratch: directory of the sockets.
         start_timeout_s: how long the workers may take until all of them listen.
+        start: where the run begins; None: at nothing.
 
     Raises:
         ConfigError: the links cannot be opened as the settings say.
@@ -133,6 +135,7 @@ class Controller:
         scratch: str,
         *,
         start_timeout_s: float = _START_TIMEOUT_S,
+        start: Start | None = None,
     ) -> None:
         self._plan, self._data, self._zygote, self._observer = plan, data, zygote, observer
         self._scratch = scratch
@@ -179,6 +182,11 @@ class Controller:
             self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
         )
         self._done = False
+        self._start_at = start or Start.fresh(observer.run_dir.path)
+        self._protocol.version = self._start_at.step
+        self._durability = Durability(
+            plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("checkpoint")
+        )
 
     def run(self) -> None:
         """Trains to the last step and writes the summary. Whatever ends it before leaves an event `stop`.
@@ -197,6 +205,7 @@ class Controller:
         finally:
             self._control.close()
             self._links.close()
+            self._durability.close()
             self._supervision.close()
 
     def _start(self) -> None:
@@ -211,9 +220,11 @@ class Controller:
             workers=mesh.num_workers,
             corpus=f"{self._data.corpus} ({self._data.num_bytes:,} bytes)",
             run_dir=str(self._observer.run_dir.path),
+            first_step=min(self._start_at.step + 1, plan.job.steps),
             unsurvived=self._unsurvived(),
         )
         self._observer.on_start(info)
+        self._start_at.announce(self._observer, mesh.shape.name)
         self._control.open()
         self._spec = {
             "settings": settings.to_dict(),
@@ -222,6 +233,7 @@ class Controller:
             "directory": self._scratch,
             "token": self._token.hex(),
             "host": self._host,
+            "checkpoints": self._durability.orders().to_dict(),
         }
         for rank in mesh.members:
             self._start_worker(rank)
@@ -256,6 +268,7 @@ class Controller:
                 self._handle(item)
             case Request():
                 self._control.answer(item)
+        self._durability.poll()
         for loss in self._supervision.losses():
             self._losses.lost(loss)
 
@@ -285,6 +298,8 @@ class Controller:
                 self._perform(protocol.drain(message.rank, "asked to leave"))
             case m.Wanted():
                 self._spawn(message.count)
+            case m.Wrote():
+                self._durability.wrote(message)
             case m.LinkClosed():
                 pass  # its end is seen from its process; a link alone is no proof
             case m.Failed():
@@ -298,6 +313,7 @@ class Controller:
                 case Send(rank, message):
                     if isinstance(message, m.Place) and self._start_until is not None:
                         self._start_until, self._committed_at = None, time.monotonic()
+                    self._durability.sending(message)
                     self._links.send(rank, m.encode(message))
                 case Evict(rank, lost):
                     self._supervision.forget(rank)
@@ -349,6 +365,7 @@ class Controller:
         job = self._plan.job
         loss = total / (job.validation_units * job.unit_size * job.seq_len)
         self._record.validation_loss = loss
+        self._durability.validated(step, loss)
         self._observer.on_validation(step, loss)
 
     def _finish(self) -> None:

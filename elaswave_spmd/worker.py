@@ -15,6 +15,7 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.allocator import keep_freed_memory
+from elaswave_spmd.runtime.checkpoint_writer import CheckpointOrders, CheckpointWriter
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
@@ -51,7 +52,8 @@ def main(spec: dict[str, Any]) -> int:
         host=spec["host"],
         life_fd=spec["life_fd"],
     )
-    worker = Worker(rank, settings, links, mailbox)
+    orders = CheckpointOrders(**spec["checkpoints"])
+    worker = Worker(rank, settings, links, mailbox, orders)
     try:
         links.connect(CONTROLLER, spec["controller"])
         plan = plan_run(settings, PreparedData.from_dict(spec["data"]))
@@ -60,7 +62,7 @@ def main(spec: dict[str, Any]) -> int:
         links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]))))
         worker.work(plan)
     except Stopped:
-        pass
+        worker.checkpoints.close()
     except BaseException:
         links.send(CONTROLLER, m.encode(m.Failed(rank, traceback.format_exc(), worker.step)))
         links.close(_FAREWELL_MS)
@@ -72,11 +74,14 @@ def main(spec: dict[str, Any]) -> int:
 class Worker:
     """The worker's life, from its place in the mesh to the controller's Stop."""
 
-    def __init__(self, rank: int, settings: Settings, links: Links, mailbox: Mailbox) -> None:
+    def __init__(
+        self, rank: int, settings: Settings, links: Links, mailbox: Mailbox, orders: CheckpointOrders
+    ) -> None:
         self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
         self._chaos = Chaos(rank, settings.chaos, links)
+        self.checkpoints = CheckpointWriter(rank, orders, lambda wrote: links.send(CONTROLLER, m.encode(wrote)))
 
     def work(self, plan: RunPlan) -> None:
         """Waits for its place and trains until it is told to stop."""
@@ -89,7 +94,9 @@ class Worker:
             for message in dead:
                 self._links.send(CONTROLLER, m.encode(message))
         port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
-        executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit)
+        saved = self.checkpoints.orders.reader()
+        executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit, saved)
+        self.checkpoints.attach(executor.replica, plan.description.layout)
         self._chaos.attach(executor, first.version)
         progress = self._progress
         for what in executor.run():

@@ -1,0 +1,146 @@
+"""The worker's side of durable checkpoints: copies what it is the writer of, writes beside training, reads at start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elaswave_spmd.errors import RunError, UserError
+from elaswave_spmd.recovery.checkpoint_files import checkpoint_path, write_shard
+from elaswave_spmd.recovery.checkpoints import open_checkpoint
+from elaswave_spmd.recovery.messages import Wrote
+from elaswave_spmd.recovery.run_lock import Ballot
+from elaswave_spmd.recovery.writers import writers_of
+from elaswave_spmd.runtime.replica import Replica
+from elaswave_spmd.runtime.state import LEARNING
+from elaswave_spmd.scheduling.placement import RunKey
+from elaswave_spmd.sharding.pages import ModelLayout
+
+MASTER = "master"
+_NICE = 10
+
+Arrays = dict[RunKey, dict[str, np.ndarray]]
+"""Run of pages -> kind of state -> fp32 [elements]."""
+
+
+@dataclass(frozen=True)
+class CheckpointOrders:
+    """What a worker needs to know of a run's checkpoints: plain values, the same on every worker.
+
+    Args:
+        run_dir: the run's directory, absolute; on other machines the same path.
+        run: id of the run.
+        incarnation: of the controller.
+        every: steps between checkpoints; 0 for none. The last step has none: its weights are the result.
+        steps: of the run.
+        source: the directory of the checkpoint that the run begins with, or None.
+    """
+
+    run_dir: str
+    run: str
+    incarnation: int
+    every: int = 0
+    steps: int = 0
+    source: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `CheckpointOrders(**fields)` inverts it."""
+        return asdict(self)
+
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0 and step < self.steps
+
+    def reader(self) -> Callable[[RunKey, str], Tensor] | None:
+        """(run of pages, kind of state) -> fp32 [elements], from the checkpoint that the run begins with.
+
+        The controller has compared it with its hashes.
+
+        Raises:
+            CheckpointError: it has become unreadable since.
+        """
+        if self.source is None:
+            return None
+        checkpoint = open_checkpoint(Path(self.source), verify=False)
+        return lambda run, kind: torch.from_numpy(checkpoint.read(*run, kind))
+
+
+class CheckpointWriter:
+    """Writes this worker's shards. `attach` it once the worker is a member; then it looks at every applied step.
+
+    The training thread only copies. One shard is written at a time, by a thread of lower priority; a checkpoint that
+    comes due before the last one is written is left out, and said so.
+
+    Args:
+        tell: sends a `Wrote` to the controller; called in the writing thread.
+    """
+
+    def __init__(self, rank: int, orders: CheckpointOrders, tell: Callable[[Wrote], None]) -> None:
+        self._rank, self.orders, self._tell = rank, orders, tell
+        self._thread: threading.Thread | None = None
+        self._writers: Mapping[RunKey, int] = {}
+        self._writers_epoch = -1
+
+    def attach(self, replica: Replica, layout: ModelLayout) -> None:
+        """From now on."""
+        self._replica, self._layout = replica, layout
+        replica.applied = self._applied
+
+    def close(self) -> None:
+        """Waits until what is under way is written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _applied(self, step: int) -> None:
+        if not self.orders.is_due(step):
+            return
+        begin = time.perf_counter()
+        epoch = self._replica.protocol.epoch
+        if self._thread is not None and self._thread.is_alive():
+            return self._tell(Wrote(step, self._rank, epoch, error="the checkpoint before it is still being written"))
+        if not (arrays := self._copy(step)):
+            return
+        copy_ms = 1e3 * (time.perf_counter() - begin)
+        self._thread = threading.Thread(target=self._write, args=(step, epoch, arrays, copy_ms), name="checkpoint")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def _copy(self, step: int) -> Arrays:
+        """The state of the runs that this worker is the writer of, at version `step`."""
+        placement = self._replica.placement
+        if self._writers_epoch != placement.mesh.epoch:
+            self._writers_epoch = placement.mesh.epoch
+            self._writers = writers_of(placement.holder_runs(self._layout), self._layout)
+        found: Arrays = {}
+        for part in self._replica.state:
+            if self._writers[part.run.key] == self._rank and part.version != LEARNING:
+                assert part.version == step, (part.run, part.version, step)
+                state = {MASTER: part.master, **part.optimizer_state}
+                found[part.run.key] = {kind: values.numpy().copy() for kind, values in state.items()}
+        return found
+
+    def _write(self, step: int, epoch: int, arrays: Arrays, copy_ms: float) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux: of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        begin, orders = time.perf_counter(), self.orders
+        ballot = Ballot(orders.incarnation, epoch)
+        try:
+            shard = write_shard(
+                checkpoint_path(orders.run_dir, step), step, ballot, self._rank, arrays, run=orders.run
+            )
+        except (RunError, UserError) as error:
+            self._tell(Wrote(step, self._rank, epoch, error=str(error)))
+            return
+        write_ms = 1e3 * (time.perf_counter() - begin)
+        self._tell(
+            Wrote(step, self._rank, epoch, shard.name, shard.num_bytes, shard.sha256, shard.runs, copy_ms, write_ms)
+        )
