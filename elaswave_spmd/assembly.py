@@ -116,6 +116,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
         checkpointing=settings.runtime.activation_checkpointing,
         validate_every=t.validate_every,
         validation_units=min(t.validate_units, data.num_validation_samples // settings.unit.size),
+        verify_every=settings.mirror.verify_every,
     )
 
 

@@ -26,6 +26,7 @@ _USAGE = """usage: {program} train [name=value ...]     train a model; {program}
 
   {program} train mesh=dp2_pp2
   {program} agent HOST:PORT --token-file FILE     lend this machine to a run; {program} agent --help
+  {program} ctl RUN status|add N|drain RANK ...   ask a run that is going on; {program} ctl --help
 """
 
 
@@ -40,15 +41,17 @@ def main() -> int:
     if command in ("-h", "--help"):
         print(_USAGE.format(program=program))
         return DONE
-    if command not in ("train", "agent"):
+    if command not in ("train", "agent", "ctl"):
         print(_USAGE.format(program=program), file=sys.stderr)
         return _bad_input(
             ConfigError(
-                "a command comes first", got=command or "nothing", exists="train, agent", fix=f"{program} train"
+                "a command comes first", got=command or "nothing", exists="train, agent, ctl", fix=f"{program} train"
             )
         )
     del sys.argv[1]
-    return train() if command == "train" else guarded(lambda: _agent(program))
+    if command == "train":
+        return train()
+    return guarded(lambda: _agent(program) if command == "agent" else _ctl(program))
 
 
 def train() -> int:
@@ -126,6 +129,12 @@ def _agent(program: str) -> int:
     from elaswave_spmd import agent  # imports torch
 
     return agent.main(sys.argv[1:], program)
+
+
+def _ctl(program: str) -> int:
+    from elaswave_spmd import ctl
+
+    return ctl.main(sys.argv[1:], program)
 
 
 def _compose() -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.control import Control
+from elaswave_spmd.corruption import CopyWatch
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
@@ -82,7 +83,7 @@ def run(settings: Settings) -> int:
         with contextlib.closing(start), observer:
             controller.run()
     finally:
-        launcher.stop()
+        launcher.stop(grace_s=0.0)  # to a worker SIGTERM is a wish to leave, and nobody is left to grant it
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
@@ -162,6 +163,7 @@ class Controller:
         self._supervision = Supervision(zygote, scratch, self._mailbox, settings.timeouts)
         self._record = RunRecord(plan.description.layout)
         self._events = EpochEvents(observer)
+        self._copies = CopyWatch(observer, lambda rank, why: self._perform(self._protocol.lost(rank, why)))
         self._finished: dict[int, m.Finished] = {}
         self._skipped_in_a_row = 0
         self._committed_at = 0.0
@@ -282,9 +284,11 @@ class Controller:
             case m.Heartbeat():
                 self._supervision.heartbeat(message)
             case m.Status():
+                self._events.answered()
                 self._perform(protocol.status(message))
             case m.Applied():
                 self._perform(protocol.applied(message))
+                self._events.applied(message.rank, message.step)
             case m.Learned():
                 self._perform(protocol.learned(message))
             case m.ValidationLoss():
@@ -300,6 +304,11 @@ class Controller:
                 self._spawn(message.count)
             case m.Wrote():
                 self._durability.wrote(message)
+            case m.Fingerprints():
+                self._copies.fingerprints(message)
+            case m.Damaged():
+                self._copies.damaged(message)
+                self._perform(protocol.damaged(message))
             case m.LinkClosed():
                 pass  # its end is seen from its process; a link alone is no proof
             case m.Failed():
@@ -314,6 +323,8 @@ class Controller:
                     if isinstance(message, m.Place) and self._start_until is not None:
                         self._start_until, self._committed_at = None, time.monotonic()
                     self._durability.sending(message)
+                    if isinstance(message, m.Prepare):
+                        self._events.preparing()
                     self._links.send(rank, m.encode(message))
                 case Evict(rank, lost):
                     self._supervision.forget(rank)

@@ -10,13 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.decide import graduate, next_stages
+from elaswave_spmd.recovery.decide import disown, graduate, next_stages
+from elaswave_spmd.recovery.effects import (
+    Committed as Committed,
+)
+from elaswave_spmd.recovery.effects import (
+    Done as Done,
+)
+from elaswave_spmd.recovery.effects import (
+    Effect,
+)
+from elaswave_spmd.recovery.effects import (
+    EpochBegun as EpochBegun,
+)
+from elaswave_spmd.recovery.effects import (
+    Evict as Evict,
+)
+from elaswave_spmd.recovery.effects import (
+    Send as Send,
+)
+from elaswave_spmd.recovery.effects import (
+    Unrecoverable as Unrecoverable,
+)
+from elaswave_spmd.recovery.effects import (
+    ValidationDone as ValidationDone,
+)
 from elaswave_spmd.recovery.messages import (
     Applied,
+    Damaged,
     Finished,
     Learned,
     Message,
@@ -32,75 +56,10 @@ from elaswave_spmd.recovery.messages import (
 )
 from elaswave_spmd.recovery.salvage import salvage_plan
 from elaswave_spmd.scheduling.graph import balance_layers
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, adopt, promote, to_rows, with_learners
+from elaswave_spmd.scheduling.holders import HolderMap, RunKey, adopt, promote, to_rows, with_learners
 from elaswave_spmd.scheduling.placement import Placement, even_counts
 from elaswave_spmd.scheduling.refill import refill
 from elaswave_spmd.sharding.pages import ModelLayout
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send this message to a worker."""
-
-    rank: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class Evict:
-    """The worker is no member any more: it must not live on, or was asked to leave and may end."""
-
-    rank: int
-    lost: bool
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The first report of a step."""
-
-    applied: Applied
-
-
-@dataclass(frozen=True)
-class ValidationDone:
-    """All units of a validation: the exactly rounded sum of their losses."""
-
-    step: int
-    total: float
-
-
-@dataclass(frozen=True)
-class EpochBegun:
-    """A new mesh epoch: why, and what it costs.
-
-    Args:
-        kinds: rank -> "fail", "leave" or "join"; empty when only state changed hands.
-        units_redone: (unit, stage) pairs that are computed again, or by another worker than planned.
-        learners: runs of pages that are being copied now.
-    """
-
-    placement: Placement
-    kinds: Mapping[int, str]
-    reasons: Mapping[int, str]
-    version: int
-    units_redone: int
-    learners: int
-
-
-@dataclass(frozen=True)
-class Done:
-    """All steps are applied, and whoever holds them now has sent the final pages."""
-
-
-@dataclass(frozen=True)
-class Unrecoverable:
-    """Pages of state have no holder left, or no worker is left: only a checkpoint helps."""
-
-    runs: tuple[HolderRun, ...]
-    reason: str
-
-
-Effect: TypeAlias = Send | Evict | Committed | ValidationDone | EpochBegun | Done | Unrecoverable
 
 
 @dataclass(frozen=True)
@@ -152,6 +111,7 @@ class ControllerProtocol:
     _leaving: dict[int, str] = field(default_factory=dict)
     _newcomers: list[int] = field(default_factory=list)
     _learned: set[int] = field(default_factory=set)
+    _damaged: dict[int, set[RunKey]] = field(default_factory=dict)
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
     _target: HolderMap | None = None  # what the learners of this epoch learn for
 
@@ -180,6 +140,11 @@ class ControllerProtocol:
         if self._change is None:
             return ()
         return tuple(rank for rank in self.members if rank not in self._change.statuses)
+
+    @property
+    def settled(self) -> bool:
+        """No change of the epoch is under way or about to come, and every page has all its mirrors."""
+        return self._change is None and self._target is None
 
     # ---- events
 
@@ -211,6 +176,9 @@ class ControllerProtocol:
         if rank not in self.members or rank in self._leaving:
             return []
         self._leaving[rank] = reason
+        staying, least = len(self.members) - len(self._leaving), self.policy.min_workers
+        if staying < max(1, least):
+            return [Unrecoverable((), f"worker {rank} leaves, {staying} stay, elastic.min_workers is {least}")]
         return self._begin(after=self._next_boundary())
 
     def learned(self, message: Learned) -> list[Effect]:
@@ -220,6 +188,13 @@ class ControllerProtocol:
         self._learned.add(message.rank)
         learners = {r for runs in self._holders().values() for run in runs for r in run.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._learned else []
+
+    def damaged(self, message: Damaged) -> list[Effect]:
+        """A member's copies of some runs are not what it had written: others take over, and it learns them again."""
+        if message.rank not in self.members:
+            return []
+        self._damaged.setdefault(message.rank, set()).update(message.runs)
+        return self._begin(after=-1)
 
     def status(self, message: Status) -> list[Effect]:
         """An answer to PREPARE; one for another epoch is void [m]."""
@@ -258,12 +233,16 @@ class ControllerProtocol:
         held = {rank: _of_step(status, version + 1) for rank, status in change.statuses.items()}
         clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
         learned = self._learned - gone.keys()
-        holders, homeless = promote(graduate(self._holders(), learned), gone)
-        if homeless:
+        holders, alone = graduate(self._holders(), learned), []
+        for rank, runs in self._damaged.items():
+            holders, lost = disown(holders, rank, runs)
+            alone += lost
+        holders, homeless = promote(holders, gone)
+        if homeless := (*alone, *homeless):
             return [Unrecoverable(homeless, f"all holders of {len(homeless)} runs of pages are lost")]
         stages = next_stages(old.mesh.stages, gone, self._newcomers, self._wanted_stages)
         placement = self._placement_of(change.epoch, stages)
-        same_members = not gone and not self._newcomers
+        same_members = not gone and not self._newcomers and not self._damaged
         holders, learners = self._share_out(placement, holders, adoptable=clean and same_members)
         self.placement = placement = replace(placement, holders=holders)
         work = None
@@ -275,7 +254,8 @@ class ControllerProtocol:
         begun = EpochBegun(placement, kinds, gone, version, _redone(work, held), learners)
         leaving = tuple(self._leaving)
         self._change, self._newcomers = None, []
-        self._gone.clear(), self._leaving.clear(), self._learned.clear()
+        for table in (self._gone, self._leaving, self._learned, self._damaged):
+            table.clear()
         effects: list[Effect] = [*self._send_all(self._place_message(version, work)), begun]
         for rank in leaving:
             self.addresses.pop(rank, None)
@@ -337,11 +317,11 @@ class ControllerProtocol:
             RunError: two workers applied different steps under one number.
         """
         first = self._reports.setdefault(message.step, message)
-        if (first.loss.hex(), first.grad_norm.hex()) != (message.loss.hex(), message.grad_norm.hex()):
+        pairs = [(a.loss.hex(), a.grad_norm.hex()) for a in (first, message)]
+        if pairs[0] != pairs[1]:
             raise RunError(
                 f"workers {first.rank} and {message.rank} disagree about step {message.step}: "
-                f"loss {first.loss.hex()} and {message.loss.hex()}, "
-                f"gradient norm {first.grad_norm.hex()} and {message.grad_norm.hex()}"
+                f"loss and gradient norm {pairs[0]} and {pairs[1]}"
             )
         for old in [s for s in self._reports if s < message.step - 2]:
             del self._reports[old]

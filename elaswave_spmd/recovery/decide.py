@@ -56,3 +56,28 @@ def graduate(holders: HolderMap, learned: Collection[int]) -> HolderMap:
         )
 
     return {layer: after(layer) for layer in holders}
+
+
+def disown(holders: HolderMap, rank: int, runs: Collection[tuple[int, int, int]]) -> tuple[HolderMap, list[HolderRun]]:
+    """The map in which a worker does not hold these runs any more, and the runs that nobody else holds.
+
+    Where it was the primary, a mirror becomes the primary.
+    """
+
+    def hit(run: HolderRun) -> bool:
+        return any(run.layer == ly and first <= run.first and run.stop <= stop for ly, first, stop in runs)
+
+    found: dict[int, tuple[HolderRun, ...]] = {}
+    homeless: list[HolderRun] = []
+    for layer, of_layer in holders.items():
+        kept = []
+        for run in of_layer:
+            left = run.holders - {rank}
+            if rank in run.holders and hit(run):
+                if left:
+                    run = replace(run, primary=min(left) if run.primary == rank else run.primary, holders=left)
+                else:
+                    homeless.append(run)
+            kept.append(run)
+        found[layer] = tuple(kept)
+    return found, homeless

@@ -221,6 +221,23 @@ class Learned(Message, frozen=True):
     epoch: int
 
 
+class Fingerprints(Message, frozen=True):
+    """Worker to controller: hashes of the state that it holds at version `step`: (layer, first, stop, hash)."""
+
+    rank: int
+    step: int
+    rows: tuple[tuple[int, int, int, bytes], ...]
+
+
+class Damaged(Message, frozen=True):
+    """Worker to controller: before it applied `step`, these runs were not what it had written. It has given them up."""
+
+    rank: int
+    epoch: int
+    step: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
 class LinkClosed(Message, frozen=True):
     """Worker to controller: its link to `peer` is gone."""
 
@@ -328,6 +345,8 @@ AnyMessage: TypeAlias = (
     | Status
     | Place
     | Learned
+    | Fingerprints
+    | Damaged
     | LinkClosed
     | Leaving
     | Wanted

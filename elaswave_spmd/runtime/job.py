@@ -28,6 +28,7 @@ class Job:
         checkpointing: keep only layer inputs, run each layer again for its backward.
         validate_every: steps between validations; 0 for none. The last step validates too.
         validation_units: units of a validation.
+        verify_every: steps between two comparisons of the copies of state by their hashes; 0 for none.
     """
 
     seed: int
@@ -42,6 +43,7 @@ class Job:
     checkpointing: bool = False
     validate_every: int = 0
     validation_units: int = 0
+    verify_every: int = 0
 
     def __post_init__(self) -> None:
         assert self.global_batch % self.unit_size == 0 and self.dtype in DTYPES, self

@@ -73,6 +73,7 @@ class Replica:
         self._published: dict[m.Publish, Tensor] = {}
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self._needs: list[tuple[int, m.Need]] = []
+        self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
         self.applied: Callable[[int], None] = lambda step: None
@@ -87,6 +88,7 @@ class Replica:
             holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
         self.placement, self._holder_runs = placement, holder_runs
+        self._written.clear()
         held, before = held_runs(holder_runs, self.rank), self._runs
         loss_run = next((r for r in held if self._is_loss(r)), None)
         self._loss_key = loss_run.key if loss_run else None
@@ -236,7 +238,7 @@ class Replica:
         norms = np.frombuffer(message.norms, "<f4").tolist()
         if (layer, first, stop) == self._loss_key:
             known, loss = payload.tolist()
-            self.protocol.learned(message.step, self._loss_key, (), loss if known else None)
+            self.protocol.learned(message.step, (layer, first, stop), (), loss if known else None)
             return
         for part in self.state.learn(layer, first, stop, message.step, payload):
             own = norms[part.run.first - first : part.run.stop - first]
@@ -314,6 +316,8 @@ class Replica:
         lr = self._job.learning_rate.at(decided.step)
         divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         entries = self._entries.pop(decided.step, {})
+        if damaged := self.state.disown_damaged(self._written):
+            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, decided.step, tuple(damaged)), None)
         for layer in self._layers:
             if decided.finite:
                 self.state.apply(layer, entries, step=decided.step, lr=lr, divisor=divisor)
@@ -322,6 +326,7 @@ class Replica:
             self._publisher.publish(layer, decided.step)
             self._visit(Point.PUBLISH, decided.step)
         self._answer_needs()
+        self._fingerprint(decided.step)
         self.reducer.step_decided(decided.step)
         self._forwarded = {key for key in self._forwarded if key[0] > decided.step}
         self._published = {p: payload for p, payload in self._published.items() if p.step >= decided.step}
@@ -330,6 +335,14 @@ class Replica:
         report = m.Applied(decided.step, epoch, self.rank, decided.loss, decided.norm, decided.finite)
         self._send(CONTROLLER, report, None)
         self.applied(decided.step)
+
+    def _fingerprint(self, version: int) -> None:
+        """Hashes what was written, if the next Apply is to verify it; the controller compares the copies."""
+        every = self._job.verify_every
+        self._written = self.state.fingerprints() if every and (version + 1) % every == 0 else {}
+        if self._written:
+            rows = tuple((*key, digest) for key, digest in sorted(self._written.items()))
+            self._send(CONTROLLER, m.Fingerprints(self.rank, version, rows), None)
 
     # ---- reports
 

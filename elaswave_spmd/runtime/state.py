@@ -7,6 +7,7 @@ it lies in a buffer of its own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -225,6 +226,19 @@ class HeldState:
             self.to_compute(layer)
         return learned
 
+    def fingerprints(self) -> dict[RunKey, bytes]:
+        """A hash of the state of each held run that has any."""
+        return {part.run.key: _fingerprint(part) for part in self if part.version != LEARNING}
+
+    def disown_damaged(self, written: Mapping[RunKey, bytes]) -> list[RunKey]:
+        """Gives up the runs whose state is no longer what was written; they are to be learned from somebody else."""
+        damaged = []
+        for part in self:
+            if part.version != LEARNING and written.get(part.run.key, b"") not in (b"", _fingerprint(part)):
+                part.version = LEARNING
+                damaged.append(part.run.key)
+        return damaged
+
     def flip_a_bit(self) -> None:
         """Damages the optimizer state of the first held run, as failing memory would (chaos)."""
         part = next(iter(self))
@@ -241,6 +255,13 @@ class HeldState:
             found[prefix + "master"] += part.master.numel() * 4
             found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
         return found
+
+
+def _fingerprint(part: HeldRun) -> bytes:
+    found = hashlib.blake2b(digest_size=8)
+    for values in (part.master, *part.optimizer_state.values()):
+        found.update(values.numpy().data)
+    return found.digest()
 
 
 def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:

@@ -100,6 +100,8 @@ def _copyset_holders(
         return {rank: everybody for rank in members}
     if count == 0:
         return {rank: [frozenset((rank,))] for rank in members}
+    far = len(_far_offsets(members, topology))
+    width = min(width, far) if far >= count else width  # domains come before the width of the copyset
     peers = copysets(members, topology, width)
     return {
         rank: [frozenset((rank, *(own[(j + i) % width] for i in range(count)))) for j in range(width)]
@@ -107,17 +109,27 @@ def _copyset_holders(
     }
 
 
+def _far_offsets(members: Sequence[int], topology: Topology) -> range:
+    """How many places ahead, among members in the order of their hosts, everybody is on another host."""
+    largest = max(Counter(topology.path(rank) for rank in members).values())
+    return range(largest, len(members) - largest + 1)
+
+
 def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int, tuple[int, ...]]:
     """`width` peers for each member of a stage, far from it. In each place every member is the peer of one other.
 
-    Members in the order of their domains get the peers that lie 1/(width + 1), 2/(width + 1) ... of the circle ahead:
-    in different domains, mostly. Where a peer could be farther away, two members exchange theirs.
+    Members in the order of their domains get the peers that lie 1/(width + 1), 2/(width + 1) ... of the circle ahead,
+    or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
+    exchange theirs.
     """
     domains = _Domains(sorted(members, key=lambda rank: (topology.path(rank), rank)), topology)
     n = len(members)
     assert 0 < width < n, (width, n)
-    everybody = np.arange(n)
-    places = np.stack([(everybody + n * (j + 1) // (width + 1)) % n for j in range(width)])
+    everybody, far = np.arange(n), _far_offsets(members, topology)
+    offsets = [n * (j + 1) // (width + 1) for j in range(width)]
+    if len(far) >= width:
+        offsets = [far[(2 * j + 1) * len(far) // (2 * width)] for j in range(width)]
+    places = np.stack([(everybody + offset) % n for offset in offsets])
     for j in range(width if width < n - 1 else 0):
         peer, others = places[j], np.delete(places, j, axis=0)
         for a in np.flatnonzero(domains.distances(everybody, peer) < domains.farthest).tolist():

@@ -7,14 +7,14 @@ any point of a step, or stand still and come back when nobody wants it any more;
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import (
@@ -29,6 +29,7 @@ from elaswave_spmd.recovery.controller_protocol import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.recovery.copies import Copies
 from elaswave_spmd.runtime.collect import collect_pages
 from elaswave_spmd.runtime.describe import ModelDescription
 from elaswave_spmd.runtime.epoch import Epoch
@@ -36,12 +37,17 @@ from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Point
-from elaswave_spmd.runtime.port import Incoming, payload_dtype, tensor_of
+from elaswave_spmd.runtime.port import Incoming
 from elaswave_spmd.runtime.stage import Batches
+from elaswave_spmd.scheduling.holders import all_runs
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.testing.faults import Fault
+from elaswave_spmd.testing.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
+from elaswave_spmd.testing.wires import Flying, Link, ListPort, Wires
 
 _PATIENCE = 3000  # turns without any progress, per worker, until a run counts as stuck
+
+
+_CHECKED_EVERY = 300  # turns between two looks at who is silent
 
 
 class _Killed(Exception):  # noqa: N818  (the end of a simulated process)
@@ -49,7 +55,16 @@ class _Killed(Exception):  # noqa: N818  (the end of a simulated process)
 
 
 class LostStateError(AssertionError):
-    """All holders of some pages are gone."""
+    """All holders of some pages are gone.
+
+    Args:
+        losses: workers lost without notice since every page had all its mirrors.
+        left: workers that are neither lost nor asked to leave.
+    """
+
+    def __init__(self, effect: Unrecoverable, losses: int, left: int) -> None:
+        super().__init__(effect)
+        self.losses, self.left = losses, left
 
 
 @dataclass
@@ -62,53 +77,19 @@ class Trained:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     state_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
     epochs: list[EpochBegun] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Flying:
-    """A message on its way, as a link has it: encoded, its payload still in the sender's memory."""
-
-    sender: int
-    header: bytes
-    payload: Tensor | None
-
-    def arrive(self, compute: torch.dtype) -> Incoming:
-        """The payload is read now, at the latest time a link may read it: overwriting it before shows as wrong bits."""
-        message = m.decode(self.header)
-        if self.payload is None:
-            return Incoming(self.sender, message)
-        data = self.payload.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return Incoming(self.sender, message, tensor_of(memoryview(data), payload_dtype(message, compute)))
-
-
-class _ListPort:
-    """One worker's port."""
-
-    def __init__(self, rank: int, cluster: LocalCluster) -> None:
-        self._rank, self._cluster = rank, cluster
-        self.inbox: deque[Incoming] = deque()
-
-    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
-        queue = self._cluster.flying.setdefault((self._rank, peer), deque())
-        queue.append(_Flying(self._rank, m.encode(message), payload))
-
-    def take(self) -> list[Incoming]:
-        self._cluster.deliver_some(self._rank)
-        found = list(self.inbox)
-        self.inbox.clear()
-        return found
+    turns: int = 0
 
 
 class _Worker:
     """A simulated process: waits for its place, then trains."""
 
-    def __init__(self, rank: int, port: _ListPort) -> None:
+    def __init__(self, rank: int, port: ListPort) -> None:
         self.rank, self.port = rank, port
         self.executor: Executor | None = None
         self.running: Generator[str, None, None] | None = None
         self.waiting = "its place"
         self.asleep = 0  # turns that it stands still
-        self.passed: Counter[tuple[Point, int]] = Counter()
+        self.pace = 1.0  # how often it gets a turn
 
 
 class LocalCluster:
@@ -119,6 +100,8 @@ class LocalCluster:
         seed: of the order of workers and messages; not of the training.
         faults: what happens on the way.
         policy: how the controller answers.
+        uneven: some workers and some links are much slower than others.
+        trace: told of everything that a reader of a failed run wants to know, line by line.
     """
 
     def __init__(
@@ -131,64 +114,123 @@ class LocalCluster:
         validation: Batches | None = None,
         *,
         seed: int = 0,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[AnyFault] = (),
         policy: Policy | None = None,
+        uneven: bool = False,
+        trace: Callable[[str], None] | None = None,
     ) -> None:
         self._job, self._description, self._healthy = job, description, placement
         self._make_model, self._train, self._validation = make_model, train, validation
         self._random = random.Random(seed)
-        self._faults = list(faults)
+        self.plan = Plan(faults)
+        self._uneven, self._trace = uneven, trace
         self._next_rank = max(placement.mesh.members) + 1
-        self.flying: dict[tuple[int, int], deque[_Flying]] = {}
+        self._wires = Wires(job.torch_dtype, self._random, uneven=uneven)
         self._workers: dict[int, _Worker] = {}
+        self._lost: list[int] = []
+        self._window: list[int] = []  # lost since every page had all its mirrors
+        self._paused = 0  # the controller does nothing before this turn
+        self._applied: dict[int, int] = {}
+        self._leaving: set[int] = set()
         self._notices: list[tuple[int, Callable[[], list[Effect]]]] = []  # (turn, what the controller then knows)
         self._turn = 0
         self._done = False
-        self._result = Trained()
+        self.result = Trained()
+        self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
         self._controller = ControllerProtocol(
-            placement, description.layout, job.steps, job.validation_units, validates_at, policy or Policy()
+            placement,
+            description.layout,
+            job.steps,
+            job.validation_units,
+            validates_at,
+            policy or Policy(),
+            domain_of=self._domain_of,
         )
+        self._started = False
         for rank in placement.mesh.members:
             self._spawn(rank)
+        self._started = True
 
-    # ---- links
+    def _domain_of(self, rank: int) -> Path | None:
+        paths = sorted({path for _, path in self._healthy.mesh.topology.domains})
+        return paths[rank % len(paths)] if len(paths) > 1 else None
+
+    def _note(self, *what: object) -> None:
+        if self._trace is not None:
+            self._trace(" ".join(map(str, (f"{self._turn:5}", *what))))
+
+    # ---- messages
+
+    @property
+    def flying(self) -> dict[Link, deque[Flying]]:
+        """Messages on their way."""
+        return self._wires.flying
 
     def deliver_some(self, rank: int) -> None:
-        """Moves some of what is in flight to a worker into its inbox: per link in order, between links at random."""
-        links = [queue for (_, peer), queue in sorted(self.flying.items()) if peer == rank and queue]
-        for queue in self._random.sample(links, len(links)):
-            for _ in range(self._random.randint(0, len(queue))):
-                self._workers[rank].port.inbox.append(queue.popleft().arrive(self._job.torch_dtype))
+        """Moves some of what is in flight to a worker into its inbox."""
+        self._workers[rank].port.inbox.extend(self._wires.arrivals(rank))
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        """A worker's message begins its way."""
+        self.at_message(sender, message, SENDER)
+        self._wires.put(sender, peer, message, payload)
+        if peer == CONTROLLER and not isinstance(message, m.FinalPages):
+            self._note(sender, "->", message)
+        if then := self.after_message(sender, message, SENDER):
+            self.strike(sender, then, out=(sender, peer))
+
+    def at_message(self, rank: int, message: m.Message, side: str) -> None:
+        """What happens to the worker before it sends or takes a message."""
+        if self._started and rank not in self._lost:
+            fault = self.plan.at_message(type(message).__name__, side, after=False)
+            if fault is not None:
+                self.strike(rank, fault)
+
+    def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None:
+        """What is to happen to the worker after it has sent or taken a message."""
+        if not self._started or rank in self._lost:
+            return None
+        return self.plan.at_message(type(message).__name__, side, after=True)
 
     def _to_controller(self) -> None:
-        links = [queue for (_, peer), queue in sorted(self.flying.items()) if peer == CONTROLLER and queue]
-        for queue in self._random.sample(links, len(links)):
-            for _ in range(self._random.randint(0, len(queue))):
-                self._report(queue.popleft().arrive(self._job.torch_dtype))
+        if self._turn < self._paused:
+            return
+        for incoming in self._wires.arrivals(CONTROLLER):
+            self._report(incoming)
         for notice in [n for n in self._notices if n[0] <= self._turn]:
             self._notices.remove(notice)
             self._perform(notice[1]())
+        if self._turn % _CHECKED_EVERY == 0 and not self._notices:  # as heartbeats would tell
+            for rank in [r for r in self._lost if r in self._controller.addresses and r not in self._workers]:
+                self._perform(self._controller.lost(rank, "silent"))
 
     # ---- workers
 
     def _spawn(self, rank: int) -> None:
-        port = _ListPort(rank, self)
-        self._workers[rank] = _Worker(rank, port)
-        port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
+        port = ListPort(rank, self)
+        worker = self._workers[rank] = _Worker(rank, port)
+        if self._uneven:
+            worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
+        try:
+            port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
+        except _Killed as killed:
+            self._kill(rank, *killed.args)
 
-    def _begin(self, worker: _Worker, place: m.Place, early: list[Incoming]) -> None:
-        """The worker becomes a member; what came before its PLACE is not lost."""
-        rank = worker.rank
-        worker.port.inbox.extendleft(reversed(early))
-        model = self._make_model()
+    def _begin(self, worker: _Worker, place: m.Place) -> None:
+        """The worker becomes a member."""
+        rank, model = worker.rank, self._make_model()
+
+        def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
+            made = self._make_model().layers
+            return {layer: made[layer] for layer in layers}
 
         worker.executor = Executor(
             rank,
             self._job,
             self._description.layout,
             Epoch.of(self._healthy, place),
-            lambda layers: {layer: self._make_model().layers[layer] for layer in layers},
+            modules,
             model.loss,
             self._description.inits,
             self._train,
@@ -203,52 +245,86 @@ class LocalCluster:
         """One turn of a worker."""
         try:
             if worker.running is None:
-                early = worker.port.take()
-                at = next((i for i, e in enumerate(early) if isinstance(e.message, m.Place)), None)
-                if at is None:
-                    worker.port.inbox.extend(early)
+                self.deliver_some(worker.rank)
+                inbox = worker.port.inbox
+                at = next((i for i, e in enumerate(inbox) if isinstance(e.message, m.Place)), None)
+                if at is None:  # what came before its PLACE is not lost
                     return
-                place = early.pop(at).message
+                place = worker.port.take_one(at).message
                 assert isinstance(place, m.Place)
-                self._begin(worker, place, early)
+                self._begin(worker, place)
             assert worker.running is not None
             worker.waiting = next(worker.running)
-        except _Killed:
-            self._kill(worker.rank)
+        except _Killed as killed:
+            self._kill(worker.rank, *killed.args)
+        except Exception as error:
+            if worker.rank not in self._lost or worker.rank in self._controller.members:
+                raise
+            self._note(worker.rank, "is fenced and ends:", repr(error))
+            del self._workers[worker.rank]
 
     def _visit(self, worker: _Worker, point: Point, step: int) -> None:
-        worker.passed[point, step] += 1
-        for fault in self._faults:
-            here = (fault.rank, fault.step, fault.point) == (worker.rank, step, point.value)
-            if here and worker.passed[point, step] == fault.count:
-                self._faults.remove(fault)
-                self._strike(worker, fault)
+        if worker.rank not in self._lost:
+            for fault in self.plan.at_point(worker.rank, point, step):
+                self.strike(worker.rank, fault)
 
-    def _strike(self, worker: _Worker, fault: Fault) -> None:
-        later = self._turn + self._random.randint(0, 60)
-        rank = worker.rank
-        if fault.kind in ("join", "replace"):
-            self._spawn(self._next_rank)
+    def strike(self, rank: int, fault: AnyFault, out: Link | None = None) -> None:
+        """A fault happens to a worker. Raises _Killed if that is its end.
+
+        Args:
+            out: what is on this link is out already, whatever becomes of the worker.
+        """
+        if rank in self._lost:
+            return
+        self.plan.struck(self._turn)
+        self._note("FAULT", rank, fault)
+        later, kind = self._turn + self._random.randint(0, 60), fault.kind
+        if kind in LOSSES:
+            self._lost.append(rank)
+            self._window.append(rank)
+        if kind in ("join", "replace"):
             self._next_rank += 1
-        if fault.kind == "term":
+            self._spawn(self._next_rank - 1)
+        if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
+            executor.replica.state.flip_a_bit()
+        if kind == "pause":
+            self._paused = self._turn + fault.turns
+        if kind == "term":
+            self._leaving.add(rank)
             self._notices.append((later, lambda: self._controller.drain(rank, "asked to leave")))
-        if fault.kind in ("kill", "replace"):
+        if kind in ("kill", "replace"):
             self._notices.append((later, lambda: self._controller.lost(rank, "killed")))
-            raise _Killed
-        if fault.kind == "stop":
+            raise _Killed(out)
+        if kind == "stop":
             self._notices.append((later, lambda: self._controller.lost(rank, "hangs")))
-            worker.asleep = 400
+            self._workers[rank].asleep = fault.turns
+            self._wires.freeze(rank)
 
-    def _kill(self, rank: int) -> None:
+    def _strike_next(self) -> None:
+        """A fault that follows another one."""
+        settled = self._controller.settled and not self._notices
+        fault = self.plan.due(self._turn, settled) if self.plan.waits else None
+        if fault is None:
+            return
+        able = [rank for rank in self._controller.members if rank in self._workers and rank not in self._lost]
+        if fault.whom == "mirror" and self._lost:
+            runs = all_runs(self._controller.placement.holder_runs(self._description.layout))
+            peers = {rank for run in runs if self._lost[-1] in run.holders for rank in run.holders}
+            able = [rank for rank in able if rank in peers] or able
+        if fault.whom == "newcomer" and self._next_rank - 1 in self._workers:
+            able = [self._next_rank - 1]
+        if not able:
+            return
+        rank = self._random.choice(able)
+        try:
+            self.strike(rank, fault)
+        except _Killed as killed:
+            self._kill(rank, *killed.args)
+
+    def _kill(self, rank: int, out: Link | None = None) -> None:
         """The process is gone; of what it had not got out, each link delivers some first part."""
         del self._workers[rank]
-        for (sender, peer), queue in self.flying.items():
-            if sender == rank:
-                keep = self._random.randint(0, len(queue))
-                while len(queue) > keep:
-                    queue.pop()
-            if peer == rank:
-                queue.clear()
+        self._wires.cut(rank, out)
 
     # ---- the controller
 
@@ -258,18 +334,26 @@ class LocalCluster:
             case m.Ready():
                 self._perform(controller.ready(message))
             case m.Applied():
+                before = self._applied.setdefault(message.rank, message.step - 1)
+                assert message.step == before + 1, f"worker {message.rank} applied {message.step} after {before}"
+                self._applied[message.rank] = message.step
                 self._perform(controller.applied(message))
             case m.Status():
                 self._perform(controller.status(message))
             case m.Learned():
                 self._perform(controller.learned(message))
+            case m.Damaged():
+                self._perform(controller.damaged(message))
+            case m.Fingerprints():
+                found = self.copies.add(message)
+                assert not found, f"copies differ: {found}"
             case m.ValidationLoss():
                 self._perform(controller.validation(message))
             case m.Finished():
                 self._perform(controller.finished(message))
             case m.FinalPages():
                 assert incoming.payload is not None
-                collect_pages(self._description.layout, message, incoming.payload, self._result.weights)
+                collect_pages(self._description.layout, message, incoming.payload, self.result.weights)
             case _:
                 raise AssertionError(f"the controller got {message}")
 
@@ -278,22 +362,25 @@ class LocalCluster:
             match effect:
                 case Send(rank, message):
                     if rank in self._workers:
-                        queue = self.flying.setdefault((CONTROLLER, rank), deque())
-                        queue.append(_Flying(CONTROLLER, m.encode(message), None))
+                        self._wires.put(CONTROLLER, rank, message, None)
+                        self._note("->", rank, message)
                 case Evict(rank, lost):
                     if not lost:
                         self._workers.pop(rank, None)
                 case Committed(applied):
-                    self._result.losses.append(applied.loss.hex())
-                    self._result.norms.append(applied.grad_norm.hex())
+                    self.result.losses.append(applied.loss.hex())
+                    self.result.norms.append(applied.grad_norm.hex())
                 case ValidationDone(step, total):
-                    self._result.validation[step] = total
+                    self.result.validation[step] = total
                 case EpochBegun():
-                    self._result.epochs.append(effect)
+                    self.result.epochs.append(effect)
+                    self._note("EPOCH", effect)
                 case Done():
                     self._done = True
                 case Unrecoverable():
-                    raise LostStateError(effect)
+                    gone = {*self._lost, *self._leaving}
+                    left = sum(rank not in gone for rank in self._controller.members)
+                    raise LostStateError(effect, len(self._window), left)
 
     def run(self) -> Trained:
         """All steps.
@@ -311,18 +398,35 @@ class LocalCluster:
                 assert self._notices, "no worker is left"
                 self._turn = max(self._turn, min(turn for turn, _ in self._notices))
                 continue
-            worker = self._workers[self._random.choice(sorted(self._workers))]
+            worker = self._workers[self._next_worker()]
             if worker.asleep:
                 worker.asleep -= 1
+                if not worker.asleep:
+                    self._wires.thaw(worker.rank)
                 continue
             self._advance(worker)
-            now = (sum(map(len, self.flying.values())), len(self._notices), self._controller.version)
+            now = (self._wires.num_flying, len(self._notices), self._controller.version)
             waits = {rank: w.waiting for rank, w in self._workers.items()}
             idle = idle + 1 if (now, waits) == before else 0
             before = (now, waits)
-            assert not self._workers or idle < _PATIENCE * len(self._workers), (
-                f"nothing moves: {waits}, {now}, {self._controller}"
-            )
+            stuck = self._workers and idle >= _PATIENCE * len(self._workers)
+            assert not stuck, f"nothing moves: {waits}, {now}, {self._controller}"
+            self._look()
+        self.result.turns = self._turn
         executors = {rank: w.executor for rank, w in self._workers.items() if w.executor is not None}
-        self._result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
-        return self._result
+        self.result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
+        return self.result
+
+    def _next_worker(self) -> int:
+        ranks = sorted(self._workers)
+        if not self._uneven:
+            return self._random.choice(ranks)
+        return self._random.choices(ranks, [self._workers[rank].pace for rank in ranks])[0]
+
+    def _look(self) -> None:
+        """What must be true at any time; and faults that come by themselves."""
+        at = [w.executor.version for r in self._controller.members if (w := self._workers.get(r)) and w.executor]
+        assert not at or max(at) - min(at) <= 1, f"members are at versions {at}"
+        if self._window and self._controller.settled and not self._notices:
+            self._window.clear()
+        self._strike_next()

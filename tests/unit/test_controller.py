@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_spmd import controller as module
+from elaswave_spmd import losses
 from elaswave_spmd.assembly import RunPlan, plan_run
 from elaswave_spmd.controller import Controller, data_spec
 from elaswave_spmd.data import PreparedData, prepare_data
@@ -22,79 +23,13 @@ from elaswave_spmd.runtime import descriptors
 from elaswave_spmd.runtime.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.mailbox import Mailbox
 from elaswave_spmd.runtime.zygote import Exited, Zygote
-from elaswave_spmd.settings import Settings
-
-Script = Callable[["Workers"], None]
+from tests.unit.made_up_workers import Script, Workers, settings_in
 
 
-class Workers:
-    """In the zygote's place: two workers that do what `script` says once both have been asked for."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.ended: list[Exited] = []  # what `poll` says next
-        self.unreaped: list[Exited] = []  # what the zygote would find if it looked now
-        self.stopped = False
-        self._read, self._write = os.pipe()
-        self._links: dict[int, Links] = {}
-
-    def ready(self) -> None: ...
-
-    def spawn(self, rank: int, spec: dict[str, Any]) -> None:
-        self._links[rank] = Links(rank, Mailbox(), directory=spec["directory"], token=bytes.fromhex(spec["token"]))
-        self._links[rank].connect(CONTROLLER, spec["controller"])
-        if rank == 1:
-            self.script(self)
-
-    def say(self, message: m.Ready | m.Failed | m.Finished) -> None:
-        assert not self._links[message.rank].wait_connected([CONTROLLER], 10)
-        self._links[message.rank].send(CONTROLLER, m.encode(message))
-
-    def start(self, *ranks: int) -> None:
-        for rank in ranks:
-            self.say(m.Ready(rank, self._links[rank].address))
-
-    def end(self, *exits: Exited) -> None:
-        self.ended += exits
-        os.write(self._write, b"\n")
-
-    def fileno(self) -> int:
-        return self._read
-
-    def poll(self) -> list[Exited]:
-        found, self.ended = self.ended, []
-        return found
-
-    def signal(self, rank: int, number: int) -> bool:
-        assert number == 0
-        self.end(*self.unreaped)
-        return True
-
-    def stop(self, grace_s: float = 2.0) -> None:
-        self.stopped = True
-        for links in self._links.values():
-            links.close()
-        os.close(self._read)
-        os.close(self._write)
-
-
-def settings_in(folder: Path) -> Settings:
-    (folder / "text.txt").write_text("a few words for a model that is never trained. " * 40)
-    return Settings.from_dict(
-        {
-            "mesh": {"dp": 2},
-            "model": {"target": "mlp", "layers": 1, "d_model": 8, "heads": 1},
-            "data": {"name": "text", "path": str(folder / "text.txt"), "cache": str(folder / "cache")},
-            "train": {"seq_len": 8, "global_batch": 4, "steps": 2},
-            "unit": {"size": 2},
-            "run": {"dir": str(folder / "run"), "tensorboard": False},
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, PreparedData]:
-    settings = settings_in(tmp_path_factory.mktemp("controller"))
+@pytest.fixture(scope="module", params=[True, False], ids=["elastic", "not elastic"])
+def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, PreparedData]:
+    """While the first workers start, a loss ends every run."""
+    settings = settings_in(tmp_path_factory.mktemp("controller"), enabled=request.param)
     data = prepare_data(data_spec(settings))
     return plan_run(settings, data), data
 
@@ -139,10 +74,11 @@ def test_workers_that_do_not_start_are_named(end) -> None:
 def test_workers_that_have_started_have_time(end) -> None:
     def slow(workers: Workers) -> None:
         workers.start(0, 1)
-        Timer(0.6, workers.say, [m.Failed(0, "late")]).start()
+        for rank in (0, 1):  # one is enough where the run is not elastic
+            Timer(0.6 + rank / 10, workers.say, [m.Failed(rank, "late", 1)]).start()
 
     error, _ = end(slow, start_timeout_s=0.3)
-    assert isinstance(error, WorkerError) and error.report == "late"
+    assert isinstance(error, WorkerError) and (error.rank, error.report) == (0, "late")
 
 
 def test_a_killed_worker_is_the_cause_not_what_others_say_of_it(end) -> None:
@@ -174,7 +110,7 @@ def test_a_report_is_shown_where_nobody_was_killed(end) -> None:
 
 
 def test_an_exit_without_a_report_waits_only_for_its_own(end, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LAST_WORDS_S", 0.3)
+    monkeypatch.setattr(losses, "_LAST_WORDS_S", 0.3)
 
     def script(workers: Workers) -> None:
         workers.end(Exited(rank=1, pid=77, code=7, signal=None))
@@ -198,7 +134,7 @@ def test_every_end_leaves_its_reason(end, error: BaseException, message: str) ->
 def test_pages_that_never_came_are_missed(end) -> None:
     def script(workers: Workers) -> None:
         for rank in (0, 1):
-            workers.say(m.Finished(rank, {}, 0))
+            workers.say(m.Finished(rank, 0, {}, 0))
 
     error, _ = end(script)
     assert isinstance(error, RunError) and "pages of the trained weights have not come" in str(error)

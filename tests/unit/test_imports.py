@@ -32,11 +32,15 @@ ALLOWED = {
     "settings": "checks elastic_settings errors mesh recovery runtime_settings",
     "runtime": "errors keyed mesh sharding scheduling recovery models",
     "testing": "errors keyed mesh sharding scheduling recovery models data runtime",
+    "ctl": "errors mesh observe",
     "simulator": "errors keyed mesh sharding scheduling recovery",
 }
-TOP = ("agent", "assembly", "controller", "launching", "summary", "worker")
+TOP = (
+    *("agent", "assembly", "chaos", "control", "controller", "epoch_events", "launching", "losses", "summary"),
+    *("supervision", "worker"),
+)
 OUTSIDE = ("cli", "__main__", "__init__")
-WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli")
+WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The controller's half: places once, believes nobody who disagrees, adds up validations."""
+"""The controller's half between changes of the mesh: places once, believes nobody who disagrees, adds up validations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import math
 import pytest
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery import ControllerProtocol
-from elaswave_spmd.recovery.messages import Applied, Ready, ValidationLoss
-from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding import Shardings
-
-PLACEMENT = Placement(Mesh.initial(MeshShape.of_stages((2, 1))), 5, (0, 1, 3), ((3, 2), (5,)), Shardings())
+from elaswave_spmd.recovery.controller_protocol import Committed, Done, Send, ValidationDone
+from elaswave_spmd.recovery.messages import Applied, Finished, Place, Ready, Validated, ValidationLoss
+from tests.unit.recovery.controller_cases import make, places, started
 
 
 def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> Applied:
@@ -21,42 +17,39 @@ def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> A
 
 
 def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
-    protocol = ControllerProtocol(PLACEMENT)
-    assert protocol.ready(Ready(2, "c")) is None and protocol.ready(Ready(0, "a")) is None
-    assert protocol.ready(Ready(0, "a")) is None, "one member twice is one member"
-    place = protocol.ready(Ready(1, "b"))
-    assert place is not None
-    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (
-        0,
-        ((0, 1), (2,)),
-        (0, 1, 3),
-        ((3, 2), (5,)),
+    protocol = make()
+    assert protocol.ready(Ready(2, "c")) == [] and protocol.ready(Ready(0, "a")) == []
+    assert protocol.ready(Ready(0, "a")) == [], "one member twice is one member"
+    effects = protocol.ready(Ready(1, "b"))
+    assert [e.rank for e in effects if isinstance(e, Send)] == [0, 1, 2] and len(effects) == 3
+    assert places(effects)[0] == places(effects)[1] == places(effects)[2]
+    assert places(effects)[0] == Place(
+        0, ((0, 1), (2,)), (0, 1, 3), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}, (), version=0, work=None, validate=-1
     )
-    assert place.addresses == {0: "a", 1: "b", 2: "c"}
 
 
 def test_a_step_is_committed_once_at_its_first_report() -> None:
-    protocol = ControllerProtocol(PLACEMENT)
+    protocol = started()
     first = applied(1)
-    assert protocol.applied(first) is first and protocol.version == 1
-    assert protocol.applied(applied(0)) is None and protocol.applied(applied(2)) is None
+    assert protocol.applied(first) == [Committed(first)] and protocol.version == 1
+    assert protocol.applied(applied(0)) == [] and protocol.applied(applied(2)) == []
     second = applied(2, step=2, loss=1.25)
-    assert protocol.applied(second) is second
-    assert protocol.applied(applied(0, step=2, loss=1.25)) is None
+    assert protocol.applied(second) == [Committed(second)]
+    assert protocol.applied(applied(0, step=2, loss=1.25)) == []
 
 
 @pytest.mark.parametrize(
     "wrong", [applied(0, loss=math.nextafter(1.5, 2)), applied(0, norm=math.nextafter(0.5, 0)), applied(0, loss=-1.5)]
 )
 def test_workers_that_disagree_by_one_bit_end_the_run(wrong: Applied) -> None:
-    protocol = ControllerProtocol(PLACEMENT)
+    protocol = started()
     protocol.applied(applied(2))
     with pytest.raises(RunError, match="workers 2 and 0 disagree about step 1"):
         protocol.applied(wrong)
 
 
 def test_a_late_report_of_the_step_before_is_compared_too() -> None:
-    protocol = ControllerProtocol(PLACEMENT)
+    protocol = started()
     protocol.applied(applied(1))
     protocol.applied(applied(1, step=2))
     with pytest.raises(RunError):
@@ -65,10 +58,10 @@ def test_a_late_report_of_the_step_before_is_compared_too() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_equal_values_that_are_not_finite_agree(value: float) -> None:
-    protocol = ControllerProtocol(PLACEMENT)
+    protocol = started()
     first = both(applied(0), value)
-    assert protocol.applied(first) is first
-    assert protocol.applied(both(applied(1), value)) is None
+    assert protocol.applied(first) == [Committed(first)]
+    assert protocol.applied(both(applied(1), value)) == []
 
 
 def both(message: Applied, value: float) -> Applied:
@@ -76,24 +69,65 @@ def both(message: Applied, value: float) -> Applied:
 
 
 def test_reports_are_forgotten_after_a_while() -> None:
-    protocol = ControllerProtocol(PLACEMENT)
+    protocol = started()
     for step in range(1, 50):
         for rank in (0, 1, 2):
             protocol.applied(applied(rank, step))
     assert len(protocol._reports) <= 4
 
 
+# ---- validations
+
+
+def totals(effects: object) -> list[tuple[int, float]]:
+    assert isinstance(effects, list)
+    return [(effect.step, effect.total) for effect in effects if isinstance(effect, ValidationDone)]
+
+
 def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
     losses = [1e16, 1.0, 1.0, -1e16, 0.25]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
-        protocol = ControllerProtocol(PLACEMENT, num_validation_units=5)
+        protocol = started(num_validation_units=5)
         results = [protocol.validation(ValidationLoss(7, 2, (u,), (losses[u],))) for u in order]
-        assert results == [None] * 4 + [(7, 2.25)]
+        assert results[:4] == [[]] * 4 and totals(results[4]) == [(7, 2.25)]
+        assert results[4][1:] == [Send(rank, Validated(7)) for rank in (0, 1, 2)], "training may go on"
 
 
 def test_validations_of_two_steps_do_not_mix() -> None:
-    protocol = ControllerProtocol(PLACEMENT, num_validation_units=2)
-    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) is None
-    assert protocol.validation(ValidationLoss(2, 2, (0, 1), (3.0, 4.0))) == (2, 7.0)
-    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) is None, "the same unit twice is one unit"
-    assert protocol.validation(ValidationLoss(1, 2, (1,), (2.0,))) == (1, 3.0)
+    """Validation t + 1 is begun only after t is complete: late losses of an older one are void."""
+    protocol = started(num_validation_units=2)
+    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == []
+    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == [], "the same unit twice is one unit"
+    assert totals(protocol.validation(ValidationLoss(1, 2, (1,), (2.0,)))) == [(1, 3.0)]
+    assert protocol.validation(ValidationLoss(2, 1, (0,), (8.0,))) == []
+    assert protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0))) == [], "run again by those that came later"
+    assert totals(protocol.validation(ValidationLoss(2, 2, (1,), (4.0,)))) == [(2, 12.0)]
+    assert not protocol._validation
+
+
+def test_a_unit_that_is_validated_again_after_a_loss_counts_once() -> None:
+    protocol = started(num_validation_units=2)
+    protocol.validation(ValidationLoss(1, 0, (0,), (1.0,)))
+    assert totals(protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0)))) == [(1, 3.0)]
+
+
+# ---- the end
+
+
+def finished(rank: int, epoch: int = 0) -> Finished:
+    return Finished(rank, epoch, {}, 0)
+
+
+def test_a_run_is_done_when_all_members_have_finished_in_the_present_epoch() -> None:
+    protocol = started()
+    assert protocol.finished(finished(0)) == [] and protocol.finished(finished(0)) == []
+    assert protocol.finished(finished(2)) == []
+    assert protocol.finished(finished(1)) == [Done()]
+
+
+def test_nobody_is_done_while_the_mesh_changes() -> None:
+    """The final pages of a lost primary are sent again, by others."""
+    protocol = started()
+    protocol.finished(finished(0))
+    protocol.lost(1, "killed")
+    assert protocol.finished(finished(2)) == []

@@ -230,7 +230,10 @@ def test_norm_values_are_kept_for_two_versions() -> None:
         entries(protocol, step)
         protocol.computed(step)
         protocol.vote_received(vote(step))
-    assert sorted(protocol._norms) == [2, 3]
+        assert sorted(protocol._norms) == sorted(protocol._losses) == [step], "a promoted mirror votes with them"
+        assert protocol.norms_at(step, OWN.key) == (9.0, 7.0) and protocol.loss_at(step) == 2.5
+    entries(protocol, 4)
+    assert sorted(protocol._norms) == [3, 4]
 
 
 def test_held_runs_are_in_layer_and_page_order() -> None:

@@ -30,9 +30,6 @@ class Cluster:
             rank: GradientReducer(
                 rank,
                 layout,
-                runs,
-                placement.layers_of_stage(placement.mesh.stage_of(rank)),
-                placement.units_of(rank),
                 placement.num_units,
                 sharded=bool(placement.shardings.grads.axes),
                 add_in_place=in_place,
@@ -41,6 +38,8 @@ class Cluster:
             )
             for rank in placement.mesh.members
         }
+        for rank, reducer in self.reducers.items():
+            reducer.bind(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
 
     def _entry_done(self, step: int, run: HolderRun, entry: Tensor) -> None:
         assert (step, run) not in self.entries, "an entry is completed once"
@@ -50,6 +49,8 @@ class Cluster:
         """All units of a step, in any order, interleaved with deliveries, some of them twice."""
         p = self.placement
         todo = {rank: list(p.units_of(rank)) for rank in p.mesh.members}
+        for rank, reducer in self.reducers.items():
+            reducer.begin_step(step, p.units_of(rank))
         for units in todo.values():
             self.draw.shuffle(units)
         while any(todo.values()) or self.flying:

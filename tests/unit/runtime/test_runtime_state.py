@@ -43,7 +43,8 @@ def states(workers: int, zero: int, *, separate: bool, dtype: torch.dtype, sgd: 
         values = {layer.index: ValueBuffer(layer, Empty(layer), dtype) for layer in LAYOUT.layers}
         held = [run for of_layer in runs.values() for run in of_layer if rank in run.holders and not is_loss(run)]
         optimizer = SGD(0.1) if sgd else AdamW()
-        found[rank] = HeldState(held, values, optimizer, separate_master=separate)
+        found[rank] = HeldState(LAYOUT, optimizer, separate_master=separate)
+        found[rank].rebind(held, values)
         found[rank].initialise(draw)
     return found
 
@@ -149,7 +150,16 @@ def test_keeping_advances_the_version_only() -> None:
 
 def test_bytes_of_state_are_those_of_the_pages() -> None:
     total = sum(layer.num_state_elements for layer in LAYOUT.layers)
-    counted = [state.num_bytes() for state in states(3, 1, separate=True, dtype=torch.float32).values()]
+    of_workers = states(3, 1, separate=True, dtype=torch.float32)
+    counted = [state.num_bytes(rank) for rank, state in of_workers.items()]
     assert sum(c["master"] for c in counted) == 4 * total and sum(c["optimizer"] for c in counted) == 8 * total
+    assert not any(c["mirror_master"] or c["mirror_optimizer"] for c in counted), "nothing is mirrored"
     page = LAYOUT.page_size * 4 * len(LAYOUT.layers)
     assert max(c["master"] for c in counted) - min(c["master"] for c in counted) <= page
+
+
+def test_bytes_of_mirrors_are_counted_apart() -> None:
+    total = sum(layer.num_state_elements for layer in LAYOUT.layers)
+    counted = [state.num_bytes(rank) for rank, state in states(3, 0, separate=True, dtype=torch.float32).items()]
+    assert sum(c["master"] for c in counted) == 4 * total and sum(c["mirror_master"] for c in counted) == 8 * total
+    assert sum(c["optimizer"] for c in counted) == 8 * total and sum(c["mirror_optimizer"] for c in counted) == 16 * total

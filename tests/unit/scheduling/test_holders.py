@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from elaswave_spmd.mesh import Topology
 from elaswave_spmd.scheduling.holders import (
     HolderRun,
     adopt,
@@ -19,6 +20,8 @@ from elaswave_spmd.scheduling.holders import (
     unsurvived_text,
     with_learners,
 )
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.sharding.pages import LayerUse, ParameterInfo, lay_out
 
 
 def test_a_run_and_its_receivers():
@@ -83,3 +86,16 @@ def test_rows_share_sets_and_keep_empty_layers():
     found = from_rows(rows)
     assert found == holders and len({id(run.holders) for run in all_runs(found)}) == 1
     assert from_rows(()) == {}
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 2), (0, 0, 1, 1, 2, 2)])
+def test_where_hosts_allow_it_no_mirror_lies_on_its_primarys_host(hosts: tuple[int, ...]) -> None:
+    """Also with the default width of copysets, which would reach back to the primary's own host."""
+    topology = Topology.of({rank: (f"host{host}",) for rank, host in enumerate(hosts)})
+    layout = lay_out(
+        [LayerUse("a", (ParameterInfo("a.w", (64 * 64,)),)), LayerUse("b", (ParameterInfo("b.w", (999,)),))]
+    )
+    stages = (tuple(range(len(hosts))),)
+    holders = deal_holders(layout, stages, (0, 2), replicated=False, topology=topology, mirror_count=1, scatter=0)
+    for run in (run for runs in holders.values() for run in runs):
+        assert not any(topology.same_domain(run.primary, mirror) for mirror in run.mirrors), run

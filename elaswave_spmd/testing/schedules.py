@@ -1,0 +1,247 @@
+"""Seeded random runs of the whole product in one process, with losses, newcomers and delays at any message.
+
+A schedule is drawn from a seed: mesh, sharding, placement, pace, faults. It must end with the bits of the undisturbed
+run. `python -m elaswave_spmd.testing.schedules --count 1000` runs them and prints where workers were lost.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.topology import Topology
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.testing.cluster import LocalCluster, LostStateError, Trained
+from elaswave_spmd.testing.faults import AnyFault, Cell
+from elaswave_spmd.testing.stories import draw_faults
+from elaswave_spmd.testing.tiny import TRAIN, VALIDATION, TinyRun
+
+MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run.
+
+    Args:
+        seed: of everything that is drawn, the order of messages included.
+        run: the arithmetic.
+        mesh, zero: the healthy mesh, and how state is sharded.
+        mirror_count, scatter: of holders.
+        hosts: failure domains that the workers are spread over.
+        dealt: pages, layers and units as dealt to a new mesh; else at random.
+        uneven: some workers and links are slow.
+        faults: what happens.
+    """
+
+    seed: int
+    run: TinyRun = TinyRun()
+    mesh: str = "dp4"
+    zero: int = 1
+    mirror_count: int = 1
+    scatter: int = 0
+    hosts: int = 1
+    dealt: bool = True
+    uneven: bool = False
+    faults: tuple[AnyFault, ...] = ()
+
+    @classmethod
+    def draw(cls, seed: int) -> Schedule:
+        """The schedule of a seed."""
+        r = random.Random(seed)
+        run = TinyRun(
+            blocks=r.choice((1, 1, 2)),
+            tied=r.random() < 0.3,
+            dtype=r.choice(("fp32", "fp32", "fp32", "bf16")),
+            units=r.choice((3, 4, 5, 6)),
+            steps=r.choice((3, 4, 4)),
+            checkpointing=r.random() < 0.1,
+        )
+        mesh = r.choice(MESHES)
+        workers = sum(MeshShape.parse(mesh).stage_sizes)
+        faults, longer = draw_faults(r, workers, run.steps)
+        return cls(
+            seed=seed,
+            run=replace(run, steps=run.steps + longer),
+            mesh=mesh,
+            zero=r.randrange(4),
+            mirror_count=r.choice((1, 1, 2)),
+            scatter=r.choice((0, 0, 1, 2)),
+            hosts=r.choice((1, 1, 1, 2)),
+            dealt=r.random() < 0.5,
+            uneven=r.random() < 0.5,
+            faults=faults,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the first epoch, with its holders."""
+        layout, shardings = self.run.description.layout, self.run.shardings.with_zero(self.zero)
+        mesh = Mesh.initial(MeshShape.parse(self.mesh))
+        if self.hosts > 1:
+            mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
+        found = place(mesh, layout, shardings, self.run.units)
+        draw = random.Random(f"placement {self.seed}")
+        if not self.dealt:
+            found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
+        holders = deal_holders(
+            layout,
+            mesh.stages,
+            found.layer_cuts,
+            replicated=not shardings.optim.axes,
+            topology=mesh.topology,
+            mirror_count=self.mirror_count,
+            scatter=self.scatter,
+        )
+        if not self.dealt and shardings.optim.axes:
+            holders = _drawn_holders(draw, holders, mesh.members, self.mirror_count)
+        return replace(found, holders=holders)
+
+    def __str__(self) -> str:
+        faults = "".join(f"\n  {fault}" for fault in self.faults)
+        return f"{replace(self, faults=())}{faults}"
+
+
+def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[str, tuple]:
+    """Layers and units anywhere."""
+    cuts = (0, *sorted(draw.sample(range(1, layers), placement.num_stages - 1)), layers)
+
+    def counts(workers: int) -> tuple[int, ...]:
+        at = sorted(draw.randint(0, placement.num_units) for _ in range(workers - 1))
+        return tuple(b - a for a, b in zip((0, *at), (*at, placement.num_units), strict=True))
+
+    return {"layer_cuts": cuts, "unit_counts": tuple(counts(len(ranks)) for ranks in placement.mesh.stages)}
+
+
+def _drawn_holders(draw: random.Random, holders: HolderMap, members: Sequence[int], mirror_count: int) -> HolderMap:
+    """The same pages in other runs, held by anybody."""
+    held = min(mirror_count + 1, len(members))
+
+    def cut(run: HolderRun) -> list[HolderRun]:
+        inside = range(run.first + 1, run.stop)
+        at = [run.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), run.stop]
+        pieces = []
+        for first, stop in zip(at, at[1:], strict=False):
+            ranks = draw.sample(list(members), held)
+            pieces.append(HolderRun(run.layer, first, stop, ranks[0], frozenset(ranks)))
+        return pieces
+
+    return {layer: tuple(piece for run in runs for piece in cut(run)) for layer, runs in holders.items()}
+
+
+# ---- running
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must be equal, bit for bit."""
+
+    losses: tuple[str, ...]
+    norms: tuple[str, ...]
+    validation: tuple[tuple[int, str], ...]
+    weights: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def of(cls, trained: Trained) -> Outcome:
+        return cls(
+            tuple(trained.losses),
+            tuple(trained.norms),
+            tuple((step, loss.hex()) for step, loss in sorted(trained.validation.items())),
+            tuple((name, array.tobytes()) for name, array in sorted(trained.weights.items())),
+        )
+
+
+@cache
+def undisturbed(run: TinyRun) -> Outcome:
+    """What the run gives on one worker when nothing happens."""
+    schedule = Schedule(0, run.key, mesh="single")
+    return Outcome.of(_cluster(schedule).run())
+
+
+def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> LocalCluster:
+    run = schedule.run
+    return LocalCluster(
+        run.job(),
+        schedule.placement,
+        run.description,
+        run.make_model,
+        TRAIN,
+        VALIDATION,
+        seed=schedule.seed,
+        faults=schedule.faults,
+        policy=Policy(mirror_count=schedule.mirror_count, mirror_scatter=schedule.scatter),
+        uneven=schedule.uneven,
+        trace=trace,
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a schedule ended.
+
+    Args:
+        how: "bits" (all as undisturbed), "lost" (state that nobody held any more), or "" with a failure.
+        failure: what was wrong, in a form that equal causes share.
+        detail: more of it.
+        struck: faults that did happen.
+        lost_at: where workers were killed.
+        epochs: changes of the mesh.
+    """
+
+    how: str
+    failure: str = ""
+    detail: str = ""
+    struck: int = 0
+    lost_at: Counter[Cell] = field(default_factory=Counter)
+    epochs: int = 0
+    turns: int = 0
+
+
+def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
+    """Runs it to its end and looks at all that must hold. Whatever goes wrong is in the answer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker: part of a run's identity
+    cluster = None
+    try:
+        wanted = undisturbed(schedule.run.key)
+        cluster = _cluster(schedule, trace)
+        how, failure, detail = _judge(schedule, cluster, wanted)
+    except Exception as error:
+        how, failure, detail = "", _classified(error), "".join(traceback.format_exception(error))
+    finally:
+        torch.set_num_threads(threads)
+    if cluster is None:
+        return Ended(how, failure, detail)
+    trained, plan = cluster.result, cluster.plan
+    return Ended(how, failure, detail, plan.num_struck, plan.lost_at, len(trained.epochs), trained.turns)
+
+
+def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[str, str, str]:
+    try:
+        found = Outcome.of(cluster.run())
+    except LostStateError as lost:
+        if lost.left == 0 or lost.losses > schedule.mirror_count:
+            return "lost", "", str(lost)
+        return "", "state lost that had a holder left", f"{lost} after {lost.losses} losses"
+    for name in ("losses", "norms", "validation", "weights"):
+        if getattr(found, name) != getattr(wanted, name):
+            where = [i for i, pair in enumerate(zip(getattr(found, name), getattr(wanted, name))) if pair[0] != pair[1]]
+            return "", f"other bits: {name}", f"at {where}, {len(getattr(found, name))} of {len(getattr(wanted, name))}"
+    return "bits", "", ""
+
+
+def _classified(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    words = str(error).split(":")[0] if isinstance(error, AssertionError) else ""
+    return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {words[:60]}".strip()

@@ -1,0 +1,76 @@
+"""A bit flips in somebody's optimizer state: found before it is used, and repaired from another copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.recovery.copies import Copies
+from elaswave_spmd.runtime.describe import describe
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.testing import LocalCluster
+from elaswave_spmd.testing.faults import Fault
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    expected,
+    meta_model,
+    one_thread,
+    outcome,
+    placement_of,
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp4", 1), ("dp2_pp2", 2), ("dp3", 0), ("pp2", 1), ("dp2", 3)])
+@one_thread()
+def test_a_flipped_bit_is_located_and_repaired(mesh: str, zero: int, rank: int, dtype: str) -> None:
+    """The first run held by rank 0 is its own, by rank 1 mostly a mirror of it."""
+    run = Run(units=5, steps=6, dtype=dtype)
+    placement = placement_of(run, mesh, zero)
+    description = describe(meta_model(run.model), page_size=run.page_size)
+    holders = deal_holders(
+        description.layout,
+        placement.mesh.stages,
+        placement.layer_cuts,
+        replicated=not placement.shardings.optim.axes,
+        topology=placement.mesh.topology,
+        mirror_count=1,
+        scatter=0,
+    )
+    cluster = LocalCluster(
+        replace(run.job(), verify_every=1),
+        replace(placement, holders=holders),
+        description,
+        lambda: meta_model(run.model),
+        TRAIN,
+        VALIDATION,
+        faults=[Fault(3, "corrupt", rank, "backward")],
+        policy=Policy(mirror_count=1),
+    )
+    found: list[m.Damaged] = []
+    damaged = cluster._controller.damaged
+    cluster._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore
+    assert outcome(cluster.run()) == expected(run)
+    assert [(d.rank, d.step) for d in found] == [(rank, 3)], "found once, by its holder, before the step is applied"
+
+
+def test_two_copies_that_differ_are_seen_but_not_judged() -> None:
+    copies = Copies()
+    assert copies.add(m.Fingerprints(0, 4, ((1, 0, 2, b"a"), (1, 2, 3, b"x")))) == []
+    (found,) = copies.add(m.Fingerprints(1, 4, ((1, 0, 2, b"b"), (1, 2, 3, b"x"))))
+    assert (found.step, found.run, found.ranks, found.minority) == (4, (1, 0, 2), (0, 1), ())
+
+
+def test_of_three_copies_the_majority_is_right() -> None:
+    copies = Copies()
+    for rank, digest in ((0, b"a"), (1, b"b")):
+        found = copies.add(m.Fingerprints(rank, 4, ((1, 0, 2, digest),)))
+    assert found[0].minority == ()
+    (found,) = copies.add(m.Fingerprints(2, 4, ((1, 0, 2, b"a"),)))
+    assert found.minority == (1,)

@@ -1,0 +1,62 @@
+"""A controller protocol over three workers, (0, 1) and (2), and what its effects say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Effect, Send
+from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status, StepHeld
+from elaswave_spmd.scheduling.holders import HolderRun
+from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.pages import ModelLayout
+from tests.unit.runtime.runtime_cases import small_layout
+
+LAYOUT: ModelLayout = small_layout(64)
+STEPS = 20
+
+
+def placement(*stages: int, units: int = 5, zero: int = 0) -> Placement:
+    """Three layers on one, two or three stages."""
+    sizes = stages or (2, 1)
+    cuts = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}[len(sizes)]
+    counts = tuple(even_counts(units, size) for size in sizes)
+    return Placement(Mesh.initial(MeshShape.of_stages(sizes)), units, cuts, counts, Shardings().with_zero(zero))
+
+
+def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> ControllerProtocol:
+    return ControllerProtocol(placement(*stages, zero=zero), LAYOUT, steps, **options)
+
+
+def started(*stages: int, **options: Any) -> ControllerProtocol:
+    """All members listen and have their places."""
+    protocol = make(*stages, **options)
+    for rank in protocol.placement.mesh.members:
+        effects = protocol.ready(Ready(rank, f"at {rank}"))
+    assert places(effects).keys() == set(protocol.placement.mesh.members)
+    return protocol
+
+
+def places(effects: Iterable[Effect]) -> dict[int, Place]:
+    """Rank -> the PLACE that is sent to it."""
+    return {e.rank: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Place)}
+
+
+def prepares(effects: Iterable[Effect]) -> dict[int, Prepare]:
+    """Rank -> the PREPARE that is sent to it."""
+    return {e.rank: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Prepare)}
+
+
+def answer(protocol: ControllerProtocol, version: int = 0, *held: StepHeld) -> list[Effect]:
+    """All members answer the PREPARE under way, with the same; the effects of the last answer."""
+    effects: list[Effect] = []
+    for rank in protocol.changing:
+        assert not places(effects)
+        effects = protocol.status(Status(protocol._last_epoch, rank, version, held))
+    return effects
+
+
+def holders_of(protocol: ControllerProtocol) -> list[HolderRun]:
+    return [run for runs in protocol.placement.holder_runs(LAYOUT).values() for run in runs]

@@ -1,0 +1,280 @@
+"""The controller's half when workers go and come: PREPARE to the living, a STATUS from each, PLACE to the members."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaswave_spmd.recovery.controller_protocol import (
+    ControllerProtocol,
+    Done,
+    EpochBegun,
+    Evict,
+    Policy,
+    Send,
+    Unrecoverable,
+)
+from elaswave_spmd.recovery.messages import (
+    Applied,
+    Finished,
+    Learned,
+    Ready,
+    Status,
+    StepHeld,
+    Stop,
+    ValidationLoss,
+)
+from elaswave_spmd.scheduling.holders import from_rows
+from tests.unit.recovery.controller_cases import LAYOUT, STEPS, answer, holders_of, make, places, prepares, started
+
+
+def commit(protocol: ControllerProtocol, step: int) -> None:
+    for at in range(protocol.version + 1, step + 1):
+        protocol.applied(Applied(at, protocol.placement.mesh.epoch, 0, 1.0, 1.0, True))
+
+
+def begun(effects: list) -> EpochBegun:
+    (found,) = [effect for effect in effects if isinstance(effect, EpochBegun)]
+    return found
+
+
+# ---- losses
+
+
+def test_a_loss_is_answered_at_once() -> None:
+    protocol = started()
+    commit(protocol, 3)
+    effects = protocol.lost(1, "killed")
+    assert effects[0] == Evict(1, lost=True) and protocol.members == (0, 2)
+    assert {rank: (p.epoch, p.after) for rank, p in prepares(effects).items()} == {0: (1, -1), 2: (1, -1)}
+    assert protocol.lost(1, "again") == [], "a worker is lost once"
+    assert protocol.lost(77, "unknown") == []
+
+
+def test_a_loss_before_the_first_place_changes_nothing() -> None:
+    protocol = make()
+    protocol.ready(Ready(0, "a"))
+    assert protocol.lost(0, "killed") == [] and not protocol.changing
+    assert 0 not in protocol.addresses, "its place waits for somebody who listens"
+
+
+def test_the_place_after_a_loss_says_everything() -> None:
+    protocol = started()
+    protocol.lost(1, "killed")
+    effects = answer(protocol, 3)
+    found = places(effects)
+    assert sorted(found) == [0, 2] and found[0] == found[2]
+    place = found[0]
+    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (1, ((0,), (2,)), (0, 1, 3), ((5,), (5,)))
+    assert place.addresses == {0: "at 0", 2: "at 2"} and (place.version, place.work) == (3, None)
+    holders = from_rows(place.holders)
+    assert {run.primary for run in holders[0]} == {0} and all(1 not in run.receivers for run in holders[0])
+    event = begun(effects)
+    assert event.kinds == {1: "fail"} and event.reasons == {1: "killed"} and event.version == 3
+    assert not protocol.changing and protocol.placement.mesh.epoch == 1
+
+
+def test_the_highest_version_counts_and_what_was_begun_is_planned() -> None:
+    protocol = started()
+    protocol.lost(1, "killed")
+    protocol.status(Status(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2), computed=(0,)),)))
+    effects = protocol.status(Status(1, 2, 4, (StepHeld(5),)))
+    place = places(effects)[0]
+    assert place.version == 4 and place.work is not None, "a worker behind has entries of a step that is decided"
+    assert {(w.stage, w.unit) for w in place.work} == {(s, u) for s in (0, 1) for u in range(5)}, "all of step 5"
+    assert {w.worker for w in place.work if w.stage == 0} == {0}
+
+
+def test_units_of_a_lost_worker_are_counted_as_redone_and_those_of_survivors_are_not() -> None:
+    protocol = started()
+    protocol.lost(1, "killed")
+    protocol.status(Status(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2)),)))
+    effects = protocol.status(Status(1, 2, 3, (StepHeld(4, assigned=(0, 1, 2, 3, 4)),)))
+    assert begun(effects).units_redone == 2, "units 3 and 4 of stage 0"
+
+
+def test_answers_to_another_prepare_and_of_the_lost_are_void() -> None:
+    protocol = started()
+    assert protocol.status(Status(0, 0, 0)) == [], "nobody asked"
+    protocol.lost(1, "killed")
+    assert protocol.status(Status(0, 0, 0)) == [] and protocol.changing == (0, 2)
+    assert protocol.status(Status(1, 1, 0)) == []
+    assert protocol.status(Status(1, 0, 0)) == [] and protocol.changing == (2,)
+
+
+def test_a_loss_while_the_mesh_changes_begins_again_with_the_next_number() -> None:
+    protocol = started(3, 1)
+    protocol.lost(1, "killed")
+    protocol.status(Status(1, 0, 0))
+    effects = protocol.lost(2, "killed too")
+    assert {rank: p.epoch for rank, p in prepares(effects).items()} == {0: 2, 3: 2}
+    assert protocol.changing == (0, 3), "whoever had answered answers again"
+    assert protocol.status(Status(1, 3, 0)) == []
+    effects = answer(protocol)
+    assert places(effects)[0].stages == ((0,), (3,)) and begun(effects).kinds == {1: "fail", 2: "fail"}
+
+
+def test_a_planned_change_does_not_make_a_loss_less_urgent() -> None:
+    protocol = started()
+    protocol.lost(1, "killed")
+    assert {p.after for p in prepares(protocol.ready(Ready(3, "new"))).values()} == {-1}
+    protocol = started()
+    commit(protocol, 3)
+    protocol.ready(Ready(3, "new"))
+    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
+
+
+def test_pages_without_a_holder_end_the_run() -> None:
+    protocol = started()
+    protocol.lost(2, "killed")
+    effects = answer(protocol)
+    (end,) = effects
+    assert isinstance(end, Unrecoverable) and {run.layer for run in end.runs} == {1, 2}
+    assert "all holders" in end.reason and not places(effects)
+
+
+def test_the_last_worker_ends_the_run() -> None:
+    protocol = started(1)
+    effects = protocol.lost(0, "killed")
+    assert [e.reason for e in effects if isinstance(e, Unrecoverable)] == ["no worker is left"]
+
+
+def test_too_few_workers_end_the_run() -> None:
+    protocol = started(3, policy=Policy(min_workers=2))
+    assert not any(isinstance(e, Unrecoverable) for e in protocol.lost(0, "killed"))
+    effects = protocol.lost(1, "killed")
+    assert [e.reason for e in effects if isinstance(e, Unrecoverable)] == ["1 workers are left, elastic.min_workers is 2"]
+
+
+# ---- leaving and coming
+
+
+def test_a_worker_that_leaves_does_so_between_two_steps() -> None:
+    protocol = started()
+    commit(protocol, 3)
+    effects = protocol.drain(1, "asked to leave")
+    assert {rank: p.after for rank, p in prepares(effects).items()} == {0: 4, 1: 4, 2: 4}, "the leaver answers too"
+    assert protocol.drain(1, "again") == [] and protocol.drain(9, "no member") == []
+    effects = answer(protocol, 4)
+    assert sorted(places(effects)) == [0, 2] and effects[-2:] == [Send(1, Stop()), Evict(1, lost=False)]
+    assert begun(effects).kinds == {1: "leave"} and 1 not in protocol.addresses
+
+
+def test_no_boundary_lies_behind_the_last_step() -> None:
+    protocol = started(steps=3)
+    commit(protocol, 3)
+    assert {p.after for p in prepares(protocol.drain(1, "asked")).values()} == {3}
+
+
+def test_a_worker_that_dies_while_it_leaves_is_a_loss() -> None:
+    protocol = started()
+    protocol.drain(1, "asked to leave")
+    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
+    effects = answer(protocol)
+    assert begun(effects).kinds == {1: "fail"} and Send(1, Stop()) not in effects
+
+
+def test_a_newcomer_gets_its_place_between_two_steps() -> None:
+    protocol = started()
+    commit(protocol, 3)
+    effects = protocol.ready(Ready(3, "at 3"))
+    assert {rank: p.after for rank, p in prepares(effects).items()} == {0: 4, 1: 4, 2: 4}, "it has nothing to say yet"
+    effects = answer(protocol, 4)
+    place = places(effects)[3]
+    assert place.stages == ((0, 1), (2, 3)) and place.addresses[3] == "at 3" and begun(effects).kinds == {3: "join"}
+    holders = from_rows(place.holders)
+    assert all(3 in run.learners and 3 not in run.holders for run in (*holders[1], *holders[2])), "it has no state yet"
+    assert begun(effects).learners == len(holders[1]) + len(holders[2])
+
+
+def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:
+    protocol = started()
+    protocol.ready(Ready(3, "at 3"))
+    assert protocol.lost(3, "killed") == [Evict(3, lost=True)]
+    assert places(answer(protocol))[0].stages == ((0, 1), (2,))
+
+
+def test_a_newcomer_is_in_the_failure_domain_that_the_launcher_knows() -> None:
+    protocol = started(domain_of=lambda rank: (f"host {rank}",))
+    protocol.ready(Ready(3, "at 3"))
+    answer(protocol)
+    assert protocol.placement.mesh.topology.path(3) == ("host 3",)
+
+
+def test_learners_are_promoted_when_all_have_caught_up() -> None:
+    protocol = started()
+    protocol.ready(Ready(3, "at 3"))
+    protocol.ready(Ready(4, "at 4"))
+    answer(protocol, 1)
+    assert {rank for run in holders_of(protocol) for rank in run.learners} == {3, 4}
+    epoch = protocol.placement.mesh.epoch
+    assert protocol.learned(Learned(3, epoch)) == []
+    assert protocol.learned(Learned(4, epoch - 1)) == [], "of an older epoch"
+    effects = protocol.learned(Learned(4, epoch))
+    assert {p.after for p in prepares(effects).values()} == {protocol.version + 1}, "a planned change"
+    effects = answer(protocol, 2)
+    assert not any(run.learners for run in holders_of(protocol)) and not begun(effects).kinds
+    assert {3, 4} <= {rank for run in holders_of(protocol) for rank in run.holders}
+    assert {3, 4} <= {run.primary for run in holders_of(protocol)}, "and is the primary of its share"
+
+
+def test_what_is_learned_while_the_mesh_changes_counts_in_the_next_epoch() -> None:
+    protocol = started()
+    protocol.ready(Ready(3, "at 3"))
+    answer(protocol, 1)
+    protocol.lost(1, "killed")
+    assert protocol.learned(Learned(3, protocol.placement.mesh.epoch)) == []
+
+
+def test_a_learner_is_no_holder() -> None:
+    """It is the only one of its stage that is left, but has no state."""
+    protocol = started()
+    protocol.ready(Ready(3, "at 3"))
+    answer(protocol, 1)
+    assert 3 in protocol.placement.mesh.stages[1]
+    protocol.lost(2, "killed")
+    (end,) = answer(protocol, 1)
+    assert isinstance(end, Unrecoverable)
+
+
+def test_mirrors_are_made_again_after_a_loss() -> None:
+    protocol = started(4, zero=1, policy=Policy(mirror_count=1))
+    assert all(len(run.holders) == 1 for run in holders_of(protocol)), "dealt without the assembly's mirrors"
+    protocol.ready(Ready(4, "at 4"))
+    answer(protocol, 1)
+    for _ in range(2):  # learned, then promoted
+        for rank in {rank for run in holders_of(protocol) for rank in run.learners}:
+            protocol.learned(Learned(rank, protocol.placement.mesh.epoch))
+        answer(protocol, 2)
+    assert all(len(run.holders) == 2 and not run.learners for run in holders_of(protocol))
+    effects = protocol.lost(0, "killed")
+    assert prepares(effects) and not any(isinstance(e, Unrecoverable) for e in answer(protocol, 2))
+    assert all(run.holders | run.learners for run in holders_of(protocol))
+    assert all(len(run.holders | run.learners) == 2 for run in holders_of(protocol))
+
+
+# ---- validation and the end
+
+
+@pytest.mark.parametrize(("reported", "again"), [((0,), 2), ((0, 1), -1)])
+def test_a_validation_that_was_not_complete_is_run_again(reported: tuple[int, ...], again: int) -> None:
+    protocol = started(num_validation_units=2, validates_at=lambda step: step % 2 == 0)
+    commit(protocol, 2)
+    protocol.validation(ValidationLoss(2, 2, reported, (1.0,) * len(reported)))
+    protocol.lost(1, "killed")
+    assert places(answer(protocol, 2))[0].validate == again
+
+
+def test_a_run_that_lost_a_worker_after_its_last_step_is_finished_by_the_others() -> None:
+    protocol = started()
+    commit(protocol, STEPS)
+    for rank in (0, 2):
+        protocol.finished(Finished(rank, 0, {}, 0))
+    protocol.lost(1, "killed")
+    answer(protocol, STEPS)
+    assert protocol.finished(Finished(2, 0, {}, 0)) == [], "of an older epoch: not all final pages are there"
+    assert protocol.finished(Finished(2, 1, {}, 0)) == []
+    assert protocol.finished(Finished(0, 1, {}, 0)) == [Done()]
+
+
+def test_the_layout_of_these_cases_has_state_in_every_layer() -> None:
+    assert all(layer.num_state_pages for layer in LAYOUT.layers)

@@ -1,0 +1,63 @@
+"""Several failure domains: the first PLACE says who holds what, and newcomers stand where they were started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Send
+from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status
+from elaswave_spmd.scheduling.holders import from_rows
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.scheduling.placement import place
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.pages import LayerUse, ParameterInfo, lay_out
+
+LAYOUT = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (600,)),)) for i in range(2)], page_size=64)
+
+
+def protocol_of(hosts: str, newcomers: str = "") -> ControllerProtocol:
+    """A run on one stage, its ranks and those of newcomers on these hosts, one letter each."""
+    topology = Topology.of({rank: (host,) for rank, host in enumerate(hosts)})
+    mesh = Mesh.initial(MeshShape.of(dp=len(hosts)), topology)
+    placement = place(mesh, LAYOUT, Shardings().with_zero(2), 8)
+    holders = deal_holders(
+        LAYOUT, mesh.stages, placement.layer_cuts, replicated=False, topology=topology, mirror_count=1, scatter=1
+    )
+    later = {len(hosts) + n: (host,) for n, host in enumerate(newcomers)}
+    return ControllerProtocol(replace(placement, holders=holders), LAYOUT, 10, domain_of=later.get)
+
+
+def start(protocol: ControllerProtocol) -> Place:
+    sent = [it for rank in protocol.placement.mesh.members for it in protocol.ready(Ready(rank, f"at {rank}"))]
+    message, *_ = [it.message for it in sent if isinstance(it, Send) and isinstance(it.message, Place)]
+    return message
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aabc"])
+def test_the_first_place_names_holders_that_only_the_controller_can_work_out(hosts: str) -> None:
+    protocol = protocol_of(hosts)
+    message = start(protocol)
+    assert from_rows(message.holders) == protocol.placement.holders
+    for runs in from_rows(message.holders).values():
+        for run in runs:
+            assert len({hosts[rank] for rank in run.holders}) == 2, "primary and mirror on two hosts"
+
+
+def test_on_one_host_the_first_place_stays_short() -> None:
+    assert start(protocol_of("aaa")).holders == ()
+
+
+@pytest.mark.parametrize("host", ["a", "b", "c"])
+def test_a_newcomer_stands_where_it_was_started(host: str) -> None:
+    protocol = protocol_of("ab", host)
+    start(protocol)
+    effects = protocol.ready(Ready(2, "at 2"))
+    (epoch,) = {it.message.epoch for it in effects if isinstance(it, Send) and isinstance(it.message, Prepare)}
+    for rank in (0, 1):
+        effects = protocol.status(Status(epoch, rank, 0, ()))
+    assert any(isinstance(it, Send) and isinstance(it.message, Place) for it in effects)
+    assert protocol.placement.mesh.members == (0, 1, 2)
+    assert protocol.placement.mesh.topology.path(2) == (host,)
