@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.control import Control
 from elaswave_spmd.corruption import CopyWatch
-from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
+from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
-from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.launching import gather, listen_host, start_launcher
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.launching import check_device, data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
 from elaswave_spmd.observe import MetricsLine, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.checkpoints import remove_unfinished
 from elaswave_spmd.recovery.controller_protocol import (
     Committed,
     ControllerProtocol,
@@ -34,6 +35,7 @@ from elaswave_spmd.recovery.controller_protocol import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.restart import RestartError, Restarts, advice, begin_again
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
@@ -60,6 +62,16 @@ def run(settings: Settings) -> int:
         RunError: the run could not go on; all workers are gone.
     """
     check_device(settings.runtime.device)
+    restarts = Restarts()
+    while True:
+        try:
+            return _run(settings)
+        except RestartError as restart:
+            settings = restarts.next(restart)
+
+
+def _run(settings: Settings) -> int:
+    """Raises RestartError when it is to be called again."""
     make_room(settings.mesh.shape.num_workers)
     scratch = socket_directory()
     # Started first: it imports torch while this process finds the data and imports torch itself.
@@ -82,37 +94,12 @@ def run(settings: Settings) -> int:
             undo.pop_all()
         with contextlib.closing(start), observer:
             controller.run()
+            launcher.stop(grace_s=0.0)
+            remove_unfinished(run_dir.path)
     finally:
         launcher.stop(grace_s=0.0)  # to a worker SIGTERM is a wish to leave, and nobody is left to grant it
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
-
-
-def check_device(name: str) -> None:
-    """Refuses a device that this version cannot run on.
-
-    Raises:
-        ConfigError: with what exists.
-    """
-    if name != "cpu":
-        raise ConfigError(
-            "a device is one that this version runs on", got=name, where=f"runtime.device={name}", exists="cpu"
-        )
-
-
-def data_spec(settings: Settings) -> DataSpec:
-    """What the data room needs of the settings."""
-    d = settings.data
-    return DataSpec(
-        name=d.name,
-        path=d.path,
-        tokenizer=d.tokenizer,
-        target=d.target,
-        args=d.args,
-        cache=d.cache,
-        validation_fraction=d.validation_fraction,
-        seq_len=settings.train.seq_len,
-    )
 
 
 class Controller:
@@ -145,6 +132,8 @@ class Controller:
         settings = plan.settings
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
+        self._start_at = start or Start.fresh(observer.run_dir.path)
+        self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
         transport = cast(Transport, settings.runtime.transport)
         self._host = listen_host(settings.runtime)
         self._links = Links(
@@ -183,12 +172,8 @@ class Controller:
         self._control = Control(
             self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
         )
-        self._done = False
-        self._start_at = start or Start.fresh(observer.run_dir.path)
         self._protocol.version = self._start_at.step
-        self._durability = Durability(
-            plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("checkpoint")
-        )
+        self._done = False
 
     def run(self) -> None:
         """Trains to the last step and writes the summary. Whatever ends it before leaves an event `stop`.
@@ -201,6 +186,8 @@ class Controller:
             while not self._done:
                 self._wait()
             self._finish()
+        except RestartError:
+            raise
         except BaseException as error:
             self._observer.on_stop(error)
             raise
@@ -341,8 +328,11 @@ class Controller:
                     self._events.begun(effect)
                 case Done():
                     self._done = True
-                case Unrecoverable(_, reason):
-                    self._losses.give_up(reason)
+                case Unrecoverable(runs, reason):
+                    self._durability.drain()
+                    if not self._losses.crashed:
+                        begin_again(self._observer, self._protocol, self._plan.settings, runs, reason)
+                    self._losses.give_up(reason, advice(self._observer.run_dir.path))
 
     def _committed(self, applied: m.Applied) -> None:
         now = time.monotonic()
@@ -380,6 +370,7 @@ class Controller:
         self._observer.on_validation(step, loss)
 
     def _finish(self) -> None:
+        self._durability.drain()
         if not self._record.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
         for rank in self._protocol.addresses:

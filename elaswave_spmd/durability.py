@@ -93,6 +93,7 @@ class Durability:
             settings.checkpoint.every,
             self._plan.job.steps,
             str(start.checkpoint.path.absolute()) if start.checkpoint else None,
+            max(start.lines, default=0),
         )
 
     def sending(self, message: Message) -> None:
@@ -201,13 +202,20 @@ class Durability:
         if self._pending.pop(step, None) is not None or step > self._newest:
             self._observer.on_event("checkpoint_lost", step=step, message=f"no checkpoint of step {step}: {why}")
 
-    def close(self) -> None:
-        """Waits for the manifest that is being written; closes the journal."""
+    def drain(self) -> None:
+        """Waits for the manifest that is being written, and begins no other."""
+        self._pending = {step: pending for step, pending in self._pending.items() if pending.is_queued}
+        self._newest = max([self._newest, *self._pending])
         if self._thread is not None:
             self._manifests.put(None)
             self._thread.join()
-            with contextlib.suppress(Exception):
-                self.poll()
+            self._thread = None
+            self.poll()
+
+    def close(self) -> None:
+        """Waits for the manifest that is being written; closes the journal."""
+        with contextlib.suppress(Exception):
+            self.drain()
         self._journal.close()
 
 

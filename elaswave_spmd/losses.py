@@ -82,8 +82,16 @@ class Losses:
             self._crashes[step] = loss.rank, str(exited)
         self._lose(loss.rank, loss.reason, loss.at)
 
-    def give_up(self, reason: str) -> NoReturn:
+    @property
+    def crashed(self) -> bool:
+        """Whether a worker has ended by itself: what happens again on others is a bug, no lost device."""
+        return bool(self._crashes)
+
+    def give_up(self, reason: str, advice: str) -> NoReturn:
         """The protocol knows no way to go on.
+
+        Args:
+            advice: what the user can do.
 
         Raises:
             RunError: always.
@@ -91,7 +99,7 @@ class Losses:
         if self._crashes:
             rank, report = self._crashes[max(self._crashes)]
             raise WorkerError(rank, report)
-        raise RunError(f"the run cannot go on: {reason}. Resuming from a checkpoint is not built yet")
+        raise RunError(f"the run cannot go on: {reason}. {advice}")
 
     @property
     def _survives(self) -> bool:

@@ -32,11 +32,9 @@ def settings_of(config: Any, overrides: Iterable[str]) -> Settings:
         return from_config(config)
     from omegaconf import OmegaConf
 
-    OmegaConf.set_readonly(config, False)
     named = [re.split(r"[=@]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides]
     base = _saved(str(resume))
-    composed = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(composed, dict)
+    composed: Any = OmegaConf.to_container(config, resolve=False)
     return from_config(OmegaConf.create(merge(base, composed, named)))
 
 

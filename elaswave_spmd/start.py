@@ -98,9 +98,9 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
         CheckpointError: nothing to resume from.
     """
     settings, shape = plan.settings, plan.placement.mesh.shape
-    names = {"model": settings.model.label, "mesh": shape.name}
+    model, mesh = settings.model.label, shape.name
     if settings.train.resume is None:
-        run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), **names)
+        run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
         with contextlib.ExitStack() as undo:
             undo.callback(run_dir.discard)
             start = Start.fresh(run_dir.path)
@@ -130,7 +130,7 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
             run_dir = RunDir.reopen(source)
             start = Start(manifest.run, next_incarnation(source), locks=(lock,), **known)
         else:
-            run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), **names)
+            run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
             undo.callback(run_dir.discard)
             start = Start(_new_id(), 1, locks=(lock, lock_run_dir(run_dir.path)), **known)
             for line in lines.values():

@@ -74,9 +74,7 @@ def main(spec: dict[str, Any]) -> int:
 class Worker:
     """The worker's life, from its place in the mesh to the controller's Stop."""
 
-    def __init__(
-        self, rank: int, settings: Settings, links: Links, mailbox: Mailbox, orders: CheckpointOrders
-    ) -> None:
+    def __init__(self, rank: int, settings: Settings, links: Links, mailbox: Mailbox, orders: CheckpointOrders) -> None:
         self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
@@ -97,7 +95,8 @@ class Worker:
         saved = self.checkpoints.orders.reader()
         executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit, saved)
         self.checkpoints.attach(executor.replica, plan.description.layout)
-        self._chaos.attach(executor, first.version)
+        # A fault strikes at the first attempt of its step only, not when a resumed run comes to the step again.
+        self._chaos.attach(executor, max(first.version, self.checkpoints.orders.committed))
         progress = self._progress
         for what in executor.run():
             progress.waiting, progress.action = True, what

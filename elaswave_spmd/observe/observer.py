@@ -55,7 +55,9 @@ class RunObserver:
         self._written, self._written_validations = 0, False
         self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
 
-    def expect(self, lines: Mapping[int, MetricsLine], validations: Mapping[int, str], *, first: int, same: bool) -> None:
+    def expect(
+        self, lines: Mapping[int, MetricsLine], validations: Mapping[int, str], *, first: int, same: bool
+    ) -> None:
         """A resumed run comes to steps and validations that are known: they must be the same again, bit for bit.
 
         Args:

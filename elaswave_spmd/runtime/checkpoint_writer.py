@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from elaswave_spmd.sharding.pages import ModelLayout
 
 MASTER = "master"
 _NICE = 10
+_MAX_WAITING = 2
 
 Arrays = dict[RunKey, dict[str, np.ndarray]]
 """Run of pages -> kind of state -> fp32 [elements]."""
@@ -44,6 +46,7 @@ class CheckpointOrders:
         every: steps between checkpoints; 0 for none. The last step has none: its weights are the result.
         steps: of the run.
         source: the directory of the checkpoint that the run begins with, or None.
+        committed: steps up to this one were committed before the run was resumed; 0: it was not.
     """
 
     run_dir: str
@@ -52,6 +55,7 @@ class CheckpointOrders:
     every: int = 0
     steps: int = 0
     source: str | None = None
+    committed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `CheckpointOrders(**fields)` inverts it."""
@@ -74,19 +78,30 @@ class CheckpointOrders:
         return lambda run, kind: torch.from_numpy(checkpoint.read(*run, kind))
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """State that waits to be written."""
+
+    step: int
+    epoch: int
+    arrays: Arrays
+    copy_ms: float
+
+
 class CheckpointWriter:
     """Writes this worker's shards. `attach` it once the worker is a member; then it looks at every applied step.
 
     The training thread only copies. One shard is written at a time, by a thread of lower priority; a checkpoint that
-    comes due before the last one is written is left out, and said so.
+    comes due while two wait to be written is left out, and said so.
 
     Args:
         tell: sends a `Wrote` to the controller; called in the writing thread.
     """
 
-    def __init__(self, rank: int, orders: CheckpointOrders, tell: Callable[[Wrote], None]) -> None:
+    def __init__(self, rank: int, orders: CheckpointOrders, tell: Callable[[Wrote], object]) -> None:
         self._rank, self.orders, self._tell = rank, orders, tell
         self._thread: threading.Thread | None = None
+        self._waiting: queue.Queue[_Copied | None] = queue.Queue()
         self._writers: Mapping[RunKey, int] = {}
         self._writers_epoch = -1
 
@@ -96,23 +111,25 @@ class CheckpointWriter:
         replica.applied = self._applied
 
     def close(self) -> None:
-        """Waits until what is under way is written."""
+        """Waits until what was copied is written."""
         if self._thread is not None:
+            self._waiting.put(None)
             self._thread.join()
+            self._thread = None
 
     def _applied(self, step: int) -> None:
         if not self.orders.is_due(step):
             return
         begin = time.perf_counter()
         epoch = self._replica.protocol.epoch
-        if self._thread is not None and self._thread.is_alive():
-            return self._tell(Wrote(step, self._rank, epoch, error="the checkpoint before it is still being written"))
+        if self._waiting.qsize() >= _MAX_WAITING:
+            return self._tell(Wrote(step, self._rank, epoch, error="those before it are still being written"))
         if not (arrays := self._copy(step)):
             return
-        copy_ms = 1e3 * (time.perf_counter() - begin)
-        self._thread = threading.Thread(target=self._write, args=(step, epoch, arrays, copy_ms), name="checkpoint")
-        self._thread.daemon = True
-        self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="checkpoints", daemon=True)
+            self._thread.start()
+        self._waiting.put(_Copied(step, epoch, arrays, 1e3 * (time.perf_counter() - begin)))
 
     def _copy(self, step: int) -> Arrays:
         """The state of the runs that this worker is the writer of, at version `step`."""
@@ -128,19 +145,20 @@ class CheckpointWriter:
                 found[part.run.key] = {kind: values.numpy().copy() for kind, values in state.items()}
         return found
 
-    def _write(self, step: int, epoch: int, arrays: Arrays, copy_ms: float) -> None:
+    def _write_all(self) -> None:
+        """The thread: one shard after another."""
         with contextlib.suppress(OSError, AttributeError):  # Linux: of this thread alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        begin, orders = time.perf_counter(), self.orders
-        ballot = Ballot(orders.incarnation, epoch)
+        while (copied := self._waiting.get()) is not None:
+            self._tell(self._write(copied))
+
+    def _write(self, copied: _Copied) -> Wrote:
+        begin, orders, step, epoch = time.perf_counter(), self.orders, copied.step, copied.epoch
+        directory, ballot = checkpoint_path(orders.run_dir, step), Ballot(orders.incarnation, epoch)
         try:
-            shard = write_shard(
-                checkpoint_path(orders.run_dir, step), step, ballot, self._rank, arrays, run=orders.run
-            )
+            shard = write_shard(directory, step, ballot, self._rank, copied.arrays, run=orders.run)
         except (RunError, UserError) as error:
-            self._tell(Wrote(step, self._rank, epoch, error=str(error)))
-            return
+            return Wrote(step, self._rank, epoch, error=str(error))
         write_ms = 1e3 * (time.perf_counter() - begin)
-        self._tell(
-            Wrote(step, self._rank, epoch, shard.name, shard.num_bytes, shard.sha256, shard.runs, copy_ms, write_ms)
-        )
+        content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
+        return Wrote(step, self._rank, epoch, *content, copied.copy_ms, write_ms)

@@ -142,7 +142,7 @@ def test_what_is_not_survived_ends_the_run(started: bool, monkeypatch: pytest.Mo
 def test_giving_up_shows_the_last_crash() -> None:
     world = World()
     with pytest.raises(RunError, match="no worker is left"):
-        world.losses.give_up("no worker is left")
+        world.losses.give_up("no worker is left", "start anew")
     world.losses.failed(Failed(0, "ValueError", 5))
     with pytest.raises(WorkerError, match="ValueError"):
-        world.losses.give_up("no worker is left")
+        world.losses.give_up("no worker is left", "start anew")
