@@ -173,6 +173,8 @@ class Controller:
             self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
         )
         self._protocol.version = self._start_at.step
+        if self._start_at.step == plan.job.steps:  # nothing is left to do but to collect the weights
+            self._record.last = self._start_at.last_line
         self._done = False
 
     def run(self) -> None:

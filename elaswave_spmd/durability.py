@@ -80,7 +80,10 @@ class Durability:
         self._outcomes: deque[_Outcome] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(self._run_dir)
-        self._journal.append(start.incarnation, 0, "resume" if start.step else "start", run=start.run)
+        self._kinds = (MASTER, *plan.job.optimizer.state_names)
+        # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
+        told = {"run": start.run, "identity": self._identity, "layout": self._layout, "kinds": self._kinds}
+        self._journal.append(start.incarnation, 0, "resume" if start.step else "start", **told)
         self._last_epoch = 0
 
     def orders(self) -> CheckpointOrders:
@@ -147,7 +150,7 @@ class Durability:
                 max(last, step),
                 self._identity,
                 self._layout,
-                (MASTER, *self._plan.job.optimizer.state_names),
+                self._kinds,
                 shards,
                 self._validation,
             )

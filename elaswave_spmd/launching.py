@@ -59,7 +59,9 @@ def start_launcher(settings: Settings, scratch: str) -> Launcher:
     """
     try:
         agents = _open(settings)
-        return Launcher(Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch]), agents)
+        grace = settings.timeouts.controller + settings.timeouts.shutdown
+        zygote = Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch], orphan_grace_s=grace)
+        return Launcher(zygote, agents)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd import checks
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.emergency import complete
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.identity import identity_of
 from elaswave_spmd.observe import MetricsLine, RunDir, RunObserver, read_events, read_metrics
 from elaswave_spmd.observe.run_files import SUMMARY
-from elaswave_spmd.recovery.checkpoints import Checkpoint, load_newest_good
+from elaswave_spmd.recovery.checkpoints import Checkpoint, load_newest_good, remove_unfinished
 from elaswave_spmd.recovery.manifest import check_identity, layout_fingerprint
 from elaswave_spmd.recovery.run_lock import RunLock, lock_run_dir, next_incarnation
 
@@ -120,6 +121,7 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
                 exists=SUMMARY,
                 fix="run.dir=DIR to go on from its newest checkpoint in another directory",
             )
+        complete(source, plan)
         checkpoint, bad = load_newest_good(source)
         manifest = checkpoint.manifest
         check_identity(manifest.identity, identity_of(settings, data), where=where)
@@ -127,6 +129,7 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
         lines = _lines(source, checkpoint.step)
         known = {"checkpoint": checkpoint, "bad": tuple(bad), "lines": lines, "validations": _validations(source)}
         if same:
+            remove_unfinished(source)
             run_dir = RunDir.reopen(source)
             start = Start(manifest.run, next_incarnation(source), locks=(lock,), **known)
         else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from torch import Tensor
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery.checkpoint_files import checkpoint_path, write_shard
 from elaswave_spmd.recovery.checkpoints import open_checkpoint
-from elaswave_spmd.recovery.messages import Wrote
+from elaswave_spmd.recovery.durable import replacing, write_all
+from elaswave_spmd.recovery.manifest import MANIFEST
+from elaswave_spmd.recovery.messages import Applied, Wrote
 from elaswave_spmd.recovery.run_lock import Ballot
 from elaswave_spmd.recovery.writers import writers_of
 from elaswave_spmd.runtime.replica import Replica
@@ -30,6 +34,7 @@ from elaswave_spmd.sharding.pages import ModelLayout
 MASTER = "master"
 _NICE = 10
 _MAX_WAITING = 2
+_MAX_REPORTS = 256
 
 Arrays = dict[RunKey, dict[str, np.ndarray]]
 """Run of pages -> kind of state -> fp32 [elements]."""
@@ -88,6 +93,17 @@ class _Copied:
     copy_ms: float
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What a worker knows of a step that it has applied."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    workers: int
+
+
 class CheckpointWriter:
     """Writes this worker's shards. `attach` it once the worker is a member; then it looks at every applied step.
 
@@ -104,6 +120,7 @@ class CheckpointWriter:
         self._waiting: queue.Queue[_Copied | None] = queue.Queue()
         self._writers: Mapping[RunKey, int] = {}
         self._writers_epoch = -1
+        self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
 
     def attach(self, replica: Replica, layout: ModelLayout) -> None:
         """From now on."""
@@ -117,13 +134,31 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _applied(self, step: int) -> None:
+    def write_now(self) -> None:
+        """The controller is gone: writes the state as it is, and what is known of the last steps; nobody is told.
+
+        Every worker does. If all are at the same version, the next controller makes a checkpoint of it.
+        """
+        self.close()
+        step = self._replica.protocol.version
+        directory = checkpoint_path(self.orders.run_dir, step)
+        if not step or (directory / MANIFEST).exists():
+            return
+        if arrays := self._copy(step):
+            wrote = self._write(_Copied(step, self._replica.protocol.epoch, arrays, 0.0))
+            if not wrote.error:
+                _save_reports(directory, self._rank, self._reports)
+
+    def _applied(self, report: Applied) -> None:
+        step, workers = report.step, len(self._replica.placement.mesh.members)
+        self._reports.append(StepReport(step, report.epoch, report.loss, report.grad_norm, workers))
         if not self.orders.is_due(step):
             return
         begin = time.perf_counter()
         epoch = self._replica.protocol.epoch
         if self._waiting.qsize() >= _MAX_WAITING:
-            return self._tell(Wrote(step, self._rank, epoch, error="those before it are still being written"))
+            self._tell(Wrote(step, self._rank, epoch, error="those before it are still being written"))
+            return
         if not (arrays := self._copy(step)):
             return
         if self._thread is None:
@@ -162,3 +197,20 @@ class CheckpointWriter:
         write_ms = 1e3 * (time.perf_counter() - begin)
         content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
         return Wrote(step, self._rank, epoch, *content, copied.copy_ms, write_ms)
+
+
+def read_reports(directory: Path) -> dict[int, StepReport]:
+    """What workers wrote of the last steps beside their shards, by step."""
+    found: dict[int, StepReport] = {}
+    for path in sorted(directory.glob("reports_*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            for fields in json.loads(path.read_text()):
+                numbers = {name: float.fromhex(fields.pop(name)) for name in ("loss", "grad_norm")}
+                found[fields["step"]] = StepReport(**fields, **numbers)
+    return found
+
+
+def _save_reports(directory: Path, rank: int, reports: Iterable[StepReport]) -> None:
+    rows = [{**asdict(r), "loss": r.loss.hex(), "grad_norm": r.grad_norm.hex()} for r in reports]
+    with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json") as file:
+        write_all(file, json.dumps(rows).encode())

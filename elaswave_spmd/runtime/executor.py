@@ -18,7 +18,7 @@ from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Visit, pass_by
-from elaswave_spmd.runtime.port import Incoming, Port
+from elaswave_spmd.runtime.port import Incoming, Port, Stopped
 from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.salvaging import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
 from elaswave_spmd.runtime.stage import Batches, Loss
@@ -67,6 +67,8 @@ class Executor:
         self.rank, self.job, self.layout = rank, job, layout
         self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
         self._saved = saved
+        self.halts = False
+        """Set from outside: it begins no other step, and `run` raises Stopped instead."""
         self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
         self._units = UnitRunner(job, layout, modules, loss, train, self._boundaries, self._until, self._take, visit)
         self.values = self._units.values
@@ -200,6 +202,8 @@ class Executor:
             if self._place is not None:
                 raise EpochChangedError
             if self._begun is None or self._begun.number <= self.version:
+                if self.halts:
+                    raise Stopped
                 if self.version >= self._epoch_version:
                     self.replica.teach()
                 ends = self.version == self.job.steps

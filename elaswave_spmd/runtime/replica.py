@@ -76,7 +76,7 @@ class Replica:
         self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
-        self.applied: Callable[[int], None] = lambda step: None
+        self.applied: Callable[[m.Applied], None] = lambda report: None
         """Told of every version, once it is complete: the state may be copied, and changes after the call."""
 
     # ---- mesh epochs
@@ -334,7 +334,7 @@ class Replica:
         epoch = self.protocol.epoch
         report = m.Applied(decided.step, epoch, self.rank, decided.loss, decided.norm, decided.finite)
         self._send(CONTROLLER, report, None)
-        self.applied(decided.step)
+        self.applied(report)
 
     def _fingerprint(self, version: int) -> None:
         """Hashes what was written, if the next Apply is to verify it; the controller compares the copies."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
     assert len(list((killed / "checkpoints").iterdir())) == 2, "checkpoint.keep"
     again = train(shared, f"train.resume={name}")
     assert again.code == 2 and "has finished" in again.err
+
+
+def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> None:
+    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned", "timeouts.controller=2"]
+    with launch(shared, *arguments) as run:
+        run.wait_for_steps(8, "orphaned")
+        run.process.kill()
+        run.process.wait()
+        deadline = time.monotonic() + 40
+        while run.processes():
+            assert time.monotonic() < deadline, "workers are left"
+            time.sleep(0.05)
+    folder = shared / "orphaned"
+    assert not checkpoints(folder), "the workers write no manifest"
+    known = bits(folder)
+    done = train(shared, "train.resume=orphaned", "mesh=dp3")
+    assert done.code == 0, done.err
+    assert event(folder, "resume")["step"] >= len(known)
+    assert bits(folder) == bits(shared / "undisturbed")
+    assert read_summary(folder)["weights_sha256"] == read_summary(shared / "undisturbed")["weights_sha256"]
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(shared: Path, killed: Path) -> None:

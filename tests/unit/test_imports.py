@@ -37,7 +37,7 @@ ALLOWED = {
 }
 TOP = (
     *("agent", "assembly", "chaos", "control", "controller", "epoch_events", "launching", "losses", "summary"),
-    *("durability", "identity", "restart", "resuming", "start", "supervision", "worker"),
+    *("durability", "emergency", "identity", "restart", "resuming", "start", "supervision", "worker"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")
