@@ -205,8 +205,8 @@ def read_reports(directory: Path) -> dict[int, StepReport]:
     for path in sorted(directory.glob("reports_*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             for fields in json.loads(path.read_text()):
-                numbers = {name: float.fromhex(fields.pop(name)) for name in ("loss", "grad_norm")}
-                found[fields["step"]] = StepReport(**fields, **numbers)
+                fields |= {name: float.fromhex(fields[name]) for name in ("loss", "grad_norm")}
+                found[fields["step"]] = StepReport(**fields)
     return found
 
 
