@@ -50,7 +50,11 @@ SEQ_LEN = 128
 
 
 def settings_of(case: Case, units: int, steps: int, directory: Path) -> dict[str, Any]:
-    """The settings of a run, as `Settings.from_dict` takes them; the plain side reads the same."""
+    """The settings of a run, as `Settings.from_dict` takes them; the plain side reads the same.
+
+    Without mirrors: the systems that it is compared with have none. Watched, but not for progress: who waits at the
+    gate of the benchmark would be taken to hang.
+    """
     unit = MODELS[case.model]["unit"]
     return {
         "mesh": case.mesh,
@@ -59,6 +63,8 @@ def settings_of(case: Case, units: int, steps: int, directory: Path) -> dict[str
         "unit": {"size": unit},
         "train": {"steps": steps, "global_batch": units * unit, "seq_len": SEQ_LEN, "validate_every": 0},
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
+        "mirror": {"count": 0},
+        "timeouts": {"progress": 3600, "start": 7200},
         "run": {"dir": str(directory / "run")},
     }
 

@@ -74,7 +74,7 @@ def ours(settings: Settings, gate_path: str) -> None:
         with RunObserver(run_dir, board=settings.run.tensorboard) as observer:
             controller.Controller(plan, data, zygote, observer, scratch).run()
     finally:
-        zygote.stop()
+        zygote.stop(0.0)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
 plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or Schedule1F1B. Same model
 code, initial values, samples, micro-batch (= unit), global batch, fused AdamW, clipping; one thread per process, gloo.
+Ours runs with mirror.count=0: the others have no mirrors of sharded state either.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
 the other's workers sit in a read, then they change places, and every other pair begins with the other side. So a

@@ -35,13 +35,13 @@ from elaswave_spmd.recovery.controller_protocol import (
     Unrecoverable,
     ValidationDone,
 )
-from elaswave_spmd.restart import RestartError, Restarts, advice, begin_again
+from elaswave_spmd.restart import RestartError, Restarts, begin_again
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, Request
 from elaswave_spmd.runtime.zygote import Zygote
-from elaswave_spmd.scheduling.holders import unsurvived_text
+from elaswave_spmd.scheduling.holders import HolderRun, unsurvived_text
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.start import Start, open_run
 from elaswave_spmd.summary import RunRecord, make_summary
@@ -331,10 +331,11 @@ class Controller:
                 case Done():
                     self._done = True
                 case Unrecoverable(runs, reason):
-                    self._durability.drain()
-                    if not self._losses.crashed:
-                        begin_again(self._observer, self._protocol, self._plan.settings, runs, reason)
-                    self._losses.give_up(reason, advice(self._observer.run_dir.path))
+                    self._losses.give_up(reason, lambda: self._last_resort(runs, reason))
+
+    def _last_resort(self, runs: Sequence[HolderRun], reason: str) -> str:
+        self._durability.drain()
+        return begin_again(self._observer, self._protocol, self._plan.settings, runs, reason)
 
     def _committed(self, applied: m.Applied) -> None:
         now = time.monotonic()

@@ -18,6 +18,7 @@ from elaswave_spmd.runtime.zygote import Exited, Zygote
 from elaswave_spmd.supervision import Loss, Supervision
 
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
+_LOOK_S = 0.02
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -46,6 +47,7 @@ class Losses:
         self._launcher, self._events, self._workers = launcher, events, workers
         self._spawn, self._perform = spawn, perform
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
+        self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
 
     def failed(self, message: m.Failed) -> None:
         """A worker says that an exception ends it. In the same step on a second worker it is a bug, no lost device.
@@ -57,10 +59,10 @@ class Losses:
         headline = report.strip().splitlines()[-1]
         if self._survives and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
             return self._lose(rank, f"an exception: {headline}", time.monotonic())
-        if not self._survives or step in self._crashes:
-            rank, report = self._crashes.get(step, (rank, report))
+        first = self._crashes.get(step, (rank, report))
+        if not self._survives or first[0] != rank:
             self._raise_if_killed()
-            raise WorkerError(rank, report)
+            raise WorkerError(*first)
         self._crashes[step] = rank, report
         return self._lose(rank, f"an exception: {headline}", time.monotonic())
 
@@ -70,36 +72,51 @@ class Losses:
         Raises:
             RunError: the run cannot go on.
         """
-        if loss.rank not in self._workers:
-            return  # it was let go, or is known to be lost
+        if loss.rank not in self._workers:  # it was let go, or is known to be lost
+            self._explain(loss)
+            return
         if not self._survives:
             self._not_survived(loss)
-        exited = loss.exited
-        if exited is not None and _is_crash(exited) and loss.rank in self._protocol.placement.mesh:
-            step = self._protocol.version + 1
-            if step in self._crashes:
-                raise RunError(f"{exited}, as worker {self._crashes[step][0]} did in the same step {step}")
-            self._crashes[step] = loss.rank, str(exited)
+        if loss.rank in self._protocol.placement.mesh:
+            self._unexplained[loss.rank] = self._protocol.version + 1
+            self._explain(loss)
         self._lose(loss.rank, loss.reason, loss.at)
 
-    @property
-    def crashed(self) -> bool:
-        """Whether a worker has ended by itself: what happens again on others is a bug, no lost device."""
-        return bool(self._crashes)
+    def _explain(self, loss: Loss) -> None:
+        """How a member ended is known, mostly some time after that it did."""
+        if loss.exited is None or (step := self._unexplained.pop(loss.rank, None)) is None:
+            return
+        if _is_crash(loss.exited):
+            rank, _ = self._crashes.setdefault(step, (loss.rank, str(loss.exited)))
+            if rank != loss.rank:
+                raise RunError(f"{loss.exited}, as worker {rank} did in the same step {step}")
 
-    def give_up(self, reason: str, advice: str) -> NoReturn:
+    def give_up(self, reason: str, last_resort: Callable[[], str] = lambda: "") -> NoReturn:
         """The protocol knows no way to go on.
 
         Args:
-            advice: what the user can do.
+            last_resort: raises something else if there is a way after all; else says what the user can do.
 
         Raises:
             RunError: always.
         """
+        self._wait_for_causes()
         if self._crashes:
             rank, report = self._crashes[max(self._crashes)]
             raise WorkerError(rank, report)
-        raise RunError(f"the run cannot go on: {reason}. {advice}")
+        raise RunError(f"the run cannot go on: {reason}. {last_resort()}".strip())
+
+    def _wait_for_causes(self) -> None:
+        """The end of a process is seen some time before what ended it is known: it may be a crash."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._unexplained and time.monotonic() < deadline:
+            item = self._mailbox.get(_LOOK_S)
+            message = m.decode(item.header) if isinstance(item, Envelope) else None
+            if isinstance(message, m.Failed):
+                self.failed(message)
+            for loss in self._supervision.losses():
+                if loss.rank not in self._workers:
+                    self._explain(loss)
 
     @property
     def _survives(self) -> bool:

@@ -56,24 +56,26 @@ def begin_again(
     settings: Settings,
     lost: Sequence[HolderRun],
     reason: str,
-) -> None:
+) -> str:
     """Has the run begin again with the workers that are left, if there is a good checkpoint and they are enough.
 
     Args:
         lost: runs of pages that nobody holds any more.
 
+    Returns:
+        If it does not: what the user can do.
+
     Raises:
         RestartError: it does; the event `restart` is written.
     """
+    run_dir = observer.run_dir.path
+    checkpoint = _newest(run_dir)
     left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
     is_lost = lost or not protocol.members
     # With agents the launcher cannot be started again: they end with it.
-    if not is_lost or left < settings.elastic.min_workers or settings.runtime.rendezvous is not None:
-        return
-    run_dir = observer.run_dir.path
-    checkpoint = _newest(run_dir)
-    if checkpoint is None:
-        return
+    is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
+    if checkpoint is None or not is_lost or not is_possible:
+        return _advice(run_dir, checkpoint)
     mesh = mesh_of(left, settings.mesh.shape.num_stages)
     pages = sum(run.num_pages for run in lost) or "all"
     observer.on_event(
@@ -96,9 +98,7 @@ def begin_again(
     raise RestartError(again, checkpoint.step)
 
 
-def advice(run_dir: Path) -> str:
-    """What a user can do about a run that ended: the command that goes on with it."""
-    checkpoint = _newest(run_dir)
+def _advice(run_dir: Path, checkpoint: Checkpoint | None) -> str:
     if checkpoint is None:
         return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
     return f"Its newest checkpoint is {checkpoint.path}; to go on from there: python train.py train.resume={run_dir}"

@@ -48,10 +48,13 @@ class Supervision:
         self._watcher = latch.Watcher(self._board, self._died) if self._board is not None else None
 
     def seat(self, rank: int) -> tuple[str, int] | None:
-        """What a new worker on this machine needs to hold its latch."""
+        """What a new worker on this machine needs to hold its latch; None: there is none, its end is seen later."""
         if self._board is None:
             return None
-        seat = self._board.seat(rank)
+        try:
+            seat = self._board.seat(rank)
+        except OSError:  # no room in the folder of the sockets
+            return None
         return str(seat.path), seat.slot
 
     def watch(self, rank: int, latched: bool) -> None:

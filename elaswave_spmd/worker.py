@@ -43,8 +43,9 @@ def main(spec: dict[str, Any]) -> int:
     torch.set_num_threads(settings.runtime.threads_per_worker)
     keep_freed_memory()
     mailbox = Mailbox()
-    # SIGTERM is a wish to leave: its handler may do no more than this, it can come in the middle of anything.
-    signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
+    if settings.elastic.enabled:
+        # SIGTERM is a wish to leave: its handler may do no more than this, it can come in the middle of anything.
+        signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
     links = Links(
         rank,
         mailbox,

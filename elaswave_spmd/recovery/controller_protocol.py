@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.decide import disown, graduate, next_stages
+from elaswave_spmd.recovery.decide import disown, dispensable, graduate, next_stages
 from elaswave_spmd.recovery.effects import (
     Committed as Committed,
 )
@@ -228,36 +228,38 @@ class ControllerProtocol:
         change = self._change
         assert change is not None
         old = self.placement
-        gone = {**self._gone, **self._leaving}
         version = max(s.version for s in change.statuses.values())
         held = {rank: _of_step(status, version + 1) for rank, status in change.statuses.items()}
         clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
-        learned = self._learned - gone.keys()
-        holders, alone = graduate(self._holders(), learned), []
+        holders, alone = graduate(self._holders(), self._learned - self._gone.keys()), []
         for rank, runs in self._damaged.items():
             holders, lost = disown(holders, rank, runs)
             alone += lost
+        leaving = {rank: self._leaving[rank] for rank in dispensable(holders, self._gone, self._leaving)}
+        gone = {**self._gone, **leaving}
         holders, homeless = promote(holders, gone)
         if homeless := (*alone, *homeless):
             return [Unrecoverable(homeless, f"all holders of {len(homeless)} runs of pages are lost")]
         stages = next_stages(old.mesh.stages, gone, self._newcomers, self._wanted_stages)
         placement = self._placement_of(change.epoch, stages)
         same_members = not gone and not self._newcomers and not self._damaged
-        holders, learners = self._share_out(placement, holders, adoptable=clean and same_members)
+        # Who was asked to leave and has pages that nobody else has goes when they have another holder.
+        copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
+        holders, learners = self._share_out(placement, holders, copies, adoptable=clean and same_members)
         self.placement = placement = replace(placement, holders=holders)
         work = None
         if not clean:
             old_layers = {r: _bounds(old, r) for r in old.mesh.members}
             work = salvage_plan(version + 1, placement, self.layout, held, old_layers)
-        kinds = {**dict.fromkeys(self._gone, "fail"), **dict.fromkeys(self._leaving, "leave")}
+        kinds = {**dict.fromkeys(self._gone, "fail"), **dict.fromkeys(leaving, "leave")}
         kinds |= dict.fromkeys(self._newcomers, "join")
         begun = EpochBegun(placement, kinds, gone, version, _redone(work, held), learners)
-        leaving = tuple(self._leaving)
         self._change, self._newcomers = None, []
-        for table in (self._gone, self._leaving, self._learned, self._damaged):
+        for table in (self._gone, self._learned, self._damaged):
             table.clear()
         effects: list[Effect] = [*self._send_all(self._place_message(version, work)), begun]
         for rank in leaving:
+            del self._leaving[rank]
             self.addresses.pop(rank, None)
             effects += [Send(rank, Stop()), Evict(rank, lost=False)]
         if not learners and self._target is not None:  # state is where it is to be, but not who is the primary of it
@@ -276,8 +278,10 @@ class ControllerProtocol:
         counts = tuple(even_counts(old.num_units, len(members)) for members in stages)
         return replace(old, mesh=mesh, layer_cuts=cuts, unit_counts=counts, holders=None)
 
-    def _share_out(self, placement: Placement, current: HolderMap, *, adoptable: bool) -> tuple[HolderMap, int]:
-        """Who holds what in the new epoch, and how many copies are being made."""
+    def _share_out(
+        self, placement: Placement, current: HolderMap, copies: int, *, adoptable: bool
+    ) -> tuple[HolderMap, int]:
+        """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
         target = self._target if adoptable else None
         if target is None:
             target = refill(
@@ -287,7 +291,7 @@ class ControllerProtocol:
                 placement.layer_cuts,
                 replicated=not placement.shardings.optim.axes,
                 topology=placement.mesh.topology,
-                mirror_count=self.policy.mirror_count,
+                mirror_count=copies,
                 scatter=self.policy.mirror_scatter,
             )
         found = with_learners(current, target)

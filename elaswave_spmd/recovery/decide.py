@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, all_runs
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -81,3 +81,15 @@ def disown(holders: HolderMap, rank: int, runs: Collection[tuple[int, int, int]]
             kept.append(run)
         found[layer] = tuple(kept)
     return found, homeless
+
+
+def dispensable(holders: HolderMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
+    """Those of `leaving` who may go at once, without `gone`: every page that has a holder keeps one."""
+    left = {run.holders.difference(gone) for run in all_runs(holders)} - {frozenset()}
+    found = []
+    for rank in leaving:
+        without = {held - {rank} for held in left}
+        if frozenset() not in without:
+            found.append(rank)
+            left = without
+    return tuple(found)

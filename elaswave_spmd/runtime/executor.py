@@ -105,8 +105,8 @@ class Executor:
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.let_go()
-        if self._units.take(placement, self._stage):
-            self._begun = None  # what it had begun was through other layers
+        if self._units.take(placement, self._stage) or epoch.work is None:
+            self._begun = None  # it was through other layers; or nobody had anything of it, and units are dealt anew
         runs = placement.holder_runs(self.layout, self._stages_of_interest())
         self._epoch_version, self._validate_due = epoch.version, epoch.validate
         self.replica.bind(placement, runs, epoch.version, self._validate_due >= 0)

@@ -56,7 +56,7 @@ def todo_left(lines: Sequence[Work], step: StepUnderWay, forwarded: Collection[i
     for line in lines:
         if line.unit in step.computed - step.reported:
             continue  # done since, and kept
-        alone = step.alone or line.unit not in step.first or line.unit in step.reported
+        alone = step.alone or line.unit not in step.first or line.unit in step.summed
         left = Todo(line.forward and line.unit not in forwarded, line.backward, alone)
         if left.backward == FULL:
             step.assigned.add(line.unit)

@@ -44,10 +44,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.testing.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from elaswave_spmd.testing.wires import Flying, Link, ListPort, Wires
 
-_PATIENCE = 3000  # turns without any progress, per worker, until a run counts as stuck
-
-
-_CHECKED_EVERY = 300  # turns between two looks at who is silent
+_PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
 
 
 class _Killed(Exception):  # noqa: N818  (the end of a simulated process)
@@ -58,7 +55,7 @@ class LostStateError(AssertionError):
     """All holders of some pages are gone.
 
     Args:
-        losses: workers lost without notice since every page had all its mirrors.
+        losses: workers lost since every page had all its mirrors, with those that left if any was lost without notice.
         left: workers that are neither lost nor asked to leave.
     """
 
@@ -90,6 +87,7 @@ class _Worker:
         self.waiting = "its place"
         self.asleep = 0  # turns that it stands still
         self.pace = 1.0  # how often it gets a turn
+        self.version = 0
 
 
 class LocalCluster:
@@ -198,12 +196,10 @@ class LocalCluster:
             return
         for incoming in self._wires.arrivals(CONTROLLER):
             self._report(incoming)
-        for notice in [n for n in self._notices if n[0] <= self._turn]:
-            self._notices.remove(notice)
-            self._perform(notice[1]())
-        if self._turn % _CHECKED_EVERY == 0 and not self._notices:  # as heartbeats would tell
-            for rank in [r for r in self._lost if r in self._controller.addresses and r not in self._workers]:
-                self._perform(self._controller.lost(rank, "silent"))
+        if self._notices:
+            for notice in [n for n in self._notices if n[0] <= self._turn]:
+                self._notices.remove(notice)
+                self._perform(notice[1]())
 
     # ---- workers
 
@@ -281,6 +277,7 @@ class LocalCluster:
         later, kind = self._turn + self._random.randint(0, 60), fault.kind
         if kind in LOSSES:
             self._lost.append(rank)
+        if kind in (*LOSSES, "term"):
             self._window.append(rank)
         if kind in ("join", "replace"):
             self._next_rank += 1
@@ -300,12 +297,13 @@ class LocalCluster:
             self._workers[rank].asleep = fault.turns
             self._wires.freeze(rank)
 
-    def _strike_next(self) -> None:
-        """A fault that follows another one."""
-        settled = self._controller.settled and not self._notices
-        fault = self.plan.due(self._turn, settled) if self.plan.waits else None
+    def _strike_next(self, ahead: int = 0) -> bool:
+        """A fault that follows another one, if it is due that many turns from now. Returns whether it was."""
+        if not self.plan.waits:
+            return False
+        fault = self.plan.due(self._turn + ahead, self._controller.settled and not self._notices)
         if fault is None:
-            return
+            return False
         able = [rank for rank in self._controller.members if rank in self._workers and rank not in self._lost]
         if fault.whom == "mirror" and self._lost:
             runs = all_runs(self._controller.placement.holder_runs(self._description.layout))
@@ -314,12 +312,13 @@ class LocalCluster:
         if fault.whom == "newcomer" and self._next_rank - 1 in self._workers:
             able = [self._next_rank - 1]
         if not able:
-            return
+            return False
         rank = self._random.choice(able)
         try:
             self.strike(rank, fault)
         except _Killed as killed:
             self._kill(rank, *killed.args)
+        return True
 
     def _kill(self, rank: int, out: Link | None = None) -> None:
         """The process is gone; of what it had not got out, each link delivers some first part."""
@@ -380,7 +379,8 @@ class LocalCluster:
                 case Unrecoverable():
                     gone = {*self._lost, *self._leaving}
                     left = sum(rank not in gone for rank in self._controller.members)
-                    raise LostStateError(effect, len(self._window), left)
+                    losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
+                    raise LostStateError(effect, losses, left)
 
     def run(self) -> Trained:
         """All steps.
@@ -389,44 +389,60 @@ class LocalCluster:
             AssertionError: nothing can go on (a deadlock), with what each worker waits for.
             LostStateError: all holders of some pages are gone.
         """
-        idle, before = 0, None
-        while not self._done:
+        while True:
             self._turn += 1
             self._to_controller()
-            if not self._workers:
-                self._to_controller()
-                assert self._notices, "no worker is left"
-                self._turn = max(self._turn, min(turn for turn, _ in self._notices))
+            able = [rank for rank in sorted(self._workers) if self._can_go(self._workers[rank])]
+            if self._done:
+                break
+            if not able:
+                self._skip()
                 continue
-            worker = self._workers[self._next_worker()]
+            worker = self._workers[self._choose(able)]
             if worker.asleep:
                 worker.asleep -= 1
                 if not worker.asleep:
                     self._wires.thaw(worker.rank)
                 continue
             self._advance(worker)
-            now = (self._wires.num_flying, len(self._notices), self._controller.version)
-            waits = {rank: w.waiting for rank, w in self._workers.items()}
-            idle = idle + 1 if (now, waits) == before else 0
-            before = (now, waits)
-            stuck = self._workers and idle >= _PATIENCE * len(self._workers)
-            assert not stuck, f"nothing moves: {waits}, {now}, {self._controller}"
-            self._look()
+            self._look(worker)
         self.result.turns = self._turn
         executors = {rank: w.executor for rank, w in self._workers.items() if w.executor is not None}
         self.result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
         return self.result
 
-    def _next_worker(self) -> int:
-        ranks = sorted(self._workers)
+    def _can_go(self, worker: _Worker) -> bool:
+        """Whether a turn can make a difference: who waits, waits for a message."""
+        port = worker.port
+        return bool(worker.asleep or port.inbox or port.then or self._wires.has_some_for(worker.rank))
+
+    def _choose(self, ranks: Sequence[int]) -> int:
         if not self._uneven:
             return self._random.choice(ranks)
         return self._random.choices(ranks, [self._workers[rank].pace for rank in ranks])[0]
 
-    def _look(self) -> None:
+    def _skip(self) -> None:
+        """No worker can do anything: what comes next comes by itself, or never."""
+        silent = [rank for rank in self._lost if rank in self._controller.addresses and rank not in self._workers]
+        if self._turn < self._paused:
+            self._turn = self._paused
+        elif self._wires.has_some_for(CONTROLLER):
+            pass
+        elif self._notices:
+            self._turn = max(self._turn, min(turn for turn, _ in self._notices))
+        elif silent:  # as heartbeats would tell
+            self._perform(self._controller.lost(silent[0], "silent"))
+        elif not any(self._strike_next(ahead) for ahead in (0, _PATIENCE)):
+            waits = {rank: w.waiting for rank, w in self._workers.items()}
+            raise AssertionError(f"nothing moves: {waits}, {self._controller}")
+
+    def _look(self, worker: _Worker) -> None:
         """What must be true at any time; and faults that come by themselves."""
-        at = [w.executor.version for r in self._controller.members if (w := self._workers.get(r)) and w.executor]
-        assert not at or max(at) - min(at) <= 1, f"members are at versions {at}"
+        version = worker.executor.version if worker.executor is not None else worker.version
+        if version != worker.version:
+            worker.version = version
+            at = [w.executor.version for r in self._controller.members if (w := self._workers.get(r)) and w.executor]
+            assert not at or max(at) - min(at) <= 1, f"members are at versions {at}"
         if self._window and self._controller.settled and not self._notices:
             self._window.clear()
         self._strike_next()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ class Schedule:
     """
 
     seed: int
-    run: TinyRun = TinyRun()
+    run: TinyRun = field(default_factory=TinyRun)
     mesh: str = "dp4"
     zero: int = 1
     mirror_count: int = 1
@@ -110,7 +111,7 @@ class Schedule:
 
     def __str__(self) -> str:
         faults = "".join(f"\n  {fault}" for fault in self.faults)
-        return f"{replace(self, faults=())}{faults}"
+        return f"{replace(self, faults=())!r}{faults}"
 
 
 def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[str, tuple]:
@@ -132,7 +133,7 @@ def _drawn_holders(draw: random.Random, holders: HolderMap, members: Sequence[in
         inside = range(run.first + 1, run.stop)
         at = [run.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), run.stop]
         pieces = []
-        for first, stop in zip(at, at[1:], strict=False):
+        for first, stop in pairwise(at):
             ranks = draw.sample(list(members), held)
             pieces.append(HolderRun(run.layer, first, stop, ranks[0], frozenset(ranks)))
         return pieces
@@ -235,9 +236,10 @@ def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[
             return "lost", "", str(lost)
         return "", "state lost that had a holder left", f"{lost} after {lost.losses} losses"
     for name in ("losses", "norms", "validation", "weights"):
-        if getattr(found, name) != getattr(wanted, name):
-            where = [i for i, pair in enumerate(zip(getattr(found, name), getattr(wanted, name))) if pair[0] != pair[1]]
-            return "", f"other bits: {name}", f"at {where}, {len(getattr(found, name))} of {len(getattr(wanted, name))}"
+        here, there = getattr(found, name), getattr(wanted, name)
+        if here != there:
+            where = [i for i, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]]
+            return "", f"other bits: {name}", f"at {where}, {len(here)} of {len(there)}"
     return "bits", "", ""
 
 

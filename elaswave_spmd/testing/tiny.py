@@ -1,4 +1,4 @@
-"""The smallest runs that still have everything that can go wrong: dropout, tied parameters, uneven pages, validation."""
+"""The smallest runs with everything that can go wrong: dropout, ties, uneven pages, validation."""
 
 from __future__ import annotations
 

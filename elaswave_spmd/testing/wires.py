@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from bisect import insort
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,27 +49,35 @@ class Wires:
     def __init__(self, compute: torch.dtype, draw: random.Random, *, uneven: bool) -> None:
         self._compute, self._random, self._uneven = compute, draw, uneven
         self.flying: dict[Link, deque[Flying]] = {}
+        self._links: dict[int, list[Link]] = {}  # by receiver
         self._slow: dict[Link, bool] = {}
-        self._frozen: dict[int, dict[Link, int]] = {}  # of who stands still: how much of it is out, by link
+        self._frozen: dict[int, defaultdict[Link, int]] = {}  # of who stands still: how much of it is out, by link
 
-    @property
-    def num_flying(self) -> int:
-        return sum(map(len, self.flying.values()))
+    def has_some_for(self, peer: int) -> bool:
+        """Whether anything that is out is on its way to `peer`."""
+        return any(self.flying[ln] and self._is_out(ln) for ln in self._links.get(peer, ()))
+
+    def _is_out(self, link: Link) -> bool:
+        return link[0] not in self._frozen or self._frozen[link[0]][link] > 0
 
     def put(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """A message begins its way."""
-        self.flying.setdefault((sender, peer), deque()).append(Flying(sender, m.encode(message), payload))
+        link = sender, peer
+        if link not in self.flying:
+            self.flying[link] = deque()
+            insort(self._links.setdefault(peer, []), link)
+        self.flying[link].append(Flying(sender, m.encode(message), payload))
 
     def arrivals(self, peer: int) -> Iterator[Incoming]:
         """Some of what is on its way to `peer`."""
-        links = [link for link, queue in sorted(self.flying.items()) if link[1] == peer and queue]
+        links = [link for link in self._links.get(peer, ()) if self.flying[link]]
         for link in self._random.sample(links, len(links)):
             if self._uneven and self._waits(link):
                 continue
             queue, frozen = self.flying[link], self._frozen.get(link[0])
             for _ in range(self._random.randint(0, len(queue))):
                 if frozen is not None:
-                    if not frozen.get(link):
+                    if not self._is_out(link):
                         break
                     frozen[link] -= 1
                 yield queue.popleft().arrive(self._compute)
@@ -80,7 +89,7 @@ class Wires:
 
     def freeze(self, rank: int) -> None:
         """The process stands still: nothing that it sends from now on arrives before `thaw`."""
-        self._frozen[rank] = {link: len(queue) for link, queue in self.flying.items() if link[0] == rank}
+        self._frozen[rank] = defaultdict(int, {ln: len(q) for ln, q in self.flying.items() if ln[0] == rank})
 
     def thaw(self, rank: int) -> None:
         del self._frozen[rank]

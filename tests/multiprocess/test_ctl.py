@@ -44,6 +44,7 @@ def refusal(folder: Path, **request: object) -> str:
     return str(caught.value)
 
 
+@pytest.mark.timeout(300)  # two runs of 500 steps
 def test_workers_leave_and_join_on_demand_without_a_changed_bit(tmp_path: Path) -> None:
     steps = "train.steps=500"
     undisturbed = tmp_path / "undisturbed"

@@ -1,8 +1,10 @@
-"""How a run ends before its time: a bug in the model, a killed worker, Ctrl-C. Nothing is left behind."""
+"""How a run ends before its time: a bug in the model, too few workers, Ctrl-C. Nothing is left behind.
+
+And what does not end it: the loss of one worker of several.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.real_runs import SMALL, launch, train, write_text
+from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 
 pytestmark = pytest.mark.multiprocess
 ENDLESS = [*SMALL, "train.steps=1000000", "train.validate_every=0", "mesh=dp2_pp2"]
@@ -51,15 +54,16 @@ def test_a_bug_in_the_model_is_shown_once(tmp_path: Path, mesh: str) -> None:
     assert done.err.count("Traceback") == 1 and done.err.count("RuntimeError: a bug in the head") == 1
     assert re.search(r"worker \d failed", done.err) and 'broken.py", line' in done.err
     assert "Traceback" not in done.out
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", "stop"]
-    assert not (tmp_path / "run" / "summary.json").exists()
+    kinds = [event["event"] for event in read_events(tmp_path / "run")]
+    assert kinds[0] == "start" and kinds[-1] == "stop"
+    assert set(kinds[1:-1]) <= {"fail"}, "the first to fail may have been a loss, until the next one failed there too"
+    assert len(read_metrics(tmp_path / "run")) == 2 and not (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_worker_ends_the_run_with_its_name(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_killed_worker_ends_a_run_that_is_not_elastic_with_its_name(tmp_path: Path, number: signal.Signals) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *ENDLESS) as run:
+    with launch(tmp_path, *ENDLESS, "elastic.enabled=false") as run:
         run.wait_for_steps(2)
         workers = run.workers()
         assert len(workers) == 4
@@ -67,6 +71,53 @@ def test_a_killed_worker_ends_the_run_with_its_name(tmp_path: Path, number: sign
         done = run.finish()
     assert done.code == 1
     assert done.err.strip() == f"error: worker 2 (pid {workers[2]}) was ended by signal {number.value} ({number.name})"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGKILL, "fail"), (signal.SIGTERM, "leave")])
+def test_a_run_goes_on_without_one_worker(tmp_path: Path, number: signal.Signals, kind: str) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *ENDLESS) as run:
+        run.wait_for_steps(2)
+        workers = run.workers()
+        os.kill(workers[2], number)
+        eventually(lambda: kind in [event["event"] for event in read_events(tmp_path / "run")], run.process)
+        run.wait_for_steps(len(read_metrics(tmp_path / "run")) + 5)
+        eventually(lambda: run.workers() == [pid for pid in workers if pid != workers[2]], run.process)
+        run.process.send_signal(signal.SIGINT)
+        done = run.finish()
+    assert (done.code, done.err) == (130, "interrupted\n")
+    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == kind]
+    assert event["ranks"] == [2] and event["mesh_epoch"] == 1
+    lines = read_metrics(tmp_path / "run")
+    assert [line.step for line in lines] == list(range(1, len(lines) + 1)), "every step is committed once"
+    assert (lines[0].workers, lines[-1].workers) == (4, 3)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_worker_that_is_killed_in_a_step_changes_no_bit(tmp_path: Path, zero: int) -> None:
+    write_text(tmp_path)
+    runs = {"quiet": [], "killed": ["chaos.events=[{step: 3, kind: kill, rank: 2, point: backward}]"]}
+    for name, chaos in runs.items():
+        done = train(tmp_path, *SMALL, "mesh=dp2_pp2", f"sharding=zero{zero}", f"run.dir={name}", *chaos)
+        assert (done.code, done.err) == (0, ""), name
+    (fail,) = [event for event in read_events(tmp_path / "killed") if event["event"] == "fail"]
+    assert fail["ranks"] == [2] and fail["after_step"] == 2 and fail["units_redone"] > 0
+    found, wanted = ([line.loss_hex for line in read_metrics(tmp_path / name)] for name in ("killed", "quiet"))
+    assert found == wanted and len(found) == 6
+    shas = {read_summary(tmp_path / name)["weights_sha256"] for name in runs}
+    assert len(shas) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_only_worker_ends_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    write_text(tmp_path)
+    with launch(tmp_path, *ENDLESS, "mesh=single") as run:
+        run.wait_for_steps(2)
+        (worker,) = run.workers()
+        os.kill(worker, number)
+        done = run.finish()
+    assert done.code == 1 and done.err.startswith("error: the run cannot go on: ") and "Traceback" not in done.err
+    assert read_events(tmp_path / "run")[-1]["event"] == "stop"
 
 
 def test_the_death_of_the_zygote_ends_the_run(tmp_path: Path) -> None:

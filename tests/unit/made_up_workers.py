@@ -229,5 +229,3 @@ def settings_in(folder: Path, steps: int = 2, **elastic: Any) -> Settings:
             "run": {"dir": str(folder / "run"), "tensorboard": False},
         }
     )
-
-

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -20,8 +19,7 @@ from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.observe import RunDir, RunObserver, read_events
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime import descriptors
-from elaswave_spmd.runtime.links import CONTROLLER, Links, socket_directory
-from elaswave_spmd.runtime.mailbox import Mailbox
+from elaswave_spmd.runtime.links import Links, socket_directory
 from elaswave_spmd.runtime.zygote import Exited, Zygote
 from tests.unit.made_up_workers import Script, Workers, settings_in
 

@@ -36,8 +36,9 @@ ALLOWED = {
     "simulator": "errors keyed mesh sharding scheduling recovery",
 }
 TOP = (
-    *("agent", "assembly", "chaos", "control", "controller", "epoch_events", "launching", "losses", "summary"),
-    *("durability", "emergency", "identity", "restart", "resuming", "start", "supervision", "worker"),
+    *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events"),
+    *("launching", "losses", "summary", "supervision", "worker"),
+    *("durability", "emergency", "identity", "restart", "resuming", "start"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")

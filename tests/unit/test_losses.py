@@ -142,7 +142,23 @@ def test_what_is_not_survived_ends_the_run(started: bool, monkeypatch: pytest.Mo
 def test_giving_up_shows_the_last_crash() -> None:
     world = World()
     with pytest.raises(RunError, match="no worker is left"):
-        world.losses.give_up("no worker is left", "start anew")
+        world.losses.give_up("no worker is left")
     world.losses.failed(Failed(0, "ValueError", 5))
     with pytest.raises(WorkerError, match="ValueError"):
-        world.losses.give_up("no worker is left", "start anew")
+        world.losses.give_up("no worker is left")
+
+
+def test_a_crash_counts_when_its_cause_is_known_after_its_end() -> None:
+    world = World()
+    world.losses.lost(Loss(0, "its process ended", 1.0))
+    world.exits(0, signal=6)
+    world.losses.lost(Loss(1, "its process ended", 1.1))
+    with pytest.raises(RunError, match=r"SIGABRT.*as worker 0 did in the same step 5"):
+        world.exits(1, signal=6)
+
+
+def test_a_report_that_comes_after_the_exit_is_that_of_the_same_crash() -> None:
+    world = World()
+    world.exits(0, code=1)
+    world.losses.failed(Failed(0, "Traceback ...\nValueError: first", 5))
+    assert [rank for rank, _ in world.told] == [0]

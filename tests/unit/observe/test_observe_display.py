@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
 from pathlib import Path
@@ -77,6 +78,12 @@ def test_a_plain_line_is_one_line_with_its_figures() -> None:
     assert header == "gpt_tiny (1,234,567 parameters), mesh dp2 of 2 workers, sharding zero1, data stdlib, 100 steps"
     assert run_dir == "run directory runs/[a]"
     assert line == "step 1/100  loss 2.5000  grad norm 1.5  lr 1.00e-03  128 tokens/s  2 workers  0:50 left"
+
+
+def test_the_losses_that_are_not_survived_have_a_line() -> None:
+    console, out = _text_console()
+    PlainDisplay(console, _Clock()).start(dataclasses.replace(_info(9), unsurvived="2 of 6 [pairs]"))
+    assert out.getvalue().splitlines()[-1] == "2 of 6 [pairs]"
 
 
 def test_steps_of_no_time_and_a_loss_that_is_nan() -> None:

@@ -33,6 +33,7 @@ def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> Con
 def started(*stages: int, **options: Any) -> ControllerProtocol:
     """All members listen and have their places."""
     protocol = make(*stages, **options)
+    effects: list[Effect] = []
     for rank in protocol.placement.mesh.members:
         effects = protocol.ready(Ready(rank, f"at {rank}"))
     assert places(effects).keys() == set(protocol.placement.mesh.members)

@@ -64,7 +64,12 @@ def test_the_place_after_a_loss_says_everything() -> None:
     found = places(effects)
     assert sorted(found) == [0, 2] and found[0] == found[2]
     place = found[0]
-    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (1, ((0,), (2,)), (0, 1, 3), ((5,), (5,)))
+    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (
+        1,
+        ((0,), (2,)),
+        (0, 1, 3),
+        ((5,), (5,)),
+    )
     assert place.addresses == {0: "at 0", 2: "at 2"} and (place.version, place.work) == (3, None)
     holders = from_rows(place.holders)
     assert {run.primary for run in holders[0]} == {0} and all(1 not in run.receivers for run in holders[0])
@@ -142,7 +147,9 @@ def test_too_few_workers_end_the_run() -> None:
     protocol = started(3, policy=Policy(min_workers=2))
     assert not any(isinstance(e, Unrecoverable) for e in protocol.lost(0, "killed"))
     effects = protocol.lost(1, "killed")
-    assert [e.reason for e in effects if isinstance(e, Unrecoverable)] == ["1 workers are left, elastic.min_workers is 2"]
+    assert [e.reason for e in effects if isinstance(e, Unrecoverable)] == [
+        "1 workers are left, elastic.min_workers is 2"
+    ]
 
 
 # ---- leaving and coming

@@ -1,4 +1,4 @@
-"""The controller's half between changes of the mesh: places once, believes nobody who disagrees, adds up validations."""
+"""The controller's half between changes of the mesh: places once, believes nobody, adds up validations."""
 
 from __future__ import annotations
 

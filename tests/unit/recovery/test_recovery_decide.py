@@ -32,9 +32,7 @@ def flat(stages: Stages) -> list[int]:
 @given(events())
 def test_everybody_who_is_left_or_new_has_one_place_and_nobody_else(event) -> None:
     stages, gone, newcomers, wanted = event
-    assert sorted(flat(next_stages(stages, gone, newcomers, wanted))) == sorted(
-        {*flat(stages), *newcomers} - gone
-    )
+    assert sorted(flat(next_stages(stages, gone, newcomers, wanted))) == sorted({*flat(stages), *newcomers} - gone)
 
 
 @given(events())
@@ -47,7 +45,7 @@ def test_no_stage_is_empty_and_there_are_as_many_as_wanted_and_possible(event) -
 @given(events())
 def test_nothing_moves_where_nothing_has_to(event) -> None:
     """Whoever changes stages has other layers to fetch: only a stage without anybody takes a worker from another."""
-    stages, gone, newcomers, wanted = event
+    stages, gone, newcomers, _ = event
     found = next_stages(stages, gone, newcomers, len(stages))
     emptied = sum(gone >= set(members) for members in stages)
     if emptied:

@@ -14,7 +14,15 @@ from elaswave_spmd.recovery import messages as m
 
 numbers, ints = st.floats(allow_nan=False), st.integers(0, 2**40)
 HELD = m.StepHeld(
-    8, (0, 1, 4), (0,), (1,), ((2, 0), (2, 1)), ((1, 0),), {0: ((0, 1), (4, 6))}, ((0, 0, 3, 2, ((0, 4),)),), ((0, 0, 3),)
+    8,
+    (0, 1, 4),
+    (0,),
+    (1,),
+    ((2, 0), (2, 1)),
+    ((1, 0),),
+    {0: ((0, 1), (4, 6))},
+    ((0, 0, 3, 2, ((0, 4),)),),
+    ((0, 0, 3),),
 )
 EXAMPLES: list[m.AnyMessage] = [
     m.Activation(1, 2, 3, (2, 8, 16)),

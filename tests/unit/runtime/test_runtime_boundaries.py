@@ -106,7 +106,12 @@ def test_kept_tensors_go_again_to_whoever_the_plan_names() -> None:
     boundaries.send(OTHER, activation(1), tensor(21))
     boundaries.send(OTHER, activation(2), tensor(22))
     sent.clear()
-    work = [m.Work(0, 0, 0, False, 2), m.Work(1, 1, OTHER, True, 2), m.Work(1, 2, ME, True, 0), m.Work(1, 3, OTHER, True, 2)]
+    work = [
+        m.Work(0, 0, 0, False, 2),
+        m.Work(1, 1, OTHER, True, 2),
+        m.Work(1, 2, ME, True, 0),
+        m.Work(1, 3, OTHER, True, 2),
+    ]
     boundaries.send_again(STEP, work, two_stages())
     assert [(peer, message) for peer, message, _ in sent] == [(0, gradient(0)), (OTHER, activation(1))]
     assert [float(payload[0, 0]) for _, _, payload in sent] == [10, 21]

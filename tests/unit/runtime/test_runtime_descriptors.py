@@ -8,7 +8,7 @@ import pytest
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime import descriptors
-from elaswave_spmd.runtime.descriptors import make_room
+from elaswave_spmd.runtime.descriptors import has_room, make_room
 
 INF = resource.RLIM_INFINITY
 
@@ -37,6 +37,13 @@ def test_the_soft_limit_is_raised_where_needed(
     limits.append(before)
     make_room(workers)
     assert limits[-1] == after
+
+
+def test_room_is_what_the_soft_limit_leaves(limits: list[tuple[int, int]]) -> None:
+    limits.append((600, 4096))
+    assert has_room(100) and not has_room(101)
+    limits.append((INF, INF))
+    assert has_room(100_000)
 
 
 def test_a_hard_limit_that_is_too_low_is_refused(limits: list[tuple[int, int]]) -> None:

@@ -162,4 +162,6 @@ def test_bytes_of_mirrors_are_counted_apart() -> None:
     total = sum(layer.num_state_elements for layer in LAYOUT.layers)
     counted = [state.num_bytes(rank) for rank, state in states(3, 0, separate=True, dtype=torch.float32).items()]
     assert sum(c["master"] for c in counted) == 4 * total and sum(c["mirror_master"] for c in counted) == 8 * total
-    assert sum(c["optimizer"] for c in counted) == 8 * total and sum(c["mirror_optimizer"] for c in counted) == 16 * total
+    assert (
+        sum(c["optimizer"] for c in counted) == 8 * total and sum(c["mirror_optimizer"] for c in counted) == 16 * total
+    )
