@@ -133,12 +133,12 @@ class Controller:
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
         self._start_at = start or Start.fresh(observer.run_dir.path)
-        self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
         transport = cast(Transport, settings.runtime.transport)
         self._host = listen_host(settings.runtime)
         self._links = Links(
             CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
         )
+        self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
         elastic, mirror = settings.elastic, settings.mirror
         self._protocol = ControllerProtocol(
             plan.placement,
