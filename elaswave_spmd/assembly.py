@@ -20,6 +20,7 @@ from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
 from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Port
+from elaswave_spmd.runtime.state import Saved
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -126,6 +127,7 @@ def make_executor(
     first: Epoch,
     place_of: Callable[[Place], Epoch],
     visit: Visit = pass_by,
+    saved: Saved | None = None,
 ) -> Executor:
     """The executor of one worker: only its own layers get memory.
 
@@ -133,6 +135,7 @@ def make_executor(
         first: the mesh epoch in which it becomes a member.
         place_of: what a later PLACE says, worked out; connects to whoever is new.
         visit: told of the points that a step passes.
+        saved: the state that a resumed run begins with.
     """
     return Executor(
         rank,
@@ -147,6 +150,7 @@ def make_executor(
         port,
         place_of=place_of,
         visit=visit,
+        saved=saved,
     )
 
 

@@ -114,9 +114,9 @@ def _train() -> int:
     config = _compose()
     if config is None:
         return DONE
-    from elaswave_spmd.settings import from_config
+    from elaswave_spmd.resuming import settings_of
 
-    return _run(from_config(config))
+    return _run(settings_of(*config))
 
 
 def _run(settings: Settings) -> int:
@@ -138,8 +138,8 @@ def _ctl(program: str) -> int:
 
 
 def _compose() -> Any:
-    """What Hydra composes from `sys.argv`, a DictConfig; None if it only printed something, as --cfg does."""
-    import hydra
+    """What Hydra composes from `sys.argv`, a DictConfig, and the overrides that it took; None if it only printed."""
+    import hydra.core.hydra_config
 
     from elaswave_spmd.conf import register_mesh_names
 
@@ -149,7 +149,7 @@ def _compose() -> Any:
     # Hydra ignores what its task returns and prints a traceback for what it raises: so the task only keeps the config.
     @hydra.main(config_path="pkg://elaswave_spmd.conf", config_name="config", version_base="1.3")
     def keep(config: Any) -> None:
-        composed.append(config)
+        composed.append((config, list(hydra.core.hydra_config.HydraConfig.get().overrides.task)))
 
     keep()
     return composed[0] if composed else None

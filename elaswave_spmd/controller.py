@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.control import Control
 from elaswave_spmd.corruption import CopyWatch
-from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
+from elaswave_spmd.data import PreparedData, prepare_data
+from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
-from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.launching import gather, listen_host, start_launcher
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.launching import check_device, data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
-from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, weights_sha256
+from elaswave_spmd.observe import MetricsLine, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.checkpoints import remove_unfinished
 from elaswave_spmd.recovery.controller_protocol import (
     Committed,
     ControllerProtocol,
@@ -33,13 +35,15 @@ from elaswave_spmd.recovery.controller_protocol import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.restart import RestartError, Restarts, begin_again
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, Request
 from elaswave_spmd.runtime.zygote import Zygote
-from elaswave_spmd.scheduling.holders import unsurvived_text
+from elaswave_spmd.scheduling.holders import HolderRun, unsurvived_text
 from elaswave_spmd.settings import Settings
+from elaswave_spmd.start import Start, open_run
 from elaswave_spmd.summary import RunRecord, make_summary
 from elaswave_spmd.supervision import Supervision
 
@@ -58,6 +62,16 @@ def run(settings: Settings) -> int:
         RunError: the run could not go on; all workers are gone.
     """
     check_device(settings.runtime.device)
+    restarts = Restarts()
+    while True:
+        try:
+            return _run(settings)
+        except RestartError as restart:
+            settings = restarts.next(restart)
+
+
+def _run(settings: Settings) -> int:
+    """Raises RestartError when it is to be called again."""
     make_room(settings.mesh.shape.num_workers)
     scratch = socket_directory()
     # Started first: it imports torch while this process finds the data and imports torch itself.
@@ -69,49 +83,23 @@ def run(settings: Settings) -> int:
         plan = plan_run(settings, data)
         if (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology)
-        run_dir = RunDir.create(
-            settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
-        )
+        run_dir, start = open_run(plan, data)
         with contextlib.ExitStack() as undo:
+            undo.callback(start.close)
             undo.callback(run_dir.discard)
             launcher.ready()
             observer = RunObserver(run_dir, board=settings.run.tensorboard)
             undo.callback(observer.close)
-            controller = Controller(plan, data, launcher, observer, scratch)
+            controller = Controller(plan, data, launcher, observer, scratch, start=start)
             undo.pop_all()
-        with observer:
+        with contextlib.closing(start), observer:
             controller.run()
+            launcher.stop(grace_s=0.0)
+            remove_unfinished(run_dir.path)
     finally:
         launcher.stop(grace_s=0.0)  # to a worker SIGTERM is a wish to leave, and nobody is left to grant it
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
-
-
-def check_device(name: str) -> None:
-    """Refuses a device that this version cannot run on.
-
-    Raises:
-        ConfigError: with what exists.
-    """
-    if name != "cpu":
-        raise ConfigError(
-            "a device is one that this version runs on", got=name, where=f"runtime.device={name}", exists="cpu"
-        )
-
-
-def data_spec(settings: Settings) -> DataSpec:
-    """What the data room needs of the settings."""
-    d = settings.data
-    return DataSpec(
-        name=d.name,
-        path=d.path,
-        tokenizer=d.tokenizer,
-        target=d.target,
-        args=d.args,
-        cache=d.cache,
-        validation_fraction=d.validation_fraction,
-        seq_len=settings.train.seq_len,
-    )
 
 
 class Controller:
@@ -120,6 +108,7 @@ class Controller:
     Args:
         scratch: directory of the sockets.
         start_timeout_s: how long the workers may take until all of them listen.
+        start: where the run begins; None: at nothing.
 
     Raises:
         ConfigError: the links cannot be opened as the settings say.
@@ -134,6 +123,7 @@ class Controller:
         scratch: str,
         *,
         start_timeout_s: float = _START_TIMEOUT_S,
+        start: Start | None = None,
     ) -> None:
         self._plan, self._data, self._zygote, self._observer = plan, data, zygote, observer
         self._scratch = scratch
@@ -142,11 +132,13 @@ class Controller:
         settings = plan.settings
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
+        self._start_at = start or Start.fresh(observer.run_dir.path)
         transport = cast(Transport, settings.runtime.transport)
         self._host = listen_host(settings.runtime)
         self._links = Links(
             CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
         )
+        self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
         elastic, mirror = settings.elastic, settings.mirror
         self._protocol = ControllerProtocol(
             plan.placement,
@@ -180,6 +172,9 @@ class Controller:
         self._control = Control(
             self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
         )
+        self._protocol.version = self._start_at.step
+        if self._start_at.step == plan.job.steps:  # nothing is left to do but to collect the weights
+            self._record.last = self._start_at.last_line
         self._done = False
 
     def run(self) -> None:
@@ -193,12 +188,15 @@ class Controller:
             while not self._done:
                 self._wait()
             self._finish()
+        except RestartError:
+            raise
         except BaseException as error:
             self._observer.on_stop(error)
             raise
         finally:
             self._control.close()
             self._links.close()
+            self._durability.close()
             self._supervision.close()
 
     def _start(self) -> None:
@@ -213,9 +211,11 @@ class Controller:
             workers=mesh.num_workers,
             corpus=f"{self._data.corpus} ({self._data.num_bytes:,} bytes)",
             run_dir=str(self._observer.run_dir.path),
+            first_step=min(self._start_at.step + 1, plan.job.steps),
             unsurvived=self._unsurvived(),
         )
         self._observer.on_start(info)
+        self._start_at.announce(self._observer, mesh.shape.name)
         self._control.open()
         self._spec = {
             "settings": settings.to_dict(),
@@ -224,6 +224,7 @@ class Controller:
             "directory": self._scratch,
             "token": self._token.hex(),
             "host": self._host,
+            "checkpoints": self._durability.orders().to_dict(),
         }
         for rank in mesh.members:
             self._start_worker(rank)
@@ -258,6 +259,7 @@ class Controller:
                 self._handle(item)
             case Request():
                 self._control.answer(item)
+        self._durability.poll()
         for loss in self._supervision.losses():
             self._losses.lost(loss)
 
@@ -289,6 +291,8 @@ class Controller:
                 self._perform(protocol.drain(message.rank, "asked to leave"))
             case m.Wanted():
                 self._spawn(message.count)
+            case m.Wrote():
+                self._durability.wrote(message)
             case m.Fingerprints():
                 self._copies.fingerprints(message)
             case m.Damaged():
@@ -307,6 +311,7 @@ class Controller:
                 case Send(rank, message):
                     if isinstance(message, m.Place) and self._start_until is not None:
                         self._start_until, self._committed_at = None, time.monotonic()
+                    self._durability.sending(message)
                     if isinstance(message, m.Prepare):
                         self._events.preparing()
                     self._links.send(rank, m.encode(message))
@@ -325,8 +330,12 @@ class Controller:
                     self._events.begun(effect)
                 case Done():
                     self._done = True
-                case Unrecoverable(_, reason):
-                    self._losses.give_up(reason)
+                case Unrecoverable(runs, reason):
+                    self._losses.give_up(reason, lambda: self._last_resort(runs, reason))
+
+    def _last_resort(self, runs: Sequence[HolderRun], reason: str) -> str:
+        self._durability.drain()
+        return begin_again(self._observer, self._protocol, self._plan.settings, runs, reason)
 
     def _committed(self, applied: m.Applied) -> None:
         now = time.monotonic()
@@ -360,9 +369,11 @@ class Controller:
         job = self._plan.job
         loss = total / (job.validation_units * job.unit_size * job.seq_len)
         self._record.validation_loss = loss
+        self._durability.validated(step, loss)
         self._observer.on_validation(step, loss)
 
     def _finish(self) -> None:
+        self._durability.drain()
         if not self._record.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
         for rank in self._protocol.addresses:

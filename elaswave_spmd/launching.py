@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 
 from elaswave_spmd import checks
-from elaswave_spmd.data import PreparedData
+from elaswave_spmd.data import DataSpec, PreparedData
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.runtime.agents import Agents
@@ -21,6 +21,33 @@ TARGET = "elaswave_spmd.worker:main"
 PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq", "randomgen", "elaswave_spmd.worker", "elaswave_spmd.models")
 
 
+def check_device(name: str) -> None:
+    """Refuses a device that this version cannot run on.
+
+    Raises:
+        ConfigError: with what exists.
+    """
+    if name != "cpu":
+        raise ConfigError(
+            "a device is one that this version runs on", got=name, where=f"runtime.device={name}", exists="cpu"
+        )
+
+
+def data_spec(settings: Settings) -> DataSpec:
+    """What the data room needs of the settings."""
+    d = settings.data
+    return DataSpec(
+        name=d.name,
+        path=d.path,
+        tokenizer=d.tokenizer,
+        target=d.target,
+        args=d.args,
+        cache=d.cache,
+        validation_fraction=d.validation_fraction,
+        seq_len=settings.train.seq_len,
+    )
+
+
 def start_launcher(settings: Settings, scratch: str) -> Launcher:
     """Opens the rendezvous, if there is one, and starts the zygote, which imports what workers need meanwhile.
 
@@ -32,7 +59,9 @@ def start_launcher(settings: Settings, scratch: str) -> Launcher:
     """
     try:
         agents = _open(settings)
-        return Launcher(Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch]), agents)
+        grace = settings.timeouts.controller + settings.timeouts.shutdown
+        zygote = Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch], orphan_grace_s=grace)
+        return Launcher(zygote, agents)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

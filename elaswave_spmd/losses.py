@@ -91,8 +91,11 @@ class Losses:
             if rank != loss.rank:
                 raise RunError(f"{loss.exited}, as worker {rank} did in the same step {step}")
 
-    def give_up(self, reason: str) -> NoReturn:
+    def give_up(self, reason: str, last_resort: Callable[[], str] = lambda: "") -> NoReturn:
         """The protocol knows no way to go on.
+
+        Args:
+            last_resort: raises something else if there is a way after all; else says what the user can do.
 
         Raises:
             RunError: always.
@@ -101,7 +104,7 @@ class Losses:
         if self._crashes:
             rank, report = self._crashes[max(self._crashes)]
             raise WorkerError(rank, report)
-        raise RunError(f"the run cannot go on: {reason}. Resuming from a checkpoint is not built yet")
+        raise RunError(f"the run cannot go on: {reason}. {last_resort()}".strip())
 
     def _wait_for_causes(self) -> None:
         """The end of a process is seen some time before what ended it is known: it may be a crash."""

@@ -181,7 +181,7 @@ class TrainSettings:
     """How long and on what: `global_batch` sequences of `seq_len` tokens per step.
 
     A validation has `validate_units` units; `validate_every` steps between validations, 0 for none.
-    `resume` arrives with checkpoints and is refused until then.
+    `resume` is the directory of a run to go on with, from its newest good checkpoint.
     """
 
     steps: int = 400
@@ -196,10 +196,7 @@ class TrainSettings:
             checks.whole(f"train.{name}", getattr(self, name), at_least=1)
         checks.whole("train.validate_every", self.validate_every, at_least=0)
         if self.resume is not None:
-            where = checks.override("train.resume", self.resume)
-            raise ConfigError(
-                "resuming a run arrives with checkpoints", got=self.resume, where=where, fix="leave it out"
-            )
+            checks.put(self, resume=checks.text("train.resume", self.resume))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import traceback
 from typing import Any, cast
 
@@ -15,7 +16,9 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.allocator import keep_freed_memory
+from elaswave_spmd.runtime.checkpoint_writer import CheckpointOrders, CheckpointWriter
 from elaswave_spmd.runtime.epoch import Epoch
+from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
@@ -52,7 +55,8 @@ def main(spec: dict[str, Any]) -> int:
         host=spec["host"],
         life_fd=spec["life_fd"],
     )
-    worker = Worker(rank, settings, links, mailbox)
+    orders = CheckpointOrders(**spec["checkpoints"])
+    worker = Worker(rank, settings, links, mailbox, orders)
     try:
         links.connect(CONTROLLER, spec["controller"])
         plan = plan_run(settings, PreparedData.from_dict(spec["data"]))
@@ -61,7 +65,7 @@ def main(spec: dict[str, Any]) -> int:
         links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]))))
         worker.work(plan)
     except Stopped:
-        pass
+        worker.stopped()
     except BaseException:
         links.send(CONTROLLER, m.encode(m.Failed(rank, traceback.format_exc(), worker.step)))
         links.close(_FAREWELL_MS)
@@ -73,11 +77,13 @@ def main(spec: dict[str, Any]) -> int:
 class Worker:
     """The worker's life, from its place in the mesh to the controller's Stop."""
 
-    def __init__(self, rank: int, settings: Settings, links: Links, mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, settings: Settings, links: Links, mailbox: Mailbox, orders: CheckpointOrders) -> None:
         self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
+        self._deadline: float | None = None  # once the controller is gone
         self._chaos = Chaos(rank, settings.chaos, links)
+        self.checkpoints = CheckpointWriter(rank, orders, lambda wrote: links.send(CONTROLLER, m.encode(wrote)))
 
     def work(self, plan: RunPlan) -> None:
         """Waits for its place and trains until it is told to stop."""
@@ -90,14 +96,33 @@ class Worker:
             for message in dead:
                 self._links.send(CONTROLLER, m.encode(message))
         port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
-        executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit)
-        self._chaos.attach(executor, first.version)
+        saved = self.checkpoints.orders.reader()
+        executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit, saved)
+        self.checkpoints.attach(executor.replica, plan.description.layout)
+        port.controller_gone = lambda: self._orphaned(executor)
+        # A fault strikes at the first attempt of its step only, not when a resumed run comes to the step again.
+        self._chaos.attach(executor, max(first.version, self.checkpoints.orders.committed))
         progress = self._progress
         for what in executor.run():
             progress.waiting, progress.action = True, what
-            self._mailbox.wait()
+            if not self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic()):
+                raise Stopped
             progress.waiting = False
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+
+    def _orphaned(self, executor: Executor) -> None:
+        """The controller is gone. Nobody begins another step, and a step that all have begun is still completed.
+
+        So all end at the same version: a step needs the vote of everybody, and whoever has not begun it gives none.
+        """
+        executor.halts = True
+        self._deadline = time.monotonic() + self._settings.timeouts.controller
+
+    def stopped(self) -> None:
+        """The end: what was copied is written; without a controller, all state is."""
+        if self._deadline is not None:
+            self.checkpoints.write_now()
+        self.checkpoints.close()
 
     def _visit(self, point: Point, step: int) -> None:
         progress = self._progress

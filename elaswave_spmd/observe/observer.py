@@ -11,7 +11,7 @@ from types import TracebackType
 
 import numpy as np
 
-from elaswave_spmd.errors import headline_of
+from elaswave_spmd.errors import RunError, headline_of
 from elaswave_spmd.observe.board import Board
 from elaswave_spmd.observe.display import Display, Pace, RunInfo, make_display
 from elaswave_spmd.observe.json_lines import plain, writing
@@ -50,7 +50,25 @@ class RunObserver:
         self._finished = False
         self.last: MetricsLine | None = None
         self.pace = Pace(1)
+        self._known: dict[int, MetricsLine] = {}
+        self._known_validations: dict[int, str] = {}
+        self._written, self._written_validations = 0, False
         self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
+
+    def expect(
+        self, lines: Mapping[int, MetricsLine], validations: Mapping[int, str], *, first: int, same: bool
+    ) -> None:
+        """A resumed run comes to steps and validations that are known: they must be the same again, bit for bit.
+
+        Args:
+            lines: by step.
+            validations: loss_hex by step.
+            first: the first step to come.
+            same: what is known is in this directory's files already; else only the lines before `first` are.
+        """
+        self._known = {step: line for step, line in lines.items() if step >= first}
+        self._known_validations, self._written_validations = dict(validations), same
+        self._written = max(lines, default=0) if same else first - 1
 
     def on_start(self, info: RunInfo) -> None:
         """The run is about to take its first step: event `start`, header, bar."""
@@ -59,8 +77,16 @@ class RunObserver:
         self._display.start(info)
 
     def on_step(self, line: MetricsLine) -> None:
-        """A step has committed."""
-        self.run_dir.write_metrics(line)
+        """A step has committed.
+
+        Raises:
+            RunError: it is known, and another one.
+        """
+        if (known := self._known.pop(line.step, None)) is not None:
+            _compare(line.step, "loss", known.loss_hex, line.loss_hex)
+            _compare(line.step, "gradient norm", known.grad_norm_hex, line.grad_norm_hex)
+        if line.step > self._written:
+            self.run_dir.write_metrics(line)
         self.last = line
         self.pace.add(line)
         if self._board is not None:
@@ -78,6 +104,10 @@ class RunObserver:
     def on_validation(self, step: int, loss: float) -> None:
         """The validation loss after `step`: event `validation`, a line, a scalar."""
         loss = float(loss)
+        if (known := self._known_validations.pop(step, None)) is not None:
+            _compare(step, "validation loss", known, loss.hex())
+            if self._written_validations:
+                return
         self.run_dir.write_event("validation", self._now(), {"step": step, "loss": loss, "loss_hex": loss.hex()})
         if self._board is not None:
             with writing(self.run_dir.board_path):
@@ -120,6 +150,14 @@ class RunObserver:
     ) -> None:
         with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
             self.close()  # a disk that is full shows once more here; the first error is the one to tell
+
+
+def _compare(step: int, what: str, known: str, found: str) -> None:
+    if known != found:
+        raise RunError(
+            f"step {step} is not what it was before the run was resumed: {what} {found}, and {known} is written down. "
+            "This machine computes other bits, or something of the run has changed that its checkpoints do not name"
+        )
 
 
 def event_text(kind: str, fields: Mapping[str, object]) -> str:

@@ -20,7 +20,8 @@ from elaswave_spmd.observe.weights import save_weights
 
 CONFIG, METRICS, EVENTS = "config.yaml", "metrics.jsonl", "events.jsonl"
 SUMMARY, WEIGHTS, BOARD = "summary.json", "weights.safetensors", "tensorboard"
-RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, BOARD)
+RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by recovery
+RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, BOARD, *RECOVERY[:2])
 _NAME_TRIES = 100
 
 
@@ -30,8 +31,9 @@ class RunDir:
     Every method that writes raises FilesError when the disk is full or the directory is gone.
     """
 
-    def __init__(self, path: Path, made_folders: tuple[Path, ...] = ()) -> None:
+    def __init__(self, path: Path, made_folders: tuple[Path, ...] = (), *, is_new: bool = True) -> None:
         self.path = path
+        self._is_new = is_new
         self._made_folders = made_folders
         self._metrics = JsonLines(path / METRICS)
         try:
@@ -80,6 +82,16 @@ class RunDir:
                 return run_dir
         raise ConfigError(f"no free name under runs/ after {_NAME_TRIES} tries", where="run.dir", fix="run.dir=runs/a")
 
+    @classmethod
+    def reopen(cls, path: Path) -> RunDir:
+        """Open the directory of a run that is to go on. Only the holder of its lock may.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        with _directory_errors(path):
+            return cls(path.absolute(), is_new=False)
+
     @property
     def board_path(self) -> Path:
         """Where TensorBoard's files go."""
@@ -112,9 +124,14 @@ class RunDir:
         self._events.close()
 
     def discard(self) -> None:
-        """Remove every file of the run and the folders that `create` made: for a run refused before it started."""
+        """Remove every file of the run and the folders that `create` made: for a run refused before it started.
+
+        One that was opened again keeps its files.
+        """
         self.close()
-        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS))
+        if not self._is_new:
+            return
+        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, RECOVERY[0], RECOVERY[2]))
         with contextlib.suppress(OSError):
             for file in sorted(self.board_path.iterdir()):
                 file.unlink()

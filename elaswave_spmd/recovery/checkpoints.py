@@ -156,6 +156,13 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
     return doomed
 
 
+def remove_unfinished(run_dir: str | Path) -> None:
+    """Remove the directories without a manifest, when nobody writes any more. What cannot be removed stays."""
+    for path in find_checkpoints(run_dir):
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _is_good(path: Path) -> bool:
     try:
         open_checkpoint(path, verify=True)

@@ -157,7 +157,7 @@ class ControllerProtocol:
         if not set(self.placement.mesh.members) <= self.addresses.keys():
             return []
         self._started = True
-        return self._send_all(self._place_message(0, None))
+        return self._send_all(self._place_message(self.version, None))
 
     def lost(self, rank: int, reason: str) -> list[Effect]:
         """A worker is gone for good. Known at once, and answered at once."""

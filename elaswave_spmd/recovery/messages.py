@@ -309,6 +309,24 @@ class Failed(Message, frozen=True):
     step: int = 0
 
 
+class Wrote(Message, frozen=True):
+    """Worker to controller: its shard of the checkpoint of `step` is on the disk, or why there will be none.
+
+    The fields are those of checkpoint_files.ShardInfo. `copy_ms`: how long training stood still for it.
+    """
+
+    step: int
+    rank: int
+    epoch: int
+    name: str = ""
+    num_bytes: int = 0
+    sha256: str = ""
+    runs: tuple[tuple[int, int, int], ...] = ()
+    copy_ms: float = 0.0
+    write_ms: float = 0.0
+    error: str = ""
+
+
 class Stop(Message, frozen=True):
     """Controller to worker: end now."""
 
@@ -339,6 +357,7 @@ AnyMessage: TypeAlias = (
     | FinalPages
     | Finished
     | Failed
+    | Wrote
     | Stop
 )
 

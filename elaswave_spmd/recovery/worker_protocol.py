@@ -69,6 +69,7 @@ class WorkerProtocol:
     held: Sequence[HolderRun]
     loss_run: RunKey | None = None
     version: int = 0
+    restored: int = 0  # the version of the checkpoint that all began with: nobody is behind it, nobody votes for it
     promised: int = -1  # the highest epoch whose PREPARE was answered
     _computed: int = 0
     _missing: dict[int, set[RunKey]] = field(default_factory=dict)
@@ -196,7 +197,7 @@ class WorkerProtocol:
         Whoever has not applied that step completes it by the normal rule; there is no other message for it.
         """
         effects: list[Effect] = []
-        if self.version:
+        if self.version > self.restored:
             effects.append(SendVote(self._vote(self.version)))
         if self._computed > self.version:
             effects += self._vote_if_complete(self._computed)

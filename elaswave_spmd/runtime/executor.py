@@ -18,10 +18,11 @@ from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Visit, pass_by
-from elaswave_spmd.runtime.port import Incoming, Port
+from elaswave_spmd.runtime.port import Incoming, Port, Stopped
 from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.salvaging import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
 from elaswave_spmd.runtime.stage import Batches, Loss
+from elaswave_spmd.runtime.state import Saved
 from elaswave_spmd.runtime.units import EpochChangedError, Modules, UnitRunner, Waiting
 from elaswave_spmd.scheduling.actions import FORWARD, Action, actions_of
 from elaswave_spmd.sharding.pages import ModelLayout
@@ -42,6 +43,7 @@ class Executor:
         port: the way out.
         visit: told of the points that a step passes.
         keep_boundaries: keep boundary tensors until their step is decided.
+        saved: the state that a first mesh beyond version 0 begins with.
     """
 
     def __init__(
@@ -60,9 +62,13 @@ class Executor:
         place_of: Callable[[m.Place], Epoch],
         visit: Visit = pass_by,
         keep_boundaries: bool = True,
+        saved: Saved | None = None,
     ) -> None:
         self.rank, self.job, self.layout = rank, job, layout
         self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
+        self._saved = saved
+        self.halts = False
+        """Set from outside: it begins no other step, and `run` raises Stopped instead."""
         self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
         self._units = UnitRunner(job, layout, modules, loss, train, self._boundaries, self._until, self._take, visit)
         self.values = self._units.values
@@ -175,8 +181,12 @@ class Executor:
 
         When all steps are applied the final pages are sent, and sent again by others if their sender is lost.
         """
-        if self.version == 0 and self.placement.mesh.epoch == 0:
-            self.replica.initialise(self._inits)
+        if self.placement.mesh.epoch == 0:
+            if self.version == 0:
+                self.replica.initialise(self._inits)
+            else:
+                assert self._saved is not None, "a first mesh beyond version 0 has a checkpoint"
+                self.replica.restore(self._saved)
         while True:
             try:
                 yield from self._train_on()
@@ -192,6 +202,8 @@ class Executor:
             if self._place is not None:
                 raise EpochChangedError
             if self._begun is None or self._begun.number <= self.version:
+                if self.halts:
+                    raise Stopped
                 if self.version >= self._epoch_version:
                     self.replica.teach()
                 ends = self.version == self.job.steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,8 @@ class LinkPort:
     def __init__(self, links: Links, mailbox: Mailbox, compute: torch.dtype, early: Sequence[Envelope] = ()) -> None:
         self._links, self._mailbox, self._compute = links, mailbox, compute
         self._early: list[Item] = list(early)
+        self.controller_gone: Callable[[], None] | None = None
+        """Called, once, when the controller has died; None: then `take` raises Stopped."""
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         frames: Sequence[memoryview] = ()
@@ -68,12 +70,14 @@ class LinkPort:
         self._links.send(peer, m.encode(message), frames)
 
     def take(self) -> list[Incoming]:
-        """Raises Stopped when the controller says so, or has died."""
+        """Raises Stopped when the controller says so."""
         items, self._early = [*self._early, *self._mailbox.take_all()], []
         found = []
         for item in items:
             if isinstance(item, ControllerGone):
-                raise Stopped
+                if self.controller_gone is None:
+                    raise Stopped
+                self.controller_gone()
             if isinstance(item, Interrupted):
                 self.send(CONTROLLER, m.Leaving(self._links.me))
             if isinstance(item, PeerClosed):

@@ -5,7 +5,7 @@ Drives the protocol (ids and norms, no tensors) with what arrives, and does to t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.optimizers import clip_divisor
 from elaswave_spmd.runtime.points import Point, Visit
 from elaswave_spmd.runtime.publication import Publisher
 from elaswave_spmd.runtime.reduction import GradientReducer
-from elaswave_spmd.runtime.state import LEARNING, HeldState
+from elaswave_spmd.runtime.state import LEARNING, HeldState, Saved
 from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
 from elaswave_spmd.sharding.pages import LOSS, ModelLayout
 
@@ -64,7 +64,9 @@ class Replica:
             entry_done=self._entry_done,
         )
         self.reducer.decided = version
-        self.protocol = WorkerProtocol(rank, -1, (), (), version=version)
+        # All members of the first mesh begin at the version that a checkpoint had.
+        restored = version if placement.mesh.epoch == 0 else 0
+        self.protocol = WorkerProtocol(rank, -1, (), (), version=version, restored=restored)
         self._entries: dict[int, dict[RunKey, Tensor]] = {}
         self._forwarded: set[tuple[int, RunKey, int]] = set()  # (step, run, receiver) of entries sent
         self._taught: set[tuple[RunKey, int]] = set()  # (run, learner) whose state was sent
@@ -75,6 +77,8 @@ class Replica:
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
         self._since: dict[RunKey, int] = {}  # the version at which it began to hold or learn a run
+        self.applied: Callable[[m.Applied], None] = lambda report: None
+        """Told of every version, once it is complete: the state may be copied, and changes after the call."""
 
     # ---- mesh epochs
 
@@ -133,6 +137,12 @@ class Replica:
         self.state.initialise(draw)
         for layer in self._layers:
             self._publisher.publish(layer, 0)
+
+    def restore(self, saved: Saved) -> None:
+        """All held pages as they were saved at the version that the run goes on from, published."""
+        self.state.restore(saved, self.protocol.version)
+        for layer in self._layers:
+            self._publisher.publish(layer, self.protocol.version)
 
     def ask_for(self, layers: Collection[int], version: int) -> None:
         """Has these layers' compute buffers brought to a version: from what is held here, and from the primaries."""
@@ -337,6 +347,7 @@ class Replica:
         epoch = self.protocol.epoch
         report = m.Applied(decided.step, epoch, self.rank, decided.loss, decided.norm, decided.finite)
         self._send(CONTROLLER, report, None)
+        self.applied(report)
 
     def _fingerprint(self, version: int) -> None:
         """Hashes what was written, if the next Apply is to verify it; the controller compares the copies."""

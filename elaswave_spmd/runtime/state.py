@@ -19,6 +19,9 @@ from elaswave_spmd.runtime.optimizers import PageOptimizer, Update
 from elaswave_spmd.scheduling.placement import HolderRun, RunKey
 from elaswave_spmd.sharding.pages import LayerLayout, ModelLayout
 
+Saved = Callable[[RunKey, str], Tensor]
+"""(run of pages, kind of state: "master" or the optimizer's) -> fp32 [elements]."""
+
 LEARNING = -1
 """The version of a run whose state has not come yet."""
 
@@ -127,6 +130,15 @@ class HeldState:
                     values = draw(slot.parameter.name, first - slot.start, stop - slot.start)
                     part.master[first - part.start : stop - part.start].copy_(values)
             part.version = 0
+        for layer in self.layers:
+            self.to_compute(layer)
+
+    def restore(self, saved: Saved, version: int) -> None:
+        """Fills all runs from a checkpoint."""
+        for part in self:
+            for kind, target in {"master": part.master, **part.optimizer_state}.items():
+                target.copy_(saved(part.run.key, kind))
+            part.version = version
         for layer in self.layers:
             self.to_compute(layer)
 

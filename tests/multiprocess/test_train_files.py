@@ -97,6 +97,7 @@ def test_the_config_says_everything_again(run: Run) -> None:
 
 def test_a_run_leaves_its_directory_and_nothing_else(run: Run) -> None:
     files = {"config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "weights.safetensors", "tensorboard"}
+    files |= {"epochs.jsonl", "controller.lock"}
     assert {path.name for path in run.folder.iterdir()} == files
     assert {path.name for path in run.folder.parent.iterdir()} == {"run", "text.txt", "cache"}
     assert list((run.folder / "tensorboard").iterdir())

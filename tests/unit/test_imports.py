@@ -38,6 +38,7 @@ ALLOWED = {
 TOP = (
     *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events"),
     *("launching", "losses", "summary", "supervision", "worker"),
+    *("durability", "emergency", "identity", "restart", "resuming", "start"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")

@@ -56,7 +56,7 @@ BAD = [
     ("optim.betas", [0.9, 1.0]), ("optim.eps", 0), ("optim.momentum", 1.0), ("optim.schedule", "step"),
     ("optim.warmup_steps", -1), ("optim.final_lr_ratio", -0.5), ("optim.max_skipped", 0.5),
     ("train.steps", 0), ("train.steps", -3), ("train.steps", ""), ("train.steps", 1e3), ("train.global_batch", 0),
-    ("train.seq_len", -1), ("train.validate_every", -1), ("train.validate_units", 0), ("train.resume", "runs/a"),
+    ("train.seq_len", -1), ("train.validate_every", -1), ("train.validate_units", 0), ("train.resume", ""),
     ("unit.size", 0), ("unit.size", ""), ("unit.size", None), ("page.size", 0), ("page.size", 100),
     ("runtime.device", "tpu"), ("runtime.threads_per_worker", 0), ("runtime.dtype", "fp16"),
     ("runtime.transport", "gloo"), ("runtime.activation_checkpointing", "yes"),
@@ -99,8 +99,8 @@ def test_every_setting_is_used() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    # Read inside settings.py, for others: the mesh as a shape, the sharding as a level; resume is refused.
-    inside = {"mesh.dp", "mesh.pp", "mesh.stages", "sharding.name", "train.resume"}
+    # Read inside settings.py, for others: the mesh as a shape, the sharding as a level.
+    inside = {"mesh.dp", "mesh.pp", "mesh.stages", "sharding.name"}
     unread = [name for name in leaves() if name.split(".")[-1] not in read and name not in inside]
     assert [name for name in unread if not name.startswith(FOR_LATER)] == []
 

@@ -1,0 +1,48 @@
+"""What of a run its bits depend on: saved in every checkpoint, compared before a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.settings import Settings
+
+_PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
+
+
+def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
+    """Everything but the layout (`manifest.layout_fingerprint`): settings, data, versions, class of hardware.
+
+    The mesh, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which computes
+    the same numbers twice; nor validations, which only read.
+    """
+    model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
+    del model["name"], optim["max_skipped"]
+    train, runtime = settings.train, settings.runtime
+    return {
+        "seed": settings.seed,
+        "unit": {"size": settings.unit.size},
+        "train": {"steps": train.steps, "global_batch": train.global_batch, "seq_len": train.seq_len},
+        "model": model,
+        "optim": optim,
+        "runtime": {"dtype": runtime.dtype, "threads_per_worker": runtime.threads_per_worker},
+        "data": {
+            "sha256": data.sha256,
+            "tokenizer": data.tokenizer,
+            "vocab_size": data.vocab_size,
+            "train_samples": data.num_train_samples,
+            "target": data.target,
+            "args": dict(data.kwargs),
+        },
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+        "hardware": {
+            "device": runtime.device,
+            "machine": platform.machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+    }

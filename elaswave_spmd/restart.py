@@ -1,0 +1,118 @@
+"""What is left to do when state is lost for good: the run goes back to its newest good checkpoint, or ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from elaswave_spmd.errors import CheckpointError, RunError
+from elaswave_spmd.observe import RunObserver
+from elaswave_spmd.recovery.checkpoints import Checkpoint, load_newest_good
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.scheduling.holders import HolderRun
+from elaswave_spmd.scheduling.placement import even_counts
+from elaswave_spmd.settings import MeshSettings, Settings
+
+_MAX_IN_A_ROW = 3
+
+
+class RestartError(Exception):
+    """The run begins again, at a checkpoint.
+
+    Args:
+        settings: of the run from now on.
+        step: of the checkpoint.
+    """
+
+    def __init__(self, settings: Settings, step: int) -> None:
+        super().__init__(f"the run begins again after step {step}")
+        self.settings, self.step = settings, step
+
+
+class Restarts:
+    """Those of one command: a run that does not get ahead is not begun again for ever."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+
+    def next(self, restart: RestartError) -> Settings:
+        """The settings to go on with.
+
+        Raises:
+            RunError: the run has been begun again at the same checkpoint too often.
+        """
+        self._steps.append(restart.step)
+        if self._steps[-_MAX_IN_A_ROW - 1 :].count(restart.step) > _MAX_IN_A_ROW:
+            raise RunError(
+                f"the run was begun again {_MAX_IN_A_ROW} times after step {restart.step}, and got no further"
+            )
+        return restart.settings
+
+
+def begin_again(
+    observer: RunObserver,
+    protocol: ControllerProtocol,
+    settings: Settings,
+    lost: Sequence[HolderRun],
+    reason: str,
+) -> str:
+    """Has the run begin again with the workers that are left, if there is a good checkpoint and they are enough.
+
+    Args:
+        lost: runs of pages that nobody holds any more.
+
+    Returns:
+        If it does not: what the user can do.
+
+    Raises:
+        RestartError: it does; the event `restart` is written.
+    """
+    run_dir = observer.run_dir.path
+    checkpoint = _newest(run_dir)
+    left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
+    is_lost = lost or not protocol.members
+    # With agents the launcher cannot be started again: they end with it.
+    is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
+    if checkpoint is None or not is_lost or not is_possible:
+        return _advice(run_dir, checkpoint)
+    mesh = mesh_of(left, settings.mesh.shape.num_stages)
+    pages = sum(run.num_pages for run in lost) or "all"
+    observer.on_event(
+        "restart",
+        step=checkpoint.step,
+        lost_after=protocol.version,
+        lost_pages=pages,
+        workers=left,
+        mesh=mesh.shape.name,
+        reason=reason,
+        message=f"{reason}: {pages} pages of state after step {protocol.version} are gone; "
+        f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, from {checkpoint.path}",
+    )
+    again = dataclasses.replace(
+        settings,
+        mesh=mesh,
+        train=dataclasses.replace(settings.train, resume=str(run_dir)),
+        run=dataclasses.replace(settings.run, dir=None),
+    )
+    raise RestartError(again, checkpoint.step)
+
+
+def _advice(run_dir: Path, checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None:
+        return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
+    return f"Its newest checkpoint is {checkpoint.path}; to go on from there: python train.py train.resume={run_dir}"
+
+
+def mesh_of(num_workers: int, num_stages: int) -> MeshSettings:
+    """So many workers on so many stages, or on fewer, as evenly as it goes."""
+    stages = min(num_workers, num_stages)
+    sizes = even_counts(num_workers, stages)
+    return MeshSettings(dp=sizes[0], pp=stages) if len(set(sizes)) == 1 else MeshSettings(stages=sizes)
+
+
+def _newest(run_dir: Path) -> Checkpoint | None:
+    try:
+        return load_newest_good(run_dir)[0]
+    except CheckpointError:
+        return None

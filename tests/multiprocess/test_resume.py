@@ -1,0 +1,188 @@
+"""A run that was killed goes on from its newest good checkpoint, on any mesh, with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
+
+pytestmark = pytest.mark.multiprocess
+SETTINGS = [*SMALL, "train.steps=30", "model.dropout=0.1"]
+
+
+def kill_everything(run: Launched) -> None:
+    """As when the machine goes down: nobody has time for anything."""
+    for pid in run.processes():
+        os.kill(pid, signal.SIGSTOP)
+    for pid in run.processes():
+        os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """Steps of those that were finished, ascending."""
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/*/manifest.json"))
+
+
+def kill_after_checkpoint(run: Launched, run_dir: str, step: int) -> int:
+    """Kills the run when it has a checkpoint of this step or a later one; returns the newest one's."""
+    eventually(lambda: max(checkpoints(run.folder / run_dir), default=0) >= step, run.process)
+    kill_everything(run)
+    return checkpoints(run.folder / run_dir)[-1]
+
+
+def standing_still(step: int) -> list[str]:
+    """A worker stops in this step: the run cannot end before it is killed."""
+    return [f"chaos.events=[{{step: {step}, kind: stop, rank: 0}}]", "timeouts.suspect=4.5"]
+
+
+def bits(run_dir: Path) -> list[tuple[int, str, str]]:
+    return [(line.step, line.loss_hex, line.grad_norm_hex) for line in read_metrics(run_dir)]
+
+
+def event(run_dir: Path, kind: str) -> dict[str, Any]:
+    """The last one of its kind."""
+    return [e for e in read_events(run_dir) if e["event"] == kind][-1]
+
+
+def damage(checkpoint: Path) -> None:
+    """One bit of one shard turns."""
+    shard = min(checkpoint.glob("shard_*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the corpus and of all runs: `undisturbed`, and `killed` with two checkpoints."""
+    folder = tmp_path_factory.mktemp("resume")
+    write_text(folder)
+    done = train(folder, *SETTINGS, "mesh=dp2", "run.dir=undisturbed")
+    assert done.code == 0, done.err
+    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "checkpoint.every=3", "run.dir=killed"]
+    with launch(folder, *arguments, *standing_still(20)) as run:
+        kill_after_checkpoint(run, "killed", 6)
+    assert len(checkpoints(folder / "killed")) >= 2
+    assert not (folder / "killed" / "summary.json").exists()
+    return folder
+
+
+@pytest.fixture
+def killed(shared: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of the killed run."""
+    return Path(shutil.copytree(shared / "killed", shared / request.node.name, ignore=shutil.ignore_patterns("*.sock")))
+
+
+def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path) -> None:
+    name, newest = killed.name, checkpoints(killed)[-1]
+    with launch(shared, f"train.resume={name}", "mesh=dp3", "sharding=zero1", *standing_still(28)) as run:
+        newer = kill_after_checkpoint(run, name, newest + 3)
+    first = event(killed, "resume")
+    assert (first["step"], first["mesh"], first["incarnation"], first["bad"]) == (newest, "dp3", 2, [])
+    done = train(shared, f"train.resume={name}", "mesh=single")
+    assert done.code == 0, done.err
+    assert event(killed, "resume")["step"] == newer and event(killed, "resume")["incarnation"] == 3
+    assert bits(killed) == bits(shared / "undisturbed")
+    summary, wanted = read_summary(killed), read_summary(shared / "undisturbed")
+    for field in ("steps", "final_loss_hex", "validation_loss", "weights_sha256"):
+        assert summary[field] == wanted[field], field
+    known = [(e["step"], e["loss_hex"]) for e in read_events(shared / "undisturbed") if e["event"] == "validation"]
+    assert [(e["step"], e["loss_hex"]) for e in read_events(killed) if e["event"] == "validation"] == known
+    assert read_events(killed)[-1]["event"] == "finish"
+    assert len(list((killed / "checkpoints").iterdir())) == 2, "checkpoint.keep"
+    again = train(shared, f"train.resume={name}")
+    assert again.code == 2 and "has finished" in again.err
+
+
+def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> None:
+    arguments = [*SETTINGS, "mesh=dp2_pp2", "sharding=zero2", "run.dir=orphaned", "timeouts.controller=2"]
+    with launch(shared, *arguments) as run:
+        run.wait_for_steps(8, "orphaned")
+        run.process.kill()
+        run.process.wait()
+        deadline = time.monotonic() + 40
+        while run.processes():
+            assert time.monotonic() < deadline, "workers are left"
+            time.sleep(0.05)
+    folder = shared / "orphaned"
+    assert not checkpoints(folder), "the workers write no manifest"
+    known = bits(folder)
+    done = train(shared, "train.resume=orphaned", "mesh=dp3")
+    assert done.code == 0, done.err
+    assert event(folder, "resume")["step"] >= len(known)
+    assert bits(folder) == bits(shared / "undisturbed")
+    assert read_summary(folder)["weights_sha256"] == read_summary(shared / "undisturbed")["weights_sha256"]
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_used(shared: Path, killed: Path) -> None:
+    before, newest = checkpoints(killed)[-2:]
+    bad = f"step_{newest:08d}"
+    damage(killed / "checkpoints" / bad)
+    done = train(shared, f"train.resume={killed.name}", "mesh=pp2", "sharding=zero3", "run.dir=fork")
+    assert done.code == 0, done.err
+    found = event(shared / "fork", "resume")
+    assert found["step"] == before
+    assert [line.split(":")[0] for line in found["bad"] if "sha256" in line] == [bad]
+    assert bad in done.out
+    assert bits(shared / "fork") == bits(shared / "undisturbed")
+    assert read_summary(shared / "fork")["weights_sha256"] == read_summary(shared / "undisturbed")["weights_sha256"]
+    assert not (killed / "summary.json").exists(), "the run that it came from is left alone"
+
+
+def test_other_settings_are_refused_before_anything_is_touched(shared: Path, killed: Path) -> None:
+    before = {path: path.read_bytes() for path in killed.rglob("*.json*")}
+    done = train(shared, f"train.resume={killed.name}", "seed=3", "optim.lr=0.5")
+    assert done.code == 2
+    assert "seed: saved 0, now 3" in done.err and "optim.lr: saved 0.002, now 0.5" in done.err
+    assert {path: path.read_bytes() for path in killed.rglob("*.json*")} == before
+
+
+def test_a_run_without_a_good_checkpoint_is_refused(shared: Path, killed: Path) -> None:
+    for checkpoint in (killed / "checkpoints").iterdir():
+        damage(checkpoint)
+    done = train(shared, f"train.resume={killed.name}")
+    assert done.code == 2 and "no good checkpoint" in done.err and "Traceback" not in done.err
+    missing = train(shared, "train.resume=nowhere")
+    assert missing.code == 2 and "nowhere/config.yaml" in missing.err
+
+
+def test_steps_that_are_computed_again_are_compared(shared: Path, killed: Path) -> None:
+    before, newest = checkpoints(killed)[-2:]
+    shutil.rmtree(killed / "checkpoints" / f"step_{newest:08d}")
+    metrics = killed / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    lines[before] = lines[before].replace(read_metrics(killed)[before].loss_hex, (5.25).hex())
+    metrics.write_text("".join(lines))
+    done = train(shared, f"train.resume={killed.name}", "mesh=single")
+    assert done.code == 1 and f"step {before + 1} is not what it was" in done.err
+    assert event(killed, "stop")["message"].startswith(f"step {before + 1} is not what it was")
+
+
+def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
+    arguments = [*SETTINGS, "mesh=dp4", "sharding=zero2", "checkpoint.every=2", "run.dir=again"]
+    done = train(shared, *arguments, "chaos.events=[{step: 19, kind: kill, rank: [0, 1, 2]}]")
+    assert done.code == 0, done.err
+    found = event(shared / "again", "restart")
+    assert found["step"] in range(2, 19) and found["lost_after"] == 18 and found["workers"] == 1
+    assert "restart: all holders of" in done.out
+    assert event(shared / "again", "resume")["step"] == found["step"]
+    assert bits(shared / "again") == bits(shared / "undisturbed")
+    assert read_summary(shared / "again")["weights_sha256"] == read_summary(shared / "undisturbed")["weights_sha256"]
+
+
+def test_too_few_workers_end_the_run_with_the_command_that_goes_on(shared: Path) -> None:
+    arguments = [*SETTINGS, "mesh=dp2", "elastic.min_workers=2", "checkpoint.every=2", "run.dir=few"]
+    with launch(shared, *arguments, *standing_still(15)) as run:
+        done = run.finish()
+    assert done.code == 1
+    assert "1 workers are left, elastic.min_workers is 2" in done.err
+    assert f"train.resume={shared / 'few'}" in done.err

@@ -1,0 +1,101 @@
+"""What a resumed run takes from the run before, and what from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+
+from elaswave_spmd.conf import register_mesh_names
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.restart import mesh_of
+from elaswave_spmd.resuming import settings_of
+from elaswave_spmd.settings import MeshSettings, Settings
+
+SAVED = {
+    "seed": 5,
+    "mesh": {"dp": 2, "pp": 2},
+    "sharding": {"name": "zero2"},
+    "model": {"target": "mlp", "layers": 3, "args": {"window": 4}},
+    "train": {"steps": 50, "global_batch": 8},
+    "run": {"dir": "somewhere", "tensorboard": False},
+    "chaos": {"events": [{"step": 7, "kind": "kill", "rank": 0}]},
+    "checkpoint": {"every": 5},
+}
+
+
+@pytest.fixture
+def resume(tmp_path: Path):
+    """The settings of a command line that resumes a run with the settings SAVED."""
+    (tmp_path / "config.yaml").write_text(Settings.from_dict(SAVED).to_yaml())
+    register_mesh_names()
+
+    def settings(*overrides: str) -> Settings:
+        overrides = (f"train.resume={tmp_path}", *overrides)
+        with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
+            return settings_of(hydra.compose("config", overrides=list(overrides)), overrides)
+
+    return settings
+
+
+def test_what_is_not_named_is_as_it_was(resume, tmp_path: Path) -> None:
+    found, saved = resume(), Settings.from_dict(SAVED)
+    assert found.train.resume == str(tmp_path)
+    for name in ("seed", "mesh", "sharding", "model", "data", "optim", "unit", "checkpoint", "elastic"):
+        assert getattr(found, name) == getattr(saved, name), name
+    assert found.train.steps == 50 and found.train.global_batch == 8
+
+
+def test_the_directory_and_the_faults_are_not_taken_over(resume) -> None:
+    assert resume().run.dir is None and resume().chaos.events == ()
+    named = resume("run.dir=elsewhere", "chaos.events=[{step: 9, kind: kill, rank: 1}]")
+    assert named.run.dir == "elsewhere" and [event.step for event in named.chaos.events] == [9]
+
+
+def test_what_is_named_counts(resume) -> None:
+    found = resume("mesh=dp3", "sharding=zero1", "checkpoint.every=7", "seed=6", "+model.args.depth=2")
+    assert found.mesh == MeshSettings(dp=3) and found.sharding.name == "zero1" and found.seed == 6
+    assert found.checkpoint.every == 7 and found.train.steps == 50
+    assert found.model.args == {"window": 4, "depth": 2} and found.model.layers == 3
+
+
+def test_a_mesh_is_named_as_a_whole(resume) -> None:
+    assert resume("mesh.stages=[2,1]").mesh.stages == (2, 1)
+    assert resume("mesh.dp=3").mesh == MeshSettings(dp=3)
+
+
+def test_a_group_is_replaced_and_its_settings_stay_on_top(resume) -> None:
+    found = resume("model.layers=2", "model=llama_tiny")
+    assert found.model.target == "llama" and found.model.layers == 2 and "window" not in found.model.args
+
+
+@pytest.mark.parametrize("content", [None, "", "- 1", "a: ["])
+def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "config.yaml"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        resume()
+
+
+def test_a_setting_that_is_unknown_is_refused(resume, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"train": {"speed": 3}}))
+    with pytest.raises(ConfigError, match=r"train\.speed"):
+        resume()
+
+
+@pytest.mark.parametrize(
+    ("workers", "stages", "mesh"),
+    [
+        (1, 1, MeshSettings(dp=1, pp=1)),
+        (1, 3, MeshSettings(dp=1, pp=1)),
+        (3, 2, MeshSettings(stages=(2, 1))),
+        (4, 2, MeshSettings(dp=2, pp=2)),
+        (5, 3, MeshSettings(stages=(2, 2, 1))),
+    ],
+)
+def test_the_workers_that_are_left_make_a_mesh(workers: int, stages: int, mesh: MeshSettings) -> None:
+    assert mesh_of(workers, stages) == mesh and mesh.shape.num_workers == workers
