@@ -7,29 +7,25 @@ any point of a step, or stand still and come back when nobody wants it any more;
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 from torch import Tensor, nn
 
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.controller_protocol import (
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.copies import Copies
+from elaswave_spmd.recovery.effects import (
     Committed,
-    ControllerProtocol,
     Done,
     Effect,
     EpochBegun,
     Evict,
-    Policy,
     Send,
     Unrecoverable,
     ValidationDone,
 )
-from elaswave_spmd.recovery.copies import Copies
 from elaswave_spmd.runtime.collect import collect_pages
 from elaswave_spmd.runtime.describe import ModelDescription
 from elaswave_spmd.runtime.epoch import Epoch
@@ -42,53 +38,10 @@ from elaswave_spmd.runtime.stage import Batches
 from elaswave_spmd.scheduling.holders import all_runs
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.testing.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
-from elaswave_spmd.testing.wires import Flying, Link, ListPort, Wires
+from elaswave_spmd.testing.processes import Killed, LostStateError, Trained, Worker
+from elaswave_spmd.testing.wires import Link, ListPort, Wires
 
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
-
-
-class _Killed(Exception):  # noqa: N818  (the end of a simulated process)
-    pass
-
-
-class LostStateError(AssertionError):
-    """All holders of some pages are gone.
-
-    Args:
-        losses: workers lost since every page had all its mirrors, with those that left if any was lost without notice.
-        members: how many workers there were then.
-        left: workers that are neither lost nor asked to leave.
-    """
-
-    def __init__(self, effect: Unrecoverable, losses: int, members: int, left: int) -> None:
-        super().__init__(effect)
-        self.losses, self.members, self.left = losses, members, left
-
-
-@dataclass
-class Trained:
-    """What a run left: per committed step the loss and gradient norm as hex, validation losses, final parameters."""
-
-    losses: list[str] = field(default_factory=list)
-    norms: list[str] = field(default_factory=list)
-    validation: dict[int, float] = field(default_factory=dict)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    state_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
-    epochs: list[EpochBegun] = field(default_factory=list)
-    turns: int = 0
-
-
-class _Worker:
-    """A simulated process: waits for its place, then trains."""
-
-    def __init__(self, rank: int, port: ListPort) -> None:
-        self.rank, self.port = rank, port
-        self.executor: Executor | None = None
-        self.running: Generator[str, None, None] | None = None
-        self.waiting = "its place"
-        self.asleep = 0  # turns that it stands still
-        self.pace = 1.0  # how often it gets a turn
-        self.version = 0
 
 
 class LocalCluster:
@@ -125,10 +78,10 @@ class LocalCluster:
         self._uneven, self._trace = uneven, trace
         self._next_rank = max(placement.mesh.members) + 1
         self._wires = Wires(job.torch_dtype, self._random, uneven=uneven)
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []
         self._window: list[int] = []  # lost since every page had all its mirrors
-        self._window_members = 0
+        self._mirrored = placement.mesh.num_workers  # members when that was so last
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -161,11 +114,6 @@ class LocalCluster:
             self._trace(" ".join(map(str, (f"{self._turn:5}", *what))))
 
     # ---- messages
-
-    @property
-    def flying(self) -> dict[Link, deque[Flying]]:
-        """Messages on their way."""
-        return self._wires.flying
 
     def deliver_some(self, rank: int) -> None:
         """Moves some of what is in flight to a worker into its inbox."""
@@ -207,15 +155,15 @@ class LocalCluster:
 
     def _spawn(self, rank: int) -> None:
         port = ListPort(rank, self)
-        worker = self._workers[rank] = _Worker(rank, port)
+        worker = self._workers[rank] = Worker(rank, port)
         if self._uneven:
             worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
         try:
             port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
-        except _Killed as killed:
+        except Killed as killed:
             self._kill(rank, *killed.args)
 
-    def _begin(self, worker: _Worker, place: m.Place) -> None:
+    def _begin(self, worker: Worker, place: m.Place) -> None:
         """The worker becomes a member."""
         rank, model = worker.rank, self._make_model()
 
@@ -239,7 +187,7 @@ class LocalCluster:
         )
         worker.running = worker.executor.run()
 
-    def _advance(self, worker: _Worker) -> None:
+    def _advance(self, worker: Worker) -> None:
         """One turn of a worker."""
         try:
             if worker.running is None:
@@ -253,7 +201,7 @@ class LocalCluster:
                 self._begin(worker, place)
             assert worker.running is not None
             worker.waiting = next(worker.running)
-        except _Killed as killed:
+        except Killed as killed:
             self._kill(worker.rank, *killed.args)
         except Exception as error:
             if worker.rank not in self._lost or worker.rank in self._controller.members:
@@ -261,13 +209,13 @@ class LocalCluster:
             self._note(worker.rank, "is fenced and ends:", repr(error))
             del self._workers[worker.rank]
 
-    def _visit(self, worker: _Worker, point: Point, step: int) -> None:
+    def _visit(self, worker: Worker, point: Point, step: int) -> None:
         if worker.rank not in self._lost:
             for fault in self.plan.at_point(worker.rank, point, step):
                 self.strike(worker.rank, fault)
 
     def strike(self, rank: int, fault: AnyFault, out: Link | None = None) -> None:
-        """A fault happens to a worker. Raises _Killed if that is its end.
+        """A fault happens to a worker. Raises Killed if that is its end.
 
         Args:
             out: what is on this link is out already, whatever becomes of the worker.
@@ -280,7 +228,6 @@ class LocalCluster:
         if kind in LOSSES:
             self._lost.append(rank)
         if kind in (*LOSSES, "term"):
-            self._window_members = self._window_members if self._window else len(self._controller.members)
             self._window.append(rank)
         if kind in ("join", "replace"):
             self._next_rank += 1
@@ -294,7 +241,7 @@ class LocalCluster:
             self._notices.append((later, lambda: self._controller.drain(rank, "asked to leave")))
         if kind in ("kill", "replace"):
             self._notices.append((later, lambda: self._controller.lost(rank, "killed")))
-            raise _Killed(out)
+            raise Killed(out)
         if kind == "stop":
             self._notices.append((later, lambda: self._controller.lost(rank, "hangs")))
             self._workers[rank].asleep = fault.turns
@@ -319,7 +266,7 @@ class LocalCluster:
         rank = self._random.choice(able)
         try:
             self.strike(rank, fault)
-        except _Killed as killed:
+        except Killed as killed:
             self._kill(rank, *killed.args)
         return True
 
@@ -383,7 +330,7 @@ class LocalCluster:
                     gone = {*self._lost, *self._leaving}
                     left = sum(rank not in gone for rank in self._controller.members)
                     losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
-                    raise LostStateError(effect, losses, self._window_members, left)
+                    raise LostStateError(effect, losses, self._mirrored, left)
 
     def run(self) -> Trained:
         """All steps.
@@ -414,7 +361,7 @@ class LocalCluster:
         self.result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
         return self.result
 
-    def _can_go(self, worker: _Worker) -> bool:
+    def _can_go(self, worker: Worker) -> bool:
         """Whether a turn can make a difference: who waits, waits for a message."""
         port = worker.port
         return bool(worker.asleep or port.inbox or port.then or self._wires.has_some_for(worker.rank))
@@ -439,13 +386,14 @@ class LocalCluster:
             waits = {rank: w.waiting for rank, w in self._workers.items()}
             raise AssertionError(f"nothing moves: {waits}, {self._controller}")
 
-    def _look(self, worker: _Worker) -> None:
+    def _look(self, worker: Worker) -> None:
         """What must be true at any time; and faults that come by themselves."""
         version = worker.executor.version if worker.executor is not None else worker.version
         if version != worker.version:
             worker.version = version
             at = [w.executor.version for r in self._controller.members if (w := self._workers.get(r)) and w.executor]
             assert not at or max(at) - min(at) <= 1, f"members are at versions {at}"
-        if self._window and self._controller.settled and not self._notices:
+        if self._controller.settled and not self._notices:
             self._window.clear()
+            self._mirrored = len(self._controller.members)
         self._strike_next()

@@ -6,13 +6,16 @@ run. `python -m elaswave_spmd.testing.schedules --count 1000` runs them and prin
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import multiprocessing
 import random
+import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,9 +26,10 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
 from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.testing.cluster import LocalCluster, LostStateError, Trained
-from elaswave_spmd.testing.faults import AnyFault, Cell
-from elaswave_spmd.testing.stories import draw_faults
+from elaswave_spmd.testing.cluster import LocalCluster
+from elaswave_spmd.testing.faults import RECEIVER, SENDER, AnyFault, Cell
+from elaswave_spmd.testing.processes import LostStateError, Trained
+from elaswave_spmd.testing.stories import MESSAGES, draw_faults, happens
 from elaswave_spmd.testing.tiny import TRAIN, VALIDATION, TinyRun
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
@@ -133,7 +137,7 @@ def _drawn_holders(draw: random.Random, holders: HolderMap, members: Sequence[in
         inside = range(run.first + 1, run.stop)
         at = [run.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), run.stop]
         pieces = []
-        for first, stop in pairwise(at):
+        for first, stop in itertools.pairwise(at):
             ranks = draw.sample(list(members), held)
             pieces.append(HolderRun(run.layer, first, stop, ranks[0], frozenset(ranks)))
         return pieces
@@ -247,3 +251,89 @@ def _classified(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     words = str(error).split(":")[0] if isinstance(error, AssertionError) else ""
     return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {words[:60]}".strip()
+
+
+# ---- many of them
+
+
+@dataclass
+class Tally:
+    """What many schedules came to."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    lost_at: Counter[Cell] = field(default_factory=Counter)
+    failures: dict[str, list[int]] = field(default_factory=dict)
+    struck: int = 0
+    epochs: int = 0
+
+    def add(self, seed: int, ended: Ended) -> None:
+        """Counts one."""
+        self.ends[ended.how or "failed"] += 1
+        self.lost_at += ended.lost_at
+        self.struck += ended.struck
+        self.epochs += ended.epochs
+        if ended.failure:
+            self.failures.setdefault(ended.failure, []).append(seed)
+
+    def coverage(self) -> str:
+        """Message kind by message kind, where workers were killed and how often."""
+        lines = [f"{'worker killed':20} before sending  after  before taking  after"]
+        for message in MESSAGES:
+            cells = [
+                "-" if not happens(message, side) else str(self.lost_at[message, side, after])
+                for side in (SENDER, RECEIVER)
+                for after in (False, True)
+            ]
+            lines.append("{:20} {:>14}  {:>5}  {:>13}  {:>5}".format(message, *cells))
+        return "\n".join(lines)
+
+    def uncovered(self) -> list[Cell]:
+        """Where no worker was killed."""
+        cells = [
+            (message, side, after) for message in MESSAGES for side in (SENDER, RECEIVER) for after in (False, True)
+        ]
+        return [cell for cell in cells if happens(cell[0], cell[1]) and not self.lost_at[cell]]
+
+
+def run_many(seeds: Iterable[int], jobs: int = 1) -> Tally:
+    """Runs the schedules of these seeds, in so many processes."""
+    tally = Tally()
+    if jobs == 1:
+        for seed in seeds:
+            tally.add(seed, run(Schedule.draw(seed)))
+        return tally
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for seed, ended in pool.imap_unordered(_run_seed, seeds, chunksize=20):
+            tally.add(seed, ended)
+    return tally
+
+
+def _run_seed(seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns 1 if any schedule failed."""
+    parser = argparse.ArgumentParser(prog="python -m elaswave_spmd.testing.schedules", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first seed (default 0)")
+    parser.add_argument("--count", type=int, default=1000, metavar="N", help="schedules (default 1000)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and tell everything")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        schedule = Schedule.draw(options.seed)
+        print(schedule)
+        ended = run(schedule, print)
+        print(f"{ended.how or 'failed'}: {ended.failure}\n{ended.detail}")
+        return int(bool(ended.failure))
+    tally = run_many(range(options.first, options.first + options.count), options.jobs)
+    print(f"{options.count} schedules, {tally.struck} faults, {tally.epochs} mesh epochs begun")
+    print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
+    print(tally.coverage())
+    for failure, seeds in sorted(tally.failures.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds)} times {failure}: seeds {seeds[:20]}")
+    return int(bool(tally.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,12 @@ USUAL = {
 AFTER_A_LOSS = {"Prepare": 3, "Status": 3, "Place": 3, "PageState": 10, "Learned": 2, "Ready": 1, "Need": 6, "Vote": 6}
 TO_CONTROLLER = ("Status", "Learned", "Applied", "ValidationLoss", "FinalPages", "Finished", "Ready")
 FROM_CONTROLLER = ("Place", "Prepare", "Validated")
+MESSAGES = tuple(dict.fromkeys((*USUAL, *AFTER_A_LOSS)))
+
+
+def happens(message: str, side: str) -> bool:
+    """Whether a worker can be on this side of a message of this kind."""
+    return message not in (FROM_CONTROLLER if side == SENDER else TO_CONTROLLER)
 
 
 def draw_faults(r: random.Random, workers: int, steps: int) -> tuple[tuple[AnyFault, ...], int]:
@@ -68,6 +74,6 @@ def _at_message(r: random.Random, disturbed: bool, kind: str = "") -> MessageFau
     """At any message; `disturbed`: something else happens before, perhaps."""
     usual = AFTER_A_LOSS if disturbed and r.random() < 0.6 else USUAL
     message = r.choice(list(usual))
-    sides = (SENDER,) if message in TO_CONTROLLER else (RECEIVER,) if message in FROM_CONTROLLER else (SENDER, RECEIVER)
+    sides = [side for side in (SENDER, RECEIVER) if happens(message, side)]
     kind = kind or r.choices(("kill", "stop", "replace", "term"), (7, 2, 2, 1))[0]
     return MessageFault(kind, message, r.choice(sides), r.random() < 0.5, r.randint(1, usual[message]), _turns(r))

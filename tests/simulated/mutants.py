@@ -1,0 +1,163 @@
+"""The protocol with one rule taken out, for each rule of protocol.md whose loss would not be seen at once.
+
+Each mutant replaces methods of the real classes, inside a `with`. It is the smallest damage that breaks the one rule: a
+mutant that crashes by itself would prove nothing about the schedules that have to find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.messages import Publish, Status, Vote
+from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
+from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.state import HeldState
+
+Patches = Mapping[tuple[type, str], Callable[..., Any]]
+
+
+def _applies_after_prepare() -> Patches:
+    """A PREPARE was answered, and a step is decided in the old epoch all the same."""
+    decide = WorkerProtocol._decide
+
+    def _decide(self: WorkerProtocol) -> list[Effect]:
+        promised, self.promised = self.promised, self.epoch
+        try:
+            return decide(self)
+        finally:
+            self.promised = promised
+
+    return {(WorkerProtocol, "_decide"): _decide}
+
+
+def _reuses_a_status() -> Patches:
+    """What a worker has said once is taken for an answer to every later PREPARE."""
+    begin, status = ControllerProtocol._begin, ControllerProtocol.status
+
+    def _begin(self: ControllerProtocol, after: int) -> list[Any]:
+        effects = begin(self, after)
+        if self._change is not None and after < 0:
+            self._change.statuses.update(vars(self).get("said", {}))
+        return effects
+
+    def _status(self: ControllerProtocol, message: Status) -> list[Any]:
+        vars(self).setdefault("said", {})[message.rank] = message
+        return status(self, message)
+
+    return {(ControllerProtocol, "_begin"): _begin, (ControllerProtocol, "status"): _status}
+
+
+def _votes_before_mirrored_entries() -> Patches:
+    """A vote speaks for the pages that the worker is the primary of; entries that it mirrors may come after it."""
+    vote_if_complete, decide = WorkerProtocol._vote_if_complete, WorkerProtocol._decide
+
+    def _vote_if_complete(self: WorkerProtocol, step: int) -> list[Effect]:
+        missing = self._missing_of(step)
+        mirrored = missing - self._primary
+        missing -= mirrored
+        try:
+            effects = vote_if_complete(self, step)
+        finally:
+            if step > self.version:
+                self._missing_of(step).update(mirrored)
+        return effects or self._decide()
+
+    def _decide(self: WorkerProtocol) -> list[Effect]:
+        return [] if self._missing_of(self.version + 1) else decide(self)
+
+    return {(WorkerProtocol, "_vote_if_complete"): _vote_if_complete, (WorkerProtocol, "_decide"): _decide}
+
+
+def _drops_future_epochs() -> Patches:
+    """A vote of an epoch that this worker has not entered yet is thrown away."""
+    vote_received = WorkerProtocol.vote_received
+
+    def _vote_received(self: WorkerProtocol, vote: Vote) -> list[Effect]:
+        return [] if vote.epoch > self.epoch else vote_received(self, vote)
+
+    return {(WorkerProtocol, "vote_received"): _vote_received}
+
+
+def _installs_on_receipt() -> Patches:
+    """Published pages go into the compute buffers as they come."""
+
+    def _publish_received(self: WorkerProtocol, publish: Publish) -> list[Effect]:
+        return [Install(publish)] if publish.step >= self.version else []
+
+    return {(WorkerProtocol, "publish_received"): _publish_received}
+
+
+def _no_version_check() -> Patches:
+    """A unit is computed with whatever is in the compute buffers, as soon as there is something."""
+
+    def _is_at(self: ValueBuffer, version: int) -> bool:
+        return self.flat.untyped_storage().nbytes() > 0
+
+    return {(ValueBuffer, "is_at"): _is_at}
+
+
+def _applies_twice() -> Patches:
+    """An entry is applied to the state of its pages whether or not that state has it."""
+    apply = HeldState.apply
+
+    def _apply(self: HeldState, layer: int, entries: Mapping[Any, Any], **how: Any) -> None:
+        for part in self.layers.get(layer, ()):
+            if part.version == how["step"] and part.run.key in entries:
+                part.version -= 1
+        apply(self, layer, entries, **how)
+
+    return {(HeldState, "apply"): _apply}
+
+
+def _votes_two_ahead() -> Patches:
+    """A worker that has all entries of the step after next votes for it, without having applied the one before."""
+    entry_complete = WorkerProtocol.entry_complete
+
+    def _entry_complete(self: WorkerProtocol, step: int, *rest: Any) -> list[Effect]:
+        effects = entry_complete(self, step, *rest)
+        ahead = step == self.version + 2 and self._computed >= self.version + 1 and not self._missing_of(step)
+        if ahead and self.rank not in self._votes.get(step, {}) and self.promised <= self.epoch:
+            vote = self._vote(step)
+            self._votes.setdefault(step, {})[self.rank] = vote
+            effects = [*effects, SendVote(vote)]
+        return effects
+
+    return {(WorkerProtocol, "entry_complete"): _entry_complete}
+
+
+def _no_fence() -> Patches:
+    """A vote counts in whatever epoch it comes."""
+    vote_received = WorkerProtocol.vote_received
+
+    def _vote_received(self: WorkerProtocol, vote: Vote) -> list[Effect]:
+        if vote.epoch < self.epoch and vote.sender in self._members:
+            vote = Vote(vote.step, self.epoch, vote.sender, vote.norm, vote.loss)
+        return vote_received(self, vote)
+
+    return {(WorkerProtocol, "vote_received"): _vote_received}
+
+
+MUTANTS: dict[str, Callable[[], Patches]] = {
+    "applies in e after answering PREPARE": _applies_after_prepare,
+    "reuses a STATUS": _reuses_a_status,
+    "votes before the mirrored entries": _votes_before_mirrored_entries,
+    "drops future-epoch messages": _drops_future_epochs,
+    "installs PUBLISH on receipt": _installs_on_receipt,
+    "no version check in compute": _no_version_check,
+    "applies twice": _applies_twice,
+    "votes two ahead": _votes_two_ahead,
+    "no fence": _no_fence,
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The product with this damage, inside the `with`."""
+    with ExitStack() as stack:
+        for (owner, method), replacement in MUTANTS[name]().items():
+            stack.enter_context(mock.patch.object(owner, method, replacement))
+        yield

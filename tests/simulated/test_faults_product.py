@@ -1,0 +1,65 @@
+"""Every kind of event at every point of a step, on every mesh and ZeRO level: the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.runtime.describe import describe
+from elaswave_spmd.runtime.points import Point
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.testing import LocalCluster
+from elaswave_spmd.testing.faults import Fault
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    expected,
+    meta_model,
+    one_thread,
+    outcome,
+    placement_of,
+)
+
+RUN = Run(model="gpt", units=5, steps=4)  # dropout 0.1, and no mesh deals 5 units evenly
+SIZES = {"dp4": 4, "dp2_pp2": 4, "pp3": 3, "dp3_pp2": 6, "stages3-2": 5, "stages1-3": 4}
+KINDS = ("kill", "stop", "term", "join", "replace")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("mesh", SIZES)
+@one_thread()
+def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
+    wanted = expected(RUN)
+    placement = placement_of(RUN, mesh, zero)
+    description = describe(meta_model(RUN.model), page_size=RUN.page_size)
+    holders = deal_holders(
+        description.layout,
+        placement.mesh.stages,
+        placement.layer_cuts,
+        replicated=not placement.shardings.optim.axes,
+        topology=placement.mesh.topology,
+        mirror_count=1,
+        scatter=0,
+    )
+    for order, point in enumerate(Point):
+        draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
+        fault = Fault(
+            draw.randint(1, RUN.steps - 1), kind, draw.randrange(SIZES[mesh]), point.value, draw.randint(1, 2)
+        )
+        cluster = LocalCluster(
+            RUN.job(),
+            replace(placement, holders=holders),
+            description,
+            lambda: meta_model(RUN.model),
+            TRAIN,
+            VALIDATION,
+            seed=order,
+            faults=[fault],
+            policy=Policy(mirror_count=1),
+        )
+        assert outcome(cluster.run()) == wanted, fault
