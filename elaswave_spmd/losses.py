@@ -162,4 +162,4 @@ class Losses:
 
 def _is_crash(exited: Exited) -> bool:
     """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
-    return exited.signal in _CRASHES or exited.code not in (None, 0)
+    return exited.signal in _CRASHES or exited.code not in (None, 0, 1)  # 1: its report comes as Failed

@@ -288,7 +288,7 @@ class Settings:
         """The text of config.yaml."""
         import yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Settings:
