@@ -11,6 +11,7 @@ import resource
 import select
 import shutil
 import socket
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -100,7 +101,18 @@ class Agent:
         except BaseException as error:
             self._zygote.stop(0.0)
             self._send(am.AgentFailed(am.Problem.of(error, _report(error))))  # the cause; how its workers end is none
+            self._until_told_to_stop()
             raise
+
+    def _until_told_to_stop(self) -> None:
+        """What is told must arrive before the end of the connection, which is seen elsewhere, and may be seen first."""
+        deadline = time.monotonic() + _FAREWELL_MS / 1000
+        while (left := deadline - time.monotonic()) > 0:
+            item = self._mailbox.get(left)
+            if isinstance(item, PeerClosed) or (
+                isinstance(item, Envelope) and isinstance(am.decode(item.header), (am.Stop, am.Refused))
+            ):
+                return
 
     def _turn(self) -> bool:
         """Waits for something and answers it; True when the run is over."""

@@ -206,6 +206,7 @@ class Agents:
                 self._exits.append(RemoteExited(rank, pid, code, number, agent.host))
             case am.AgentFailed(problem):
                 del self._agents[agent.peer]
+                self._send(agent, am.Stop(0.0))
                 self._lose(agent, problem.rule, problem.error(str(agent)))
             case _:
                 raise AssertionError(f"the controller got {message} from {agent}")
