@@ -4,28 +4,30 @@
 
 Four workers, data parallel, the same small model, samples and optimizer. Each kill is a SIGKILL from outside, of a
 worker and at a moment that are drawn, in a run of its own; the systems take turns. Told from the kill on: until the
-loss is seen, until all survivors know, until the new mesh is sent, until the first and the last survivor have applied a
-step without the lost worker, and that less one undisturbed step; median and 90th percentile. torchft runs with a
-lighthouse whose timeouts are named in the row (heartbeat timeout, join timeout, tick; heartbeat of a replica), and
-re-divides its batch; it is left out where torchft-nightly is not installed (`pip install -e ".[bench]"`). torchrun
-restarts all workers from the newest checkpoint of torch.distributed.checkpoint, with the workaround for stale addresses
-in its store.
+first and the last survivor have applied a step without the lost worker, and that less one undisturbed step; median and
+90th percentile. Of ours also in pieces: until the controller has seen the loss, until all survivors have answered that
+they know, from there until they have their places in the new mesh, and what is left of the step. All write down
+CLOCK_MONOTONIC; the pieces come from events.jsonl (docs/run_files.md).
+
+torchft runs with a lighthouse whose timeouts are named in the row (heartbeat timeout, join timeout, tick; heartbeat of
+a replica), and re-divides its batch; it is installed in an environment of its own in the cache directory
+(benchmarks/peers.py), and left out where that fails. torchrun restarts all workers from the newest checkpoint of
+torch.distributed.checkpoint, with the workaround for stale addresses in its store.
 
 Of ours it is also checked that no kill changed a bit: the losses of all runs are compared step by step.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import shutil
 import statistics
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.harness import Result, parser, say
+from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.recovery_runs import SIZES, SYSTEMS, WORKERS, Kill
 
 _OURS = "this project"
@@ -47,42 +49,49 @@ def measure(systems: Sequence[str], kills: int, seed: int, cache: Path) -> tuple
     return found, problems
 
 
-def different_losses(kills: Sequence[Kill]) -> list[str]:
-    """Steps whose loss is not the same in all runs, in words."""
+def different_losses(runs: Iterable[Mapping[int, str]]) -> list[str]:
+    """Steps whose loss is not the same in all runs, in words. Of each run loss_hex by step."""
     seen: dict[int, str] = {}
     said = []
-    for kill in kills:
-        said += [f"step {s}: {x} and {seen[s]}" for s, x in kill.losses.items() if seen.setdefault(s, x) != x]
+    for losses in runs:
+        said += [f"step {s}: {x} and {seen[s]}" for s, x in losses.items() if seen.setdefault(s, x) != x]
     return said
 
 
-def spread(values: Sequence[float | None]) -> str:
-    """Median / 90th percentile, or a dash where a system does not say."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return "-"
-    at = min(len(known) - 1, round(0.9 * (len(known) - 1)))
-    return f"{_shown(statistics.median(known))} / {_shown(known[at])}"
+def spread(values: Sequence[float]) -> str:
+    """Median / 90th percentile."""
+    return f"{_shown(statistics.median(values))} / {_shown(_percentile_90(values))}"
+
+
+def _percentile_90(values: Sequence[float]) -> float:
+    return sorted(values)[round(0.9 * (len(values) - 1))]
 
 
 def _shown(ms: float) -> str:
     return f"{ms:.1f}" if abs(ms) < 100 else f"{ms:,.0f}"
 
 
-def row(name: str, kills: Sequence[Kill]) -> list[str]:
+def row(name: str, kills: Sequence[Kill], ours: Sequence[Kill]) -> list[str]:
     """A line of the table."""
+    took = statistics.median(k.all for k in kills)
     return [
         name,
         str(len(kills)),
         f"{statistics.median(k.step for k in kills):.0f}",
-        spread([k.detect for k in kills]),
-        spread([k.known for k in kills]),
-        spread([k.edit for k in kills]),
         spread([k.first for k in kills]),
         spread([k.all for k in kills]),
         spread([k.all - k.step for k in kills]),
+        f"{took / statistics.median(k.all for k in ours):.1f}" if ours else "-",
         f"{statistics.median(k.steps_lost for k in kills):g} / {max(k.steps_lost for k in kills)}",
         ", ".join(str(n) for n in sorted({k.samples for k in kills})),
+    ]
+
+
+def shown_parts(events: Sequence[Mapping[str, float]]) -> list[list[str]]:
+    """What some events cost in pieces, ms by name: of each piece its name, median, 90th percentile and most."""
+    found = {name: [event[name] for event in events] for name in events[0]}
+    return [
+        [name, _shown(statistics.median(ms)), _shown(_percentile_90(ms)), _shown(max(ms))] for name, ms in found.items()
     ]
 
 
@@ -93,25 +102,27 @@ def main() -> int:
     options.add_argument("--only", default="", help="only systems whose name contains this")
     options.add_argument("--seed", type=int, default=1)
     args = options.parse_args()
+    stop_on_signals()
     kills = args.kills or (2 if args.quick else 10)
     systems = [name for name in SYSTEMS if args.only in name]
-    if importlib.util.find_spec("torchft") is None:
-        say("torchft-nightly is not installed: it is left out")
+    problems = []
+    if any("torchft" in name for name in systems) and (said := peers.make()):
+        problems.append(f"torchft is left out: {said}")
+        say(problems[-1])
         systems = [name for name in systems if "torchft" not in name]
-    result = Result("recovery", {"workers": WORKERS, "kills": kills, "seed": args.seed, **SIZES})
-    cache = Path(tempfile.mkdtemp(prefix="recovery-data-"))
-    try:
-        found, problems = measure(systems, kills, args.seed, cache)
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
-    problems += [f"bits: {said}" for said in different_losses(found.get(_OURS, []))]
-    columns = ["system", "kills", "step", "seen", "all know", "seen to PLACE", "first commit", "all commit"]
-    columns += ["all commit - step", "steps lost, median / most", "samples per step after"]
-    rows = [row(name, some) for name, some in found.items() if some]
+    settings = {"workers": WORKERS, "kills": kills, "seed": args.seed, "torchft": peers.TORCHFT, **SIZES}
+    result = Result("recovery", settings)
+    with new_directory("recovery-data-") as cache:
+        found, failed = measure(systems, kills, args.seed, cache)
+    ours = found.get(_OURS, [])
+    problems += failed + [f"bits: {said}" for said in different_losses(kill.losses for kill in ours)]
+    columns = ["system", "kills", "step", "first commit", "all commit", "all commit - step", "all commit / ours"]
+    columns += ["steps lost, median / most", "samples per step after"]
+    rows = [row(name, some, ours) for name, some in found.items() if some]
     result.table("From the kill on, ms, median / 90th percentile", columns, rows)
-    if parts := [kill.parts for kill in found.get(_OURS, [])]:
-        named = {name: spread([part[name] for part in parts]) for name in parts[0]}
-        result.table("This project: from each moment to the next, ms", list(named), [list(named.values())])
+    if ours:
+        title = "This project: a kill in pieces, ms"
+        result.table(title, ["piece", "median", "90th percentile", "most"], shown_parts([kill.parts for kill in ours]))
     result.data = {"problems": problems, "kills": {name: [vars(k) for k in some] for name, some in found.items()}}
     result.finish(args.json)
     for problem in problems:

@@ -62,7 +62,9 @@ class Changes:
 
     @property
     def epochs(self) -> list[int]:
-        return [event["mesh_epoch"] for event in self.events if event["event"] != "recovered"]
+        """Those that were told, in order; of a run that began again, since then."""
+        begun = max((i + 1 for i, event in enumerate(self.events) if event["event"] == "restart"), default=0)
+        return [event["mesh_epoch"] for event in self.events[begun:] if event["event"] != "recovered"]
 
 
 def chaos(*events: str) -> str:

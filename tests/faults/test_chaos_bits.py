@@ -91,6 +91,15 @@ CASES = {
         reasons=ENDED,
         settings=("mirror.count=2",),
     ),
+    # It dies in the step that is salvaged, or with the first one: the third copy is the last.
+    "the_mirror_of_the_one_just_killed": Case(
+        "mesh=dp3",
+        "zero2",
+        ("step: 4, kind: kill, rank: 1, point: backward", "step: 4, kind: kill, rank: 2, point: apply"),
+        1,
+        reasons=ENDED,
+        settings=("mirror.count=2",),
+    ),
     "exit_and_raise": Case(
         "mesh=dp2_pp2",
         "zero3",

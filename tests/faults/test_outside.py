@@ -90,7 +90,9 @@ def test_two_killed_by_one_command(tmp_path: Path, undisturbed: Undisturbed) -> 
 
 def test_one_that_is_lost_while_a_newcomer_joins(tmp_path: Path, undisturbed: Undisturbed) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp3", "sharding=zero3", "elastic.replace=true") as run:
+    # Two mirrors: the copies that the first loss took may not be complete again when the second comes.
+    settings = [f"train.steps={STEPS}", "mesh=dp3", "sharding=zero3", "elastic.replace=true", "mirror.count=2"]
+    with launch(tmp_path, *TINY, *settings) as run:
         run.wait_for_steps(4)
         os.kill(run.workers()[0], signal.SIGKILL)
         wait_for_event(run, "join")

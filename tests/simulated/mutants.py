@@ -16,6 +16,7 @@ from elaswave_spmd.recovery.messages import Publish, Status, Vote
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.runtime.buffers import ValueBuffer
 from elaswave_spmd.runtime.state import HeldState
+from elaswave_spmd.testing.schedules import Schedule, run, undisturbed
 
 Patches = Mapping[tuple[type, str], Callable[..., Any]]
 
@@ -41,7 +42,8 @@ def _reuses_a_status() -> Patches:
     def _begin(self: ControllerProtocol, after: int) -> list[Any]:
         effects = begin(self, after)
         if self._change is not None and after < 0:
-            self._change.statuses.update(vars(self).get("said", {}))
+            said: dict[int, Status] = vars(self).get("said", {})
+            self._change.statuses |= {rank: status for rank, status in said.items() if rank in self.members}
         return effects
 
     def _status(self: ControllerProtocol, message: Status) -> list[Any]:
@@ -161,3 +163,22 @@ def planted(name: str) -> Iterator[None]:
         for (owner, method), replacement in MUTANTS[name]().items():
             stack.enter_context(mock.patch.object(owner, method, replacement))
         yield
+
+
+def find(name: str, limit: int, enough: int = 3) -> list[int]:
+    """The first seeds below `limit` whose schedules show the damage."""
+    found = []
+    for seed in range(limit):
+        schedule = Schedule.draw(seed)
+        undisturbed(schedule.run.key)
+        with planted(name):
+            if run(schedule).failure:
+                found.append(seed)
+        if len(found) == enough:
+            break
+    return found
+
+
+if __name__ == "__main__":
+    for mutant in MUTANTS:
+        print(f"{mutant}: {find(mutant, 1000)}", flush=True)
