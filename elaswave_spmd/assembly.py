@@ -14,12 +14,14 @@ from elaswave_spmd.mesh import Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
+from elaswave_spmd.runtime.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
 from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Port
+from elaswave_spmd.runtime.stage import StagePrograms, program_args
 from elaswave_spmd.runtime.state import Saved
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.mirrors import deal_holders
@@ -71,6 +73,8 @@ def plan_run(settings: Settings, data: PreparedData, topology: Topology | None =
     for name, spec in specs_of(model).items():
         check_spec(spec, tuple(model.get_parameter(name).shape), shape, name=name)
     description = describe(model, page_size=settings.page.size)
+    if settings.runtime.device == "emulated":
+        settings.emulated.check_layers(len(description.layout.layers))
     job = _job(settings, data)
     placement = place(Mesh.initial(shape, topology), description.layout, shardings, job.num_units)
     return RunPlan(settings, data, job, description, _with_mirrors(placement, description.layout, settings))
@@ -143,7 +147,7 @@ def make_executor(
         plan.description.layout,
         first,
         lambda layers: _modules(plan, layers),
-        make_model(plan.settings, plan.data.vocab_size).loss,
+        _programs(plan, rank),
         plan.description.inits,
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if plan.job.validates else None,
@@ -152,6 +156,17 @@ def make_executor(
         visit=visit,
         saved=saved,
     )
+
+
+def _programs(plan: RunPlan, rank: int) -> StagePrograms:
+    """What runs the layers of one worker."""
+    settings = plan.settings
+    args = program_args(plan.job, plan.description.layout, make_model(settings, plan.data.vocab_size).loss)
+    if settings.runtime.device != "emulated":
+        return StagePrograms(**args)
+    e = settings.emulated
+    device = EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, lambda step: e.speed(rank, step))
+    return EmulatedPrograms(**args, device=device)
 
 
 def _modules(plan: RunPlan, layers: Iterable[int]) -> Mapping[int, nn.Module]:

@@ -7,9 +7,11 @@ until the settings are good.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.errors import ConfigError, RunError, UserError
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUPS = (
     *("mesh", "sharding", "model", "data", "optim", "train", "unit", "page", "runtime", "run"),
-    *("elastic", "mirror", "checkpoint", "timeouts", "chaos"),
+    *("elastic", "mirror", "checkpoint", "timeouts", "chaos", "emulated"),
 )
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
@@ -111,7 +113,8 @@ def refuse_choices_without_name(arguments: Sequence[str]) -> None:
 def _train() -> int:
     refuse_multirun(sys.argv[1:])
     refuse_choices_without_name(sys.argv[1:])
-    config = _compose()
+    with _interrupt_deferred():
+        config = _compose()
     if config is None:
         return DONE
     from elaswave_spmd.resuming import settings_of
@@ -153,6 +156,21 @@ def _compose() -> Any:
 
     keep()
     return composed[0] if composed else None
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C counts at the end of the `with`. Inside of Hydra it can turn into another exception, which Hydra prints."""
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _bad_input(error: UserError) -> int:

@@ -278,6 +278,8 @@ class Controller:
             case m.Applied():
                 self._perform(protocol.applied(message))
                 self._events.applied(message.rank, message.step)
+            case m.Measured():
+                pass
             case m.Learned():
                 self._perform(protocol.learned(message))
             case m.ValidationLoss():

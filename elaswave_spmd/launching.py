@@ -27,10 +27,9 @@ def check_device(name: str) -> None:
     Raises:
         ConfigError: with what exists.
     """
-    if name != "cpu":
-        raise ConfigError(
-            "a device is one that this version runs on", got=name, where=f"runtime.device={name}", exists="cpu"
-        )
+    if name not in ("cpu", "emulated"):
+        where = f"runtime.device={name}"
+        raise ConfigError("a device is one that this version runs on", got=name, where=where, exists="cpu, emulated")
 
 
 def data_spec(settings: Settings) -> DataSpec:

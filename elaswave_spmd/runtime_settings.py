@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elaswave_spmd import checks
 from elaswave_spmd.errors import ConfigError
 
-DEVICES = ("cpu", "cuda", "npu")
+DEVICES = ("cpu", "cuda", "npu", "emulated")
 DTYPES = ("fp32", "bf16")
 TRANSPORTS = ("ipc", "tcp")
 

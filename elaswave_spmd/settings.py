@@ -15,6 +15,7 @@ from typing import Any
 
 from elaswave_spmd import checks
 from elaswave_spmd import elastic_settings as el
+from elaswave_spmd.emulated_settings import EmulatedSettings
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import MeshShape
 from elaswave_spmd.recovery.timeouts import Timeouts
@@ -260,6 +261,7 @@ class Settings:
     checkpoint: el.CheckpointSettings = field(default_factory=el.CheckpointSettings)
     timeouts: Timeouts = field(default_factory=Timeouts)
     chaos: el.ChaosSettings = field(default_factory=el.ChaosSettings)
+    emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
 
     def __post_init__(self) -> None:
         checks.whole("seed", self.seed, at_least=0)

@@ -20,6 +20,7 @@ from elaswave_spmd.runtime.checkpoint_writer import CheckpointOrders, Checkpoint
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
+from elaswave_spmd.runtime.layer_times import Row
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.points import Point
@@ -99,6 +100,7 @@ class Worker:
         saved = self.checkpoints.orders.reader()
         executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit, saved)
         self.checkpoints.attach(executor.replica, plan.description.layout)
+        executor.measured = self._send_times
         port.controller_gone = lambda: self._orphaned(executor)
         # A fault strikes at the first attempt of its step only, not when a resumed run comes to the step again.
         self._chaos.attach(executor, max(first.version, self.checkpoints.orders.committed))
@@ -131,6 +133,10 @@ class Worker:
             progress.action = point.value
         self.step = step
         self._chaos.visit(point, step)
+
+    def _send_times(self, step: int, rows: tuple[Row, ...]) -> None:
+        if rows:
+            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows)))
 
     def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""

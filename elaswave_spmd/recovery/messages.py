@@ -269,6 +269,15 @@ class Applied(Message, frozen=True):
     updated: bool
 
 
+class Measured(Message, frozen=True):
+    """Worker to controller: what its layer programs took in `step`, as in runtime.layer_times: (layer, seconds of all
+    forwards, of all backwards, how many forwards, how many backwards)."""
+
+    rank: int
+    step: int
+    rows: tuple[tuple[int, float, float, int, int], ...]
+
+
 class ValidationLoss(Message, frozen=True):
     """Last-stage worker to controller: token-sum losses of its validation units at version `step`."""
 
@@ -352,6 +361,7 @@ AnyMessage: TypeAlias = (
     | Wanted
     | Heartbeat
     | Applied
+    | Measured
     | ValidationLoss
     | Validated
     | FinalPages

@@ -16,12 +16,13 @@ from elaswave_spmd.runtime.accounting import state_bytes
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.layer_times import Row
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Incoming, Port, Stopped
 from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.salvaging import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
-from elaswave_spmd.runtime.stage import Batches, Loss
+from elaswave_spmd.runtime.stage import Batches, StagePrograms
 from elaswave_spmd.runtime.state import Saved
 from elaswave_spmd.runtime.units import EpochChangedError, Modules, UnitRunner, Waiting
 from elaswave_spmd.scheduling.actions import FORWARD, Action, actions_of
@@ -37,7 +38,7 @@ class Executor:
         layout: how state lies.
         first: the epoch in which it becomes a member.
         modules: makes this worker's layers; their parameters are replaced by views of flat buffers.
-        loss: (last layer's output, batch) -> token-sum loss, fp32 scalar.
+        programs: runs layers, one at a time.
         inits: owned parameter name -> initial distribution.
         train, validation: the data.
         port: the way out.
@@ -53,7 +54,7 @@ class Executor:
         layout: ModelLayout,
         first: Epoch,
         modules: Modules,
-        loss: Loss,
+        programs: StagePrograms,
         inits: Mapping[str, Init],
         train: Batches,
         validation: Batches | None,
@@ -69,8 +70,12 @@ class Executor:
         self._saved = saved
         self.halts = False
         """Set from outside: it begins no other step, and `run` raises Stopped instead."""
+        self.measured: Callable[[int, tuple[Row, ...]], None] = lambda step, rows: None
+        """Told after every step what its layer programs took."""
         self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
-        self._units = UnitRunner(job, layout, modules, loss, train, self._boundaries, self._until, self._take, visit)
+        self._units = UnitRunner(
+            job, layout, modules, programs, train, self._boundaries, self._until, self._take, visit
+        )
         self.values = self._units.values
         self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, port.send, visit)
         self._units.reducer = self.replica.reducer
@@ -246,6 +251,7 @@ class Executor:
         self.replica.computed(step)
         yield from self._until(lambda: self.version >= step, "votes of step", step)
         self._boundaries.forget(step)
+        self.measured(step, self._units.times.take())
 
     def _begin(self, step: int) -> None:
         if self._todo is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.sharding.pages import ModelLayout
 
 Loss = Callable[[Tensor, Batch], Tensor]
 
@@ -32,8 +34,23 @@ class Batches(Protocol):
         ...
 
 
+class ProgramArgs(TypedDict):
+    """What all kinds of `StagePrograms` are made of."""
+
+    num_layers: int
+    loss: Loss
+    loss_scale: float
+    checkpointing: bool
+
+
+def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
+    """For the layers of a run. `loss`: (last layer's output, batch) -> token-sum loss, fp32 scalar."""
+    scale = 1.0 / job.tokens_per_step
+    return {"num_layers": len(layout.layers), "loss": loss, "loss_scale": scale, "checkpointing": job.checkpointing}
+
+
 @dataclass
-class _Saved:
+class Saved:
     """What the backward of a layer needs: its input, and its output with the graph (none when checkpointing)."""
 
     x: Tensor
@@ -56,7 +73,7 @@ class StagePrograms:
         self._values: Mapping[int, ValueBuffer] = {}
         self._loss, self._loss_scale, self._checkpointing = loss, loss_scale, checkpointing
         self._last = num_layers - 1
-        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
         self._losses: dict[int, Tensor] = {}
 
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
@@ -99,10 +116,10 @@ class StagePrograms:
         if self._checkpointing:
             with torch.no_grad():
                 y = self._run(layer, unit, x, keys, batch)
-            self._saved[layer, unit] = _Saved(x, None, keys)
+            self._saved[layer, unit] = Saved(x, None, keys)
         else:
             y = self._run(layer, unit, x, keys, batch)
-            self._saved[layer, unit] = _Saved(x, y, keys)
+            self._saved[layer, unit] = Saved(x, y, keys)
         return y.detach()
 
     def backward(

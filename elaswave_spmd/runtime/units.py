@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
 from elaswave_spmd.runtime.buffers import ValueBuffer
 from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.layer_times import LayerTimes
 from elaswave_spmd.runtime.points import Point, Visit
 from elaswave_spmd.runtime.reduction import GradientReducer
-from elaswave_spmd.runtime.stage import Batches, Loss, StagePrograms
+from elaswave_spmd.runtime.stage import Batches, StagePrograms
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.pages import ModelLayout
 
@@ -44,6 +46,7 @@ class UnitRunner:
     """Runs units through whatever layers this worker has at the time.
 
     Args:
+        programs: runs the layers.
         until, take: the executor's ways to wait for a condition, and to take messages in between.
     """
 
@@ -54,7 +57,7 @@ class UnitRunner:
         job: Job,
         layout: ModelLayout,
         modules: Modules,
-        loss: Loss,
+        programs: StagePrograms,
         train: Batches,
         boundaries: Boundaries,
         until: Until,
@@ -64,9 +67,8 @@ class UnitRunner:
         self._job, self._layout, self._modules, self._train = job, layout, modules, train
         self._boundaries, self._until, self._take, self._visit = boundaries, until, take, visit
         self.values: dict[int, ValueBuffer] = {}
-        self.programs = StagePrograms(
-            len(layout.layers), loss=loss, loss_scale=1.0 / job.tokens_per_step, checkpointing=job.checkpointing
-        )
+        self.programs = programs
+        self.times = LayerTimes()
         self.backward_of = -1  # the unit in the middle of its backward
         self._batches: dict[int, Batch] = {}
         self._samples: dict[int, np.ndarray] = {}
@@ -123,7 +125,9 @@ class UnitRunner:
             for layer in self._layers:
                 yield from self.until_at(layer, step - 1)
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
+                started = perf_counter()
                 x = self.programs.forward(layer, unit, x, keys, batch)
+                self.times.add(layer, perf_counter() - started, backward=False)
                 self._take()
         except EpochChangedError:
             self.programs.discard(unit)
@@ -154,7 +158,9 @@ class UnitRunner:
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
             buffer, add = self.reducer.begin_unit(layer, unit, alone=alone)
+            started = perf_counter()
             dy = self.programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
+            self.times.add(layer, perf_counter() - started, backward=True)
             if drop:
                 self.values[layer].drop()
             if weights:

@@ -34,11 +34,11 @@ from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import Incoming
-from elaswave_spmd.runtime.stage import Batches
+from elaswave_spmd.runtime.stage import Batches, StagePrograms, program_args
 from elaswave_spmd.scheduling.holders import all_runs
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.testing.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
-from elaswave_spmd.testing.processes import Killed, LostStateError, Trained, Worker
+from elaswave_spmd.testing.processes import Killed, LostStateError, Trained, Worker, victims
 from elaswave_spmd.testing.wires import Link, ListPort, Wires
 
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
@@ -177,7 +177,7 @@ class LocalCluster:
             self._description.layout,
             Epoch.of(self._healthy, place),
             modules,
-            model.loss,
+            StagePrograms(**program_args(self._job, self._description.layout, model.loss)),
             self._description.inits,
             self._train,
             self._validation,
@@ -254,15 +254,13 @@ class LocalCluster:
         fault = self.plan.due(self._turn + ahead, self._controller.settled and not self._notices)
         if fault is None:
             return False
-        able = [rank for rank in self._controller.members if rank in self._workers and rank not in self._lost]
-        if fault.whom == "mirror" and self._lost:
-            runs = all_runs(self._controller.placement.holder_runs(self._description.layout))
-            peers = {rank for run in runs if self._lost[-1] in run.holders for rank in run.holders}
-            able = [rank for rank in able if rank in peers] or able
-        if fault.whom == "newcomer" and self._next_rank - 1 in self._workers:
-            able = [self._next_rank - 1]
+        members = {r: self._workers[r] for r in self._controller.members if r in self._workers and r not in self._lost}
+        runs = self._controller.placement.holder_runs(self._description.layout)
+        newest = self._workers.get(self._next_rank - 1)
+        able = victims(fault, members, all_runs(runs), self._lost, newest)
         if not able:
             return False
+        self.plan.take()
         rank = self._random.choice(able)
         try:
             self.strike(rank, fault)

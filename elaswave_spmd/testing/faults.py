@@ -15,7 +15,7 @@ LOSSES = ("kill", "replace", "stop")
 """Kinds that take a worker, and the state that it holds, away without notice."""
 
 SENDER, RECEIVER = "sender", "receiver"
-WHOM = ("any", "mirror", "newcomer")
+WHOM = ("any", "mirror", "newcomer", "ahead")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class ThenFault:
     """Something that happens some turns after the fault before it in the list: for several faults that belong together.
 
     Args:
-        whom: "any" member; a "mirror" of the one that was lost last; the last "newcomer", member or not yet.
+        whom: "any" member; a "mirror" of the one that was lost last; the last "newcomer", member or not yet; one that is
+            "ahead": it has applied a step that another member has not, which is waited for.
         settled: first wait until no change of the mesh is under way and every page has its mirrors again.
     """
 
@@ -137,7 +138,7 @@ class Plan:
         return None
 
     def due(self, turn: int, settled: bool) -> ThenFault | None:
-        """The next ThenFault, if it is time for it."""
+        """The next ThenFault, if it is time for it; to be taken when there is somebody whom it can happen to."""
         fault = self._chain[0][0]
         if fault.settled and not settled:
             self._since = None
@@ -146,4 +147,8 @@ class Plan:
             self._since = turn
         if turn < self._since + fault.delay:
             return None
-        return self._chain.pop(0)[0]
+        return fault
+
+    def take(self) -> None:
+        """The ThenFault that is due happens."""
+        self._chain.pop(0)

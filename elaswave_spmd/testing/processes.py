@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from elaswave_spmd.recovery.effects import EpochBegun, Unrecoverable
 from elaswave_spmd.runtime.executor import Executor
+from elaswave_spmd.scheduling.holders import HolderRun
+from elaswave_spmd.testing.faults import ThenFault
 from elaswave_spmd.testing.wires import ListPort
 
 
@@ -54,3 +56,31 @@ class Worker:
         self.asleep = 0  # turns that it stands still
         self.pace = 1.0  # how often it gets a turn
         self.version = 0
+
+
+def victims(
+    fault: ThenFault,
+    members: Mapping[int, Worker],
+    runs: Iterable[HolderRun],
+    lost: Sequence[int],
+    newest: Worker | None,
+) -> list[int]:
+    """Whom a fault that is due can happen to; nobody: not yet.
+
+    Args:
+        members: by rank, without those that are lost.
+        runs: who holds what.
+        lost: ranks, in the order of their losses.
+        newest: the last worker that was started, if it is not lost.
+    """
+    able = list(members)
+    if fault.whom == "mirror" and lost:
+        peers = {rank for run in runs if lost[-1] in run.holders for rank in run.holders}
+        return [rank for rank in able if rank in peers] or able
+    if fault.whom == "newcomer" and newest is not None:
+        return [newest.rank]
+    if fault.whom == "ahead":
+        versions = {rank: worker.executor.version for rank, worker in members.items() if worker.executor is not None}
+        first, last = min(versions.values(), default=0), max(versions.values(), default=0)
+        return [rank for rank, version in versions.items() if version == last > first]
+    return able

@@ -42,6 +42,9 @@ def nested(name: str, value: object) -> dict[str, Any]:
 
 
 BAD = [
+    ("emulated.forward_ms", -1), ("emulated.backward_ms", "fast"), ("emulated.layer_costs", 3),
+    ("emulated.layer_costs", [1, -1]), ("emulated.slow", 3), ("emulated.slow", [{"rank": 1}]),
+    ("emulated.slow", [{"rank": 1, "speed": 0}]), ("emulated.slow", [{"rank": 1, "speed": 1, "step": 3, "until": 3}]),
     ("seed", -1), ("seed", 1.0), ("seed", None), ("seed", ""), ("seed", 2**63),
     ("mesh.dp", "abc"), ("mesh.dp", ""), ("mesh.dp", 0), ("mesh.dp", 1.5), ("mesh.dp", True), ("mesh.pp", -2),
     ("mesh.stages", "abc"), ("mesh.stages", []), ("mesh.stages", [3, 0]), ("mesh.stages", [3, "b"]), ("mesh.stages", 3),

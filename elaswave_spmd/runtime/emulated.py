@@ -1,0 +1,136 @@
+"""The emulated accelerator: layer programs that take a configured time and return keyed numbers.
+
+Processes, links, protocol, placement and bytes are real; only arithmetic is replaced. So scheduling can be measured
+with many more workers than there are cores. Whatever is timed on it is a figure of an emulation, and is to be called so.
+
+What a program returns is a function of what it was given: the unit, the layer, a hash of its input and of the layer's
+parameters. A unit that is sent astray, run twice, or run with parameters of another version changes bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elaswave_spmd.keyed import Keys
+from elaswave_spmd.models import Batch
+from elaswave_spmd.runtime.buffers import GradientBuffer
+from elaswave_spmd.runtime.stage import Loss, Saved, StagePrograms
+
+_GRADIENT_SCALE = 1e-3  # about what a small model's gradients are: the optimizer stays in its usual range
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """How long programs take on one worker.
+
+    Args:
+        forward_s, backward_s: seconds of one unit through a layer of cost 1, at speed 1.
+        layer_costs: relative cost of each layer; () for 1 each.
+        speed: of the step -> how fast this worker is at the moment, 1 being as configured. Asked before every program.
+    """
+
+    forward_s: float
+    backward_s: float
+    layer_costs: tuple[float, ...] = ()
+    speed: Callable[[int], float] = lambda step: 1.0
+
+    def seconds(self, layer: int, step: int, *, backward: bool) -> float:
+        """What a program takes now."""
+        cost = self.layer_costs[layer] if self.layer_costs else 1.0
+        return (self.backward_s if backward else self.forward_s) * cost / self.speed(step)
+
+
+class EmulatedPrograms(StagePrograms):
+    """Layer programs of an emulated device; for the rest as `StagePrograms`.
+
+    A layer's output has the shape that the layer itself gives: it is run once for each shape of input.
+    """
+
+    def __init__(
+        self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, device: EmulatedDevice
+    ) -> None:
+        super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
+        self._device = device
+        self._forms: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
+        y = self._output(layer, unit, x, keys, batch)
+        self._saved[layer, unit] = Saved(x, y, keys)
+        if layer == self._last:
+            self._losses[unit] = y
+        _sleep_until(ends)
+        return y
+
+    def backward(
+        self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+    ) -> Tensor | None:
+        saved = self._saved.pop((layer, unit))
+        ends = time.monotonic() + self._device.seconds(layer, int(saved.keys.step), backward=True)
+        # By the output that the forward had, and the gradient that came: whoever has other ones gets other bits.
+        assert saved.y is not None
+        draw = _draw(b"backward", unit, layer, saved.y, *(() if dy is None else (dy,)))
+        gradients = [_keyed(draw, tuple(view.shape), _GRADIENT_SCALE) for view in into.views]
+        if add:
+            for view, gradient in zip(into.views, gradients, strict=True):
+                view.add_(gradient)
+        else:
+            into.set(gradients)
+        if layer == self._last:
+            loss = self._losses.pop(unit)
+            into.loss.copy_(into.loss + loss if add else loss)
+        dx = None
+        if saved.x.is_floating_point():
+            dx = _keyed(draw, tuple(saved.x.shape), _GRADIENT_SCALE).to(saved.x.dtype)
+        _sleep_until(ends)
+        return dx
+
+    def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
+        y = self._output(layer, 0, x, keys, batch)
+        _sleep_until(ends)
+        return y
+
+    def _output(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        values = self._values[layer].flat
+        shape, dtype = self._form(layer, x, keys, batch)
+        # A copy: memory that numpy has seen can never be given back, as sharded parameters are.
+        draw = _draw(b"forward", unit, layer, x.contiguous(), values.clone())
+        if layer == self._last:  # a loss of one nat a token, more or less, as a share of the batch's mean
+            assert batch is not None
+            return (_keyed(draw, (), 0.1) + 1.0) * (batch.tokens.numel() * self._loss_scale)
+        return _keyed(draw, shape, 1.0).to(dtype)
+
+    def _form(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> tuple[tuple[int, ...], torch.dtype]:
+        key = layer, tuple(x.shape)
+        if key not in self._forms:
+            with torch.no_grad():
+                y = self._call(layer, x, keys.again(), batch)
+            self._forms[key] = tuple(y.shape), y.dtype
+        return self._forms[key]
+
+
+def _draw(kind: bytes, unit: int, layer: int, *tensors: Tensor) -> np.random.Generator:
+    """Random numbers that are a function of all of this."""
+    found = hashlib.blake2b(kind, digest_size=16, key=unit.to_bytes(8, "little") + layer.to_bytes(8, "little"))
+    for tensor in tensors:
+        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(found.digest(), "little")))
+
+
+def _keyed(draw: np.random.Generator, shape: tuple[int, ...], scale: float) -> Tensor:
+    """fp32 numbers in [-scale, scale)."""
+    found = draw.random(shape, dtype=np.float32) if shape else np.float32(draw.random())
+    return torch.from_numpy(np.asarray((found * 2 - 1) * np.float32(scale), dtype=np.float32))
+
+
+def _sleep_until(ends: float) -> None:
+    if (left := ends - time.monotonic()) > 0:
+        time.sleep(left)

@@ -1,0 +1,39 @@
+"""Runs on the emulated accelerator: the same bits on every mesh, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.observe import read_metrics, read_summary
+from tests.multiprocess.real_runs import SMALL, train, write_text
+
+pytestmark = pytest.mark.multiprocess
+EMULATED = ("runtime.device=emulated", "emulated.forward_ms=1", "emulated.backward_ms=2")
+KILL = "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}]"
+
+
+def bits(folder: Path, *arguments: str) -> tuple[object, ...]:
+    folder.mkdir()
+    write_text(folder)
+    done = train(folder, *SMALL, *EMULATED, *arguments)
+    assert (done.code, done.err) == (0, "")
+    lines = read_metrics(folder / "run")
+    return [(x.loss_hex, x.grad_norm_hex) for x in lines], read_summary(folder / "run")["weights_sha256"]
+
+
+def test_the_mesh_changes_no_bit(tmp_path: Path) -> None:
+    single = bits(tmp_path / "single", "mesh=single")
+    assert len(set(single[0])) == 6
+    for number, arguments in enumerate(
+        (("mesh=pp3", "sharding=zero1"), ("mesh=dp3", "sharding=zero3", KILL), ("mesh=dp2_pp2", "sharding=zero2", KILL))
+    ):
+        assert bits(tmp_path / str(number), *arguments) == single
+
+
+def test_costs_for_other_layers_are_refused(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    done = train(tmp_path, *SMALL, *EMULATED, "emulated.layer_costs=[1,2]")
+    assert done.code == 2 and "emulated.layer_costs has one number for each layer" in done.err
+    assert not (tmp_path / "run").exists()
