@@ -20,7 +20,8 @@ from elaswave_spmd.ctl import ANSWER_S, SOCKET
 from elaswave_spmd.elastic_settings import ElasticSettings
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.observe import RunObserver
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Effect
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.runtime.descriptors import has_room
 from elaswave_spmd.runtime.mailbox import Mailbox, Request
 from elaswave_spmd.scheduling.holders import all_runs, unsurvived_text

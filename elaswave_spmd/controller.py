@@ -23,14 +23,13 @@ from elaswave_spmd.losses import Losses
 from elaswave_spmd.observe import MetricsLine, RunInfo, RunObserver, weights_sha256
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checkpoints import remove_unfinished
-from elaswave_spmd.recovery.controller_protocol import (
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.effects import (
     Committed,
-    ControllerProtocol,
     Done,
     Effect,
     EpochBegun,
     Evict,
-    Policy,
     Send,
     Unrecoverable,
     ValidationDone,

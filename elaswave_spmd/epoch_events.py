@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.observe import MetricsLine, RunObserver
-from elaswave_spmd.recovery.controller_protocol import EpochBegun
+from elaswave_spmd.recovery.effects import EpochBegun
 
 _UNDISTURBED = 50  # steps whose median is the usual one
 

@@ -11,7 +11,8 @@ from elaswave_spmd.elastic_settings import ElasticSettings
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Effect
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
 from elaswave_spmd.runtime.zygote import Exited, Zygote

@@ -13,30 +13,16 @@ from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.decide import disown, dispensable, graduate, next_stages
+from elaswave_spmd.recovery.decide import Stages, deal_evenly, disown, dispensable, graduate, next_stages
 from elaswave_spmd.recovery.effects import (
-    Committed as Committed,
-)
-from elaswave_spmd.recovery.effects import (
-    Done as Done,
-)
-from elaswave_spmd.recovery.effects import (
+    Committed,
+    Done,
     Effect,
-)
-from elaswave_spmd.recovery.effects import (
-    EpochBegun as EpochBegun,
-)
-from elaswave_spmd.recovery.effects import (
-    Evict as Evict,
-)
-from elaswave_spmd.recovery.effects import (
-    Send as Send,
-)
-from elaswave_spmd.recovery.effects import (
-    Unrecoverable as Unrecoverable,
-)
-from elaswave_spmd.recovery.effects import (
-    ValidationDone as ValidationDone,
+    EpochBegun,
+    Evict,
+    Send,
+    Unrecoverable,
+    ValidationDone,
 )
 from elaswave_spmd.recovery.messages import (
     Applied,
@@ -57,7 +43,7 @@ from elaswave_spmd.recovery.messages import (
 from elaswave_spmd.recovery.salvage import salvage_plan
 from elaswave_spmd.scheduling.graph import balance_layers
 from elaswave_spmd.scheduling.holders import HolderMap, RunKey, adopt, promote, to_rows, with_learners
-from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.refill import refill
 from elaswave_spmd.sharding.pages import ModelLayout
 
@@ -69,6 +55,15 @@ class Policy:
     mirror_count: int = 1
     mirror_scatter: int = 0
     min_workers: int = 1
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`."""
+
+    stages: Stages
+    layer_cuts: tuple[int, ...]
+    unit_counts: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -90,6 +85,7 @@ class ControllerProtocol:
         steps: of the run.
         num_validation_units, validates_at: of validations.
         domain_of: the failure domains of a newcomer; None: those of all the others.
+        deal: (stages, number of units) -> the units of each worker, by stage, after a change of members.
     """
 
     placement: Placement
@@ -101,6 +97,7 @@ class ControllerProtocol:
     addresses: dict[int, str] = field(default_factory=dict)
     version: int = 0
     domain_of: Callable[[int], Path | None] = lambda _: None
+    deal: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = deal_evenly
     _started: bool = False
     _last_epoch: int = -1
     _reports: dict[int, Applied] = field(default_factory=dict)
@@ -114,6 +111,7 @@ class ControllerProtocol:
     _damaged: dict[int, set[RunKey]] = field(default_factory=dict)
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
     _target: HolderMap | None = None  # what the learners of this epoch learn for
+    _goal: Goal | None = None  # where to go when they have; given up when members come or go
 
     def __post_init__(self) -> None:
         self._last_epoch = self.placement.mesh.epoch
@@ -191,6 +189,18 @@ class ControllerProtocol:
         learners = {r for runs in self._holders().values() for run in runs for r in run.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._learned else []
 
+    def rebalance(self, goal: Goal) -> list[Effect]:
+        """Units, layers or workers are to be elsewhere, while training goes on.
+
+        Units change at the next boundary. Where layers or workers change their stage, state is learned there first, and
+        the change comes when all of it is. Ignored while anything else changes.
+        """
+        assert sorted(r for members in goal.stages for r in members) == sorted(self.placement.mesh.members), goal
+        if not self._started or not self.settled or self._leaving or self._newcomers or self._gone:
+            return []
+        self._goal = goal
+        return self._begin(after=self._next_boundary())
+
     def damaged(self, message: Damaged) -> list[Effect]:
         """A member's copies of some runs are not what it had written: others take over, and it learns them again."""
         if message.rank not in self.members:
@@ -245,10 +255,11 @@ class ControllerProtocol:
         stages = next_stages(old.mesh.stages, gone, self._newcomers, self._wanted_stages)
         placement = self._placement_of(change.epoch, stages)
         same_members = not gone and not self._newcomers and not self._damaged
+        self._goal = self._goal if same_members else None
         # Who was asked to leave and has pages that nobody else has goes when they have another holder.
         copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
         holders, learners = self._share_out(placement, holders, copies, adoptable=clean and same_members)
-        self.placement = placement = replace(placement, holders=holders)
+        self.placement = placement = replace(self._at_goal(placement), holders=holders)
         work = None
         if not clean:
             old_layers = {r: _bounds(old, r) for r in old.mesh.members}
@@ -277,20 +288,30 @@ class ControllerProtocol:
         if len(stages) != old.num_stages:
             costs = [max(1.0, float(layer.num_value_elements)) for layer in self.layout.layers]
             cuts = balance_layers(costs, [len(members) for members in stages])
-        counts = tuple(even_counts(old.num_units, len(members)) for members in stages)
+        counts = old.unit_counts if stages == old.mesh.stages else self.deal(stages, old.num_units)
         return replace(old, mesh=mesh, layer_cuts=cuts, unit_counts=counts, holders=None)
+
+    def _at_goal(self, placement: Placement) -> Placement:
+        """The placement, or where it was to go if nothing has to be learned for that any more."""
+        goal = self._goal
+        if goal is None or self._target is not None:
+            return placement
+        self._goal, self._wanted_stages = None, len(goal.stages)
+        mesh = placement.mesh if goal.stages == placement.mesh.stages else placement.mesh.with_stages(goal.stages)
+        mesh = replace(mesh, epoch=placement.mesh.epoch)
+        return replace(placement, mesh=mesh, layer_cuts=goal.layer_cuts, unit_counts=goal.unit_counts, holders=None)
 
     def _share_out(
         self, placement: Placement, current: HolderMap, copies: int, *, adoptable: bool
     ) -> tuple[HolderMap, int]:
         """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
-        target = self._target if adoptable else None
+        target, goal = self._target if adoptable else None, self._goal
         if target is None:
             target = refill(
                 current,
                 self.layout,
-                placement.mesh.stages,
-                placement.layer_cuts,
+                goal.stages if goal else placement.mesh.stages,
+                goal.layer_cuts if goal else placement.layer_cuts,
                 replicated=not placement.shardings.optim.axes,
                 topology=placement.mesh.topology,
                 mirror_count=copies,
@@ -298,7 +319,7 @@ class ControllerProtocol:
             )
         found = with_learners(current, target)
         learners = sum(len(run.learners) for runs in found.values() for run in runs)
-        settled = not learners and (adoptable or found == target)
+        settled = not learners and (adoptable or (found == target and goal is None))
         self._target = None if settled else target
         return (adopt(found, target), 0) if settled else (found, learners)
 

@@ -6,8 +6,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, all_runs
+from elaswave_spmd.scheduling.placement import even_counts
 
 Stages = tuple[tuple[int, ...], ...]
+
+
+def deal_evenly(stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
+    """The units of each worker, by stage, when all are equally fast."""
+    return tuple(even_counts(num_units, len(members)) for members in stages)
 
 
 def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:

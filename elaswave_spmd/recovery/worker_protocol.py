@@ -234,6 +234,7 @@ class WorkerProtocol:
         total = exact_sum(votes[m].norm for m in self.members)
         loss = next(v.loss for v in votes.values() if v.loss is not None)
         self.version = step
+        self._losses[step] = loss
         self._forget(step)
         effects: list[Effect] = [Apply(step, loss, math.sqrt(total) if total >= 0 else math.nan)]
         return [*effects, *map(Install, self._filed.pop(step, ()))]

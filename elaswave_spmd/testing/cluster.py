@@ -39,6 +39,7 @@ from elaswave_spmd.scheduling.holders import all_runs
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.testing.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from elaswave_spmd.testing.processes import Killed, LostStateError, Trained, Worker, victims
+from elaswave_spmd.testing.stories import rebalance
 from elaswave_spmd.testing.wires import Link, ListPort, Wires
 
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
@@ -234,6 +235,8 @@ class LocalCluster:
             self._spawn(self._next_rank - 1)
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
             executor.replica.state.flip_a_bit()
+        if kind == "rebalance":
+            self._notices.append((later, lambda: rebalance(self._controller, self._random)))
         if kind == "pause":
             self._paused = self._turn + fault.turns
         if kind == "term":
@@ -370,7 +373,7 @@ class LocalCluster:
         return self._random.choices(ranks, [self._workers[rank].pace for rank in ranks])[0]
 
     def _skip(self) -> None:
-        """No worker can do anything: what comes next comes by itself, or never."""
+        """No worker can do anything: what comes next comes by itself."""
         silent = [rank for rank in self._lost if rank in self._controller.addresses and rank not in self._workers]
         if self._turn < self._paused:
             self._turn = self._paused

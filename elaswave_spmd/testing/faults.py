@@ -10,7 +10,7 @@ from typing import TypeAlias
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.points import Point
 
-KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt")
+KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance")
 LOSSES = ("kill", "replace", "stop")
 """Kinds that take a worker, and the state that it holds, away without notice."""
 
@@ -26,7 +26,7 @@ class Fault:
         step: the step that is under way.
         kind: kill (the process is gone), stop (it stands still and comes back later), term (it asks to leave), join
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
-            corrupt (a bit of its optimizer state flips).
+            corrupt (a bit of its optimizer state flips), rebalance (units, layers and workers go elsewhere, drawn).
         rank: whom; of a join: who is at the point when it happens.
         point: a runtime.points.Point by name.
         count: the how-manieth time that this worker passes this point in this step, from 1.
@@ -70,7 +70,7 @@ class ThenFault:
     """Something that happens some turns after the fault before it in the list: for several faults that belong together.
 
     Args:
-        whom: "any" member; a "mirror" of the one that was lost last; the last "newcomer", member or not yet; one that is
+        whom: "any" member; a "mirror" of the one lost last; the last "newcomer", member or not yet; one that is
             "ahead": it has applied a step that another member has not, which is waited for.
         settled: first wait until no change of the mesh is under way and every page has its mirrors again.
     """

@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.testing.cluster import LocalCluster
 from elaswave_spmd.testing.faults import RECEIVER, SENDER, AnyFault, Cell
 from elaswave_spmd.testing.processes import LostStateError, Trained
-from elaswave_spmd.testing.stories import MESSAGES, draw_faults, happens
+from elaswave_spmd.testing.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens
 from elaswave_spmd.testing.tiny import TRAIN, VALIDATION, TinyRun
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
@@ -62,8 +62,8 @@ class Schedule:
     faults: tuple[AnyFault, ...] = ()
 
     @classmethod
-    def draw(cls, seed: int) -> Schedule:
-        """The schedule of a seed."""
+    def draw(cls, seed: int, *, moving: bool = False) -> Schedule:
+        """The schedule of a seed; `moving`: the same, and units, layers and workers are moved meanwhile."""
         r = random.Random(seed)
         run = TinyRun(
             blocks=r.choice((1, 1, 2)),
@@ -76,6 +76,8 @@ class Schedule:
         mesh = r.choice(MESHES)
         workers = sum(MeshShape.parse(mesh).stage_sizes)
         faults, longer = draw_faults(r, workers, run.steps)
+        if moving:
+            faults, longer = draw_moves(r, faults), longer + 2
         return cls(
             seed=seed,
             run=replace(run, steps=run.steps + longer),
@@ -86,7 +88,7 @@ class Schedule:
             hosts=r.choice((1, 1, 1, 2)),
             dealt=r.random() < 0.5,
             uneven=r.random() < 0.5,
-            faults=faults,
+            faults=draw_ahead(r, faults),
         )
 
     @property
@@ -122,11 +124,8 @@ def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[
     """Layers and units anywhere."""
     cuts = (0, *sorted(draw.sample(range(1, layers), placement.num_stages - 1)), layers)
 
-    def counts(workers: int) -> tuple[int, ...]:
-        at = sorted(draw.randint(0, placement.num_units) for _ in range(workers - 1))
-        return tuple(b - a for a, b in zip((0, *at), (*at, placement.num_units), strict=True))
-
-    return {"layer_cuts": cuts, "unit_counts": tuple(counts(len(ranks)) for ranks in placement.mesh.stages)}
+    units = placement.num_units
+    return {"layer_cuts": cuts, "unit_counts": tuple(draw_counts(draw, units, len(r)) for r in placement.mesh.stages)}
 
 
 def _drawn_holders(draw: random.Random, holders: HolderMap, members: Sequence[int], mirror_count: int) -> HolderMap:
@@ -202,6 +201,7 @@ class Ended:
         struck: faults that did happen.
         lost_at: where workers were killed.
         epochs: changes of the mesh.
+        moves: those in which the members stayed, and units, layers or workers went elsewhere.
     """
 
     how: str
@@ -211,6 +211,7 @@ class Ended:
     lost_at: Counter[Cell] = field(default_factory=Counter)
     epochs: int = 0
     turns: int = 0
+    moves: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -229,7 +230,15 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     if cluster is None:
         return Ended(how, failure, detail)
     trained, plan = cluster.result, cluster.plan
-    return Ended(how, failure, detail, plan.num_struck, plan.lost_at, len(trained.epochs), trained.turns)
+    placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
+    moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
+    return Ended(how, failure, detail, plan.num_struck, plan.lost_at, len(trained.epochs), trained.turns, moves)
+
+
+def _moved(old: Placement, new: Placement) -> bool:
+    if sorted(old.mesh.members) != sorted(new.mesh.members):
+        return False
+    return (old.mesh.stages, old.layer_cuts, old.unit_counts) != (new.mesh.stages, new.layer_cuts, new.unit_counts)
 
 
 def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[str, str, str]:
@@ -265,6 +274,7 @@ class Tally:
     failures: dict[str, list[int]] = field(default_factory=dict)
     struck: int = 0
     epochs: int = 0
+    moves: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts one."""
@@ -272,6 +282,7 @@ class Tally:
         self.lost_at += ended.lost_at
         self.struck += ended.struck
         self.epochs += ended.epochs
+        self.moves += ended.moves
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -295,21 +306,21 @@ class Tally:
         return [cell for cell in cells if happens(cell[0], cell[1]) and not self.lost_at[cell]]
 
 
-def run_many(seeds: Iterable[int], jobs: int = 1) -> Tally:
+def run_many(seeds: Iterable[int], jobs: int = 1, *, moving: bool = False) -> Tally:
     """Runs the schedules of these seeds, in so many processes."""
     tally = Tally()
     if jobs == 1:
         for seed in seeds:
-            tally.add(seed, run(Schedule.draw(seed)))
+            tally.add(seed, run(Schedule.draw(seed, moving=moving)))
         return tally
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for seed, ended in pool.imap_unordered(_run_seed, seeds, chunksize=20):
+        for seed, ended in pool.imap_unordered(partial(_run_seed, moving), seeds, chunksize=20):
             tally.add(seed, ended)
     return tally
 
 
-def _run_seed(seed: int) -> tuple[int, Ended]:
-    return seed, run(Schedule.draw(seed))
+def _run_seed(moving: bool, seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed, moving=moving))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -318,16 +329,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first seed (default 0)")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="schedules (default 1000)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument("--moving", action="store_true", help="units, layers and workers are moved meanwhile")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and tell everything")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        schedule = Schedule.draw(options.seed)
+        schedule = Schedule.draw(options.seed, moving=options.moving)
         print(schedule)
         ended = run(schedule, print)
         print(f"{ended.how or 'failed'}: {ended.failure}\n{ended.detail}")
         return int(bool(ended.failure))
-    tally = run_many(range(options.first, options.first + options.count), options.jobs)
-    print(f"{options.count} schedules, {tally.struck} faults, {tally.epochs} mesh epochs begun")
+    seeds = range(options.first, options.first + options.count)
+    tally = run_many(seeds, options.jobs, moving=options.moving)
+    print(f"{options.count} schedules, {tally.struck} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())
     for failure, seeds in sorted(tally.failures.items(), key=lambda item: -len(item[1])):

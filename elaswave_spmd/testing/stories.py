@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
+from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.testing.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
 
@@ -34,6 +38,37 @@ def happens(message: str, side: str) -> bool:
     return message not in (FROM_CONTROLLER if side == SENDER else TO_CONTROLLER)
 
 
+def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Effect]:
+    """Has the members do something else: workers, layers and units anywhere."""
+    placement = controller.placement
+    layers, members = placement.layer_cuts[-1], list(placement.mesh.members)
+    if r.random() < 0.5:
+        stages = placement.mesh.stages
+    else:
+        r.shuffle(members)
+        at = sorted(r.sample(range(1, len(members)), r.randint(1, min(layers, len(members))) - 1))
+        stages = tuple(tuple(members[a:b]) for a, b in pairwise((0, *at, len(members))))
+    cuts = (0, *sorted(r.sample(range(1, layers), len(stages) - 1)), layers)
+    counts = tuple(draw_counts(r, placement.num_units, len(ranks)) for ranks in stages)
+    return controller.rebalance(Goal(stages, cuts, counts))
+
+
+def draw_counts(r: random.Random, units: int, workers: int) -> tuple[int, ...]:
+    """So many units for each worker of a stage; some may have none."""
+    at = sorted(r.randint(0, units) for _ in range(workers - 1))
+    return tuple(b - a for a, b in pairwise((0, *at, units)))
+
+
+def draw_moves(r: random.Random, faults: Sequence[AnyFault]) -> tuple[AnyFault, ...]:
+    """The same faults with changes of the placement before, after and between them."""
+    settled = r.random() < 0.5
+    moves = [ThenFault("rebalance", delay=r.randint(0, 100), settled=settled) for _ in range(r.randint(1, 3))]
+    found = list(faults)
+    for move in moves:
+        found.insert(r.randint(0, len(found)), move)
+    return tuple(found)
+
+
 def draw_faults(r: random.Random, workers: int, steps: int) -> tuple[tuple[AnyFault, ...], int]:
     """Faults for a mesh of so many workers, and by how many steps the run should be longer for them."""
     story = r.choices(("points", "messages", "both", "mirror", "joins", "down"), (3, 5, 3, 2, 3, 1))[0]
@@ -55,6 +90,14 @@ def draw_faults(r: random.Random, workers: int, steps: int) -> tuple[tuple[AnyFa
     down: list[AnyFault] = [ThenFault("kill", delay=r.randint(0, 60), settled=True) for _ in range(workers - 1)]
     up: list[AnyFault] = [ThenFault("join", delay=r.randint(0, 60), settled=True) for _ in range(workers - 1)]
     return (*down, *(up if r.random() < 0.5 else ())), 2 * workers
+
+
+def draw_ahead(r: random.Random, faults: tuple[AnyFault, ...]) -> tuple[AnyFault, ...]:
+    """Now and then, after the first of the faults, whoever is ahead of the others is lost as well."""
+    if r.random() >= 0.15:
+        return faults
+    kind = r.choice(("kill", "kill", "stop"))
+    return (*faults[:1], ThenFault(kind, "ahead", r.choice((0, 0, 10, 40, 80)), turns=_turns(r)), *faults[1:])
 
 
 def _turns(r: random.Random) -> int:

@@ -23,7 +23,7 @@ from elaswave_spmd.errors import ControlError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver
 from elaswave_spmd.recovery import ControllerProtocol
-from elaswave_spmd.recovery.controller_protocol import Effect, Evict, Send
+from elaswave_spmd.recovery.effects import Effect, Evict, Send
 from elaswave_spmd.recovery.messages import Applied, Prepare, Ready
 from elaswave_spmd.runtime.mailbox import Mailbox, Request
 from elaswave_spmd.scheduling.holders import HolderRun

@@ -13,7 +13,7 @@ from elaswave_spmd import epoch_events as module
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.observe import MetricsLine, RunDir, RunObserver, read_events
-from elaswave_spmd.recovery.controller_protocol import EpochBegun
+from elaswave_spmd.recovery.effects import EpochBegun
 from elaswave_spmd.scheduling.placement import Placement, even_counts
 from elaswave_spmd.sharding import Shardings
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Effect, Send
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.effects import Effect, Send
 from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status, StepHeld
 from elaswave_spmd.scheduling.holders import HolderRun
 from elaswave_spmd.scheduling.placement import Placement, even_counts

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.recovery.controller_protocol import (
-    ControllerProtocol,
-    Done,
-    EpochBegun,
-    Evict,
-    Policy,
-    Send,
-    Unrecoverable,
-)
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.effects import Done, EpochBegun, Evict, Send, Unrecoverable
 from elaswave_spmd.recovery.messages import (
     Applied,
     Finished,

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Send
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.effects import Send
 from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status
 from elaswave_spmd.scheduling.holders import from_rows
 from elaswave_spmd.scheduling.mirrors import deal_holders

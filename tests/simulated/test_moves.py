@@ -1,0 +1,32 @@
+"""Units, layers and workers move while training goes on, with losses, joins and leaves in between: the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaswave_spmd.testing.faults import ThenFault
+from elaswave_spmd.testing.schedules import Schedule, run, run_many
+from elaswave_spmd.testing.tiny import TinyRun
+
+MOVE = ThenFault("rebalance", settled=True)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp4", "dp2_pp2", "pp3", "stages3-2"])
+def test_moves_change_no_bit(mesh: str, zero: int) -> None:
+    schedule = Schedule(0, TinyRun(steps=8), mesh, zero, faults=(MOVE, MOVE, MOVE))
+    moves = 0
+    for order in range(4):
+        ended = run(replace(schedule, seed=order, uneven=order % 2 == 1))
+        assert (ended.how, ended.failure, ended.struck) == ("bits", "", 3), (order, ended.detail)
+        moves += ended.moves
+    assert moves >= 4, f"{moves} moves came to their end"
+
+
+@pytest.mark.parametrize("first", range(1000, 1160, 40))
+def test_random_schedules_with_moves(first: int) -> None:
+    tally = run_many(range(first, first + 40), moving=True)
+    assert not tally.failures
+    assert tally.ends["bits"] > 20 and tally.moves > 2
