@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from elaswave_spmd.data import PreparedData, open_split
-from elaswave_spmd.errors import DataError
+from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.mesh import Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
@@ -23,6 +24,7 @@ from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Port
 from elaswave_spmd.runtime.stage import StagePrograms, program_args
 from elaswave_spmd.runtime.state import Saved
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -40,6 +42,7 @@ class RunPlan:
     job: Job
     description: ModelDescription
     placement: Placement
+    costs: CostModel
 
 
 def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
@@ -57,11 +60,14 @@ def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> 
         return build_model(m.target, sizes, m.args)
 
 
-def plan_run(settings: Settings, data: PreparedData, topology: Topology | None = None) -> RunPlan:
+def plan_run(
+    settings: Settings, data: PreparedData, topology: Topology | None = None, costs: CostModel | None = None
+) -> RunPlan:
     """Plans a run, and refuses what cannot be run.
 
     Args:
         topology: the failure domains of the workers; None: all on one host.
+        costs: of an earlier run; layers are balanced by them, else by their elements.
 
     Raises:
         UserError: a model, mesh, spec or size that contradicts another.
@@ -76,8 +82,45 @@ def plan_run(settings: Settings, data: PreparedData, topology: Topology | None =
     if settings.runtime.device == "emulated":
         settings.emulated.check_layers(len(description.layout.layers))
     job = _job(settings, data)
-    placement = place(Mesh.initial(shape, topology), description.layout, shardings, job.num_units)
-    return RunPlan(settings, data, job, description, _with_mirrors(placement, description.layout, settings))
+    layer_costs = None
+    if costs is not None:
+        costs.check(len(description.layout.layers), where=f"schedule.profile={settings.schedule.profile}")
+        layer_costs = [layer.seconds for layer in costs.layers]
+    mesh = Mesh.initial(shape, topology)
+    placement = place(mesh, description.layout, shardings, job.num_units, layer_costs=layer_costs)
+    placement = _with_mirrors(placement, description.layout, settings)
+    return RunPlan(settings, data, job, description, placement, costs or _unmeasured(settings, job, description.layout))
+
+
+def read_profile(path: str) -> CostModel:
+    """The costs in costs.json of an earlier run, without the speeds of its workers.
+
+    Raises:
+        UserError: it cannot be read, or is no profile.
+    """
+    where = f"schedule.profile={path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("a profile can be read", got=str(error), where=where, fix="costs.json of a run") from None
+    return replace(CostModel.from_json(text, where), speeds=())
+
+
+def _unmeasured(settings: Settings, job: Job, layout: ModelLayout) -> CostModel:
+    """Layers before anything is measured: a nanosecond for each element."""
+    copies = 1 + len(job.optimizer.state_names)
+    layers = tuple(
+        LayerCost(
+            layer.name,
+            max(1.0, float(layer.num_value_elements)) * 1e-9,
+            0.0,
+            state_bytes=4 * copies * layer.num_state_elements,
+            value_bytes=job.torch_dtype.itemsize * layer.num_value_elements,
+            gradient_bytes=4 * layer.num_gradient_elements,
+        )
+        for layer in layout.layers
+    )
+    return CostModel(layers, settings.schedule.bandwidth, settings.schedule.latency)
 
 
 def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUPS = (
     *("mesh", "sharding", "model", "data", "optim", "train", "unit", "page", "runtime", "run"),
-    *("elastic", "mirror", "checkpoint", "timeouts", "chaos", "emulated"),
+    *("elastic", "mirror", "checkpoint", "timeouts", "chaos", "schedule", "emulated"),
 )
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
@@ -160,7 +160,7 @@ def _compose() -> Any:
 
 @contextlib.contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C counts at the end of the `with`. Inside of Hydra it can turn into another exception, which Hydra prints."""
+    """Ctrl-C counts at the end of the `with`. Within Hydra it can turn into another exception, which Hydra prints."""
     came: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:

@@ -34,6 +34,7 @@ from elaswave_spmd.recovery.effects import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.rescheduling import Rescheduler
 from elaswave_spmd.restart import RestartError, Restarts, begin_again
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
@@ -77,11 +78,12 @@ def _run(settings: Settings) -> int:
     launcher = start_launcher(settings, scratch)
     try:
         data = prepare_data(data_spec(settings))
-        from elaswave_spmd.assembly import plan_run
+        from elaswave_spmd.assembly import plan_run, read_profile
 
-        plan = plan_run(settings, data)
+        costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
+        plan = plan_run(settings, data, costs=costs)
         if (topology := gather(launcher, settings, data)) is not None:
-            plan = plan_run(settings, data, topology)
+            plan = plan_run(settings, data, topology, costs)
         run_dir, start = open_run(plan, data)
         with contextlib.ExitStack() as undo:
             undo.callback(start.close)
@@ -171,6 +173,7 @@ class Controller:
         self._control = Control(
             self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
         )
+        self._rescheduler = Rescheduler.of(plan, self._protocol, observer, self._perform)
         self._protocol.version = self._start_at.step
         if self._start_at.step == plan.job.steps:  # nothing is left to do but to collect the weights
             self._record.last = self._start_at.last_line
@@ -223,6 +226,7 @@ class Controller:
             "directory": self._scratch,
             "token": self._token.hex(),
             "host": self._host,
+            "costs": plan.costs.to_json() if settings.schedule.profile else None,
             "checkpoints": self._durability.orders().to_dict(),
         }
         for rank in mesh.members:
@@ -278,7 +282,7 @@ class Controller:
                 self._perform(protocol.applied(message))
                 self._events.applied(message.rank, message.step)
             case m.Measured():
-                pass
+                self._rescheduler.measured(message)
             case m.Learned():
                 self._perform(protocol.learned(message))
             case m.ValidationLoss():
@@ -354,6 +358,7 @@ class Controller:
         self._events.committed(line)
         self._record.add_step(line, after_validation=self._plan.job.validates_at(applied.step - 1))
         self._observer.on_step(line)
+        self._rescheduler.committed(applied.step)
         if applied.updated:
             self._skipped_in_a_row = 0
             return

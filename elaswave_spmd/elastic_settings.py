@@ -23,20 +23,24 @@ class ElasticSettings:
     """Who may come and go. Below `min_workers` the run writes a checkpoint and stops.
 
     `enabled=false`: the first loss ends the run. `replace`: a new worker takes the place of a lost one. `spares`:
-    workers that wait beside the run, with everything imported, to be that one.
+    workers that wait beside the run, with everything imported, to be that one. `evict_slower_than`: a worker whose
+    measured speed, that of the middle one being 1, stays below this is let go; 0: none is.
     """
 
     enabled: bool = True
     min_workers: int = 1
     replace: bool = False
     spares: int = 0
+    evict_slower_than: float = 0.0
 
     def __post_init__(self) -> None:
         checks.flag("elastic.enabled", self.enabled)
         checks.whole("elastic.min_workers", self.min_workers, at_least=1)
         checks.flag("elastic.replace", self.replace)
         checks.whole("elastic.spares", self.spares, at_least=0)
-        for name in ("replace", "spares"):
+        slowest = checks.number("elastic.evict_slower_than", self.evict_slower_than, at_least=0, below=1)
+        checks.put(self, evict_slower_than=slowest)
+        for name in ("replace", "spares", "evict_slower_than"):
             if (value := getattr(self, name)) and not self.enabled:
                 raise ConfigError(
                     "a run that is not elastic ends with its first loss, and nobody joins it",

@@ -69,7 +69,9 @@ class EpochEvents:
         for kind in sorted(set(epoch.kinds.values())) or ["rebalance"]:
             ranks = sorted(rank for rank, k in epoch.kinds.items() if k == kind)
             seen = [at for rank, at in self._seen.items() if rank in ranks]
-            reasons = sorted({epoch.reasons[rank] for rank in ranks if rank in epoch.reasons})
+            reasons = sorted({epoch.reasons[rank] for rank in ranks if rank in epoch.reasons}) or [epoch.why] * bool(
+                epoch.why
+            )
             self._observer.on_event(
                 kind,
                 ranks=ranks,
@@ -129,6 +131,8 @@ def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) ->
     mesh = epoch.placement.mesh
     who = f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "state"
     what = {"fail": "lost", "leave": "left", "join": "joined"}.get(kind, "lies where it belongs")
+    if epoch.why and not ranks:
+        who, what = "placement", "is being changed, state is copied" if epoch.learners else "changed"
     why = f" ({'; '.join(reasons)})" if reasons else ""
     again = f", {epoch.units_redone} units again" if epoch.units_redone else ""
     return f"{who} {what}{why}: {mesh.shape.name}, mesh epoch {mesh.epoch}, after step {epoch.version}{again}"

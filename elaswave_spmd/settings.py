@@ -20,6 +20,7 @@ from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import MeshShape
 from elaswave_spmd.recovery.timeouts import Timeouts
 from elaswave_spmd.runtime_settings import RuntimeSettings
+from elaswave_spmd.schedule_settings import ScheduleSettings
 
 SHARDINGS = ("model", "zero0", "zero1", "zero2", "zero3")
 CORPORA = ("stdlib", "text", "custom")
@@ -261,6 +262,7 @@ class Settings:
     checkpoint: el.CheckpointSettings = field(default_factory=el.CheckpointSettings)
     timeouts: Timeouts = field(default_factory=Timeouts)
     chaos: el.ChaosSettings = field(default_factory=el.ChaosSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     emulated: EmulatedSettings = field(default_factory=EmulatedSettings)
 
     def __post_init__(self) -> None:

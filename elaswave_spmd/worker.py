@@ -25,6 +25,7 @@ from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import LinkPort, Stopped
+from elaswave_spmd.scheduling.costs import CostModel
 from elaswave_spmd.settings import Settings
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -36,7 +37,7 @@ def main(spec: dict[str, Any]) -> int:
 
     Args:
         spec: plain data: rank, life_fd (from the zygote); settings, data, controller (address), directory, token,
-            host (address of its machine), latch (path and slot, or None).
+            host (address of its machine), latch (path and slot, or None), costs (a profile's JSON, or None).
 
     Returns: the exit code.
     """
@@ -60,7 +61,8 @@ def main(spec: dict[str, Any]) -> int:
     worker = Worker(rank, settings, links, mailbox, orders)
     try:
         links.connect(CONTROLLER, spec["controller"])
-        plan = plan_run(settings, PreparedData.from_dict(spec["data"]))
+        costs = CostModel.from_json(spec["costs"]) if spec["costs"] else None
+        plan = plan_run(settings, PreparedData.from_dict(spec["data"]), costs=costs)
         if spec["latch"]:
             latch.hold(*spec["latch"])
         links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]))))
@@ -97,7 +99,8 @@ class Worker:
             for message in dead:
                 self._links.send(CONTROLLER, m.encode(message))
         port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
-        saved = self.checkpoints.orders.reader()
+        # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
+        saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
         executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit, saved)
         self.checkpoints.attach(executor.replica, plan.description.layout)
         executor.measured = self._send_times

@@ -19,9 +19,9 @@ from elaswave_spmd.observe.metrics import MetricsLine
 from elaswave_spmd.observe.weights import save_weights
 
 CONFIG, METRICS, EVENTS = "config.yaml", "metrics.jsonl", "events.jsonl"
-SUMMARY, WEIGHTS, BOARD = "summary.json", "weights.safetensors", "tensorboard"
+SUMMARY, WEIGHTS, COSTS, BOARD = "summary.json", "weights.safetensors", "costs.json", "tensorboard"
 RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by recovery
-RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, BOARD, *RECOVERY[:2])
+RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, BOARD, *RECOVERY[:2])
 _NAME_TRIES = 100
 
 
@@ -113,6 +113,11 @@ class RunDir:
         with writing(self.path / SUMMARY), _replacing(self.path / SUMMARY) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
+    def write_costs(self, text: str) -> None:
+        """Write costs.json, whole or not at all."""
+        with writing(self.path / COSTS), _replacing(self.path / COSTS) as scratch:
+            scratch.write_text(text + "\n", encoding="utf-8")
+
     def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Write weights.safetensors, whole or not at all."""
         with writing(self.path / WEIGHTS), _replacing(self.path / WEIGHTS) as scratch:
@@ -131,7 +136,7 @@ class RunDir:
         self.close()
         if not self._is_new:
             return
-        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, RECOVERY[0], RECOVERY[2]))
+        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], RECOVERY[2]))
         with contextlib.suppress(OSError):
             for file in sorted(self.board_path.iterdir()):
                 file.unlink()

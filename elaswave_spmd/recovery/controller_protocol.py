@@ -59,11 +59,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Goal:
-    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`."""
+    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`. And why."""
 
     stages: Stages
     layer_cuts: tuple[int, ...]
     unit_counts: tuple[tuple[int, ...], ...]
+    why: str = ""
 
 
 @dataclass
@@ -256,6 +257,7 @@ class ControllerProtocol:
         placement = self._placement_of(change.epoch, stages)
         same_members = not gone and not self._newcomers and not self._damaged
         self._goal = self._goal if same_members else None
+        why = self._goal.why if self._goal else ""
         # Who was asked to leave and has pages that nobody else has goes when they have another holder.
         copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
         holders, learners = self._share_out(placement, holders, copies, adoptable=clean and same_members)
@@ -266,7 +268,7 @@ class ControllerProtocol:
             work = salvage_plan(version + 1, placement, self.layout, held, old_layers)
         kinds = {**dict.fromkeys(self._gone, "fail"), **dict.fromkeys(leaving, "leave")}
         kinds |= dict.fromkeys(self._newcomers, "join")
-        begun = EpochBegun(placement, kinds, gone, version, _redone(work, held), learners)
+        begun = EpochBegun(placement, kinds, gone, version, _redone(work, held), learners, why)
         self._change, self._newcomers = None, []
         for table in (self._gone, self._learned, self._damaged):
             table.clear()

@@ -50,6 +50,7 @@ class EpochBegun:
         kinds: rank -> "fail", "leave" or "join"; empty when only state changed hands.
         units_redone: (unit, stage) pairs that are computed again, or by another worker than planned.
         learners: runs of pages that are being copied now.
+        why: of a move of units, layers or workers.
     """
 
     placement: Placement
@@ -58,6 +59,7 @@ class EpochBegun:
     version: int
     units_redone: int
     learners: int
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,19 @@ def in_flight_limits(stage_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-sum(stage_sizes[s:]) // size) for s, size in enumerate(stage_sizes))
 
 
-def schedule(placement: Placement, *, forward_cost: float = 1.0, backward_cost: float = 2.0) -> Schedule:
+def schedule(
+    placement: Placement,
+    *,
+    forward_cost: float = 1.0,
+    backward_cost: float = 2.0,
+    limits: Sequence[int] | None = None,
+) -> Schedule:
     """The actions of every worker for one step (rank -> list), the same for every step of the mesh epoch.
 
-    Costs are relative durations of one unit on one stage; they order actions, never results.
+    Costs are relative durations of one unit on one stage; they order actions, never results. `limits`: units in flight,
+    by stage, if not those of this mesh.
     """
-    limits = in_flight_limits([len(members) for members in placement.mesh.stages])
+    limits = limits or in_flight_limits([len(members) for members in placement.mesh.stages])
     return _simulate(
         placement, placement.mesh.members, range(placement.num_units), limits, (forward_cost, backward_cost)
     )

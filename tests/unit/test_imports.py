@@ -30,7 +30,8 @@ ALLOWED = {
     "elastic_settings": "checks errors",
     "emulated_settings": "checks errors",
     "runtime_settings": "checks errors",
-    "settings": "checks elastic_settings emulated_settings errors mesh recovery runtime_settings",
+    "schedule_settings": "checks errors",
+    "settings": "checks elastic_settings emulated_settings errors mesh recovery runtime_settings schedule_settings",
     "runtime": "errors keyed mesh sharding scheduling recovery models",
     "testing": "errors keyed mesh sharding scheduling recovery models data runtime",
     "ctl": "errors mesh observe",
@@ -39,7 +40,7 @@ ALLOWED = {
 TOP = (
     *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events"),
     *("launching", "losses", "summary", "supervision", "worker"),
-    *("durability", "emergency", "identity", "restart", "resuming", "start"),
+    *("durability", "emergency", "identity", "rescheduling", "restart", "resuming", "start"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")

@@ -33,6 +33,8 @@ runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages sharding elastic.en
 elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
 timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start
 timeouts.join timeouts.leave timeouts.controller timeouts.shutdown chaos.events chaos.random chaos.seed chaos.rate
+elastic.evict_slower_than schedule.dataflow schedule.graph schedule.stages schedule.memory_limit schedule.every
+schedule.window schedule.min_gain schedule.patience schedule.profile schedule.bandwidth schedule.latency
 emulated.forward_ms emulated.backward_ms emulated.layer_costs emulated.slow
 """
 

@@ -42,6 +42,10 @@ def nested(name: str, value: object) -> dict[str, Any]:
 
 
 BAD = [
+    ("elastic.evict_slower_than", 1.0), ("elastic.evict_slower_than", -0.1), ("schedule.dataflow", "yes"),
+    ("schedule.graph", 1), ("schedule.stages", None), ("schedule.memory_limit", 0), ("schedule.every", 0),
+    ("schedule.window", 0), ("schedule.min_gain", 1.0), ("schedule.patience", 0), ("schedule.profile", ""),
+    ("schedule.bandwidth", 0), ("schedule.latency", -1),
     ("emulated.forward_ms", -1), ("emulated.backward_ms", "fast"), ("emulated.layer_costs", 3),
     ("emulated.layer_costs", [1, -1]), ("emulated.slow", 3), ("emulated.slow", [{"rank": 1}]),
     ("emulated.slow", [{"rank": 1, "speed": 0}]), ("emulated.slow", [{"rank": 1, "speed": 1, "step": 3, "until": 3}]),

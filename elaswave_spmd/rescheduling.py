@@ -1,0 +1,207 @@
+"""What the controller makes of measured times: units and layers go where they take least, while training goes on.
+
+Nothing here changes a bit: what is moved are units, layers and state, by planned changes of the mesh epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from elaswave_spmd.observe import RunObserver
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
+from elaswave_spmd.recovery.decide import Stages
+from elaswave_spmd.recovery.effects import Effect
+from elaswave_spmd.recovery.messages import Measured
+from elaswave_spmd.schedule_settings import ScheduleSettings
+from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.dataflow import deal_stages, host_numbers
+from elaswave_spmd.scheduling.profile import LayerSample, ProfileSmoother
+from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.timing import Assignment
+
+if TYPE_CHECKING:
+    from elaswave_spmd.assembly import RunPlan
+
+_SLOW, _FAST = 0.8, 0.9  # a worker is said to be slow below the one, and not any more above the other
+
+
+class Rescheduler:
+    """Part of the controller, in its thread.
+
+    Args:
+        base: what is known of the layers before anything is measured.
+        steps: of the run.
+        evict_below: a worker of a smaller relative speed than this is drained; 0: none.
+        perform: does what the protocol says.
+    """
+
+    def __init__(
+        self,
+        settings: ScheduleSettings,
+        base: CostModel,
+        steps: int,
+        protocol: ControllerProtocol,
+        observer: RunObserver,
+        perform: Callable[[Sequence[Effect]], None],
+        *,
+        mirror_count: int = 1,
+        evict_below: float = 0.0,
+    ) -> None:
+        self._settings, self._base, self._steps = settings, base, steps
+        self._protocol, self._observer, self._perform = protocol, observer, perform
+        self._mirror_count, self._evict_below = mirror_count, evict_below
+        self._profile = ProfileSmoother(len(base.layers), window=settings.window)
+        self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
+        self._observed = 0  # steps since the mesh was last changed
+        self._epoch = protocol.placement.mesh.epoch
+        self._asked: tuple[Goal, int] | None = None  # what the last looks asked for, and how many did
+        self._slow: set[int] = set()
+        self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> looks in a row
+        if settings.dataflow:
+            protocol.deal = self._deal
+
+    @classmethod
+    def of(
+        cls,
+        plan: RunPlan,
+        protocol: ControllerProtocol,
+        observer: RunObserver,
+        perform: Callable[[Sequence[Effect]], None],
+    ) -> Rescheduler:
+        """That of a run."""
+        settings, elastic = plan.settings, plan.settings.elastic
+        following = settings.schedule if elastic.enabled else replace(settings.schedule, dataflow=False, graph=False)
+        return cls(
+            following,
+            plan.costs,
+            plan.job.steps,
+            protocol,
+            observer,
+            perform,
+            mirror_count=settings.mirror.count,
+            evict_below=elastic.evict_slower_than,
+        )
+
+    @property
+    def costs(self) -> CostModel:
+        """As measured up to now."""
+        return self._profile.costs(self._base)
+
+    def measured(self, message: Measured) -> None:
+        """A worker tells what its layers took in a step."""
+        for layer, forward_s, backward_s, forwards, backwards in message.rows:
+            if forwards and backwards:
+                sample = LayerSample(message.rank, layer, forward_s / forwards, backward_s / backwards)
+                self._samples[message.step].append(sample)
+
+    def committed(self, step: int) -> None:
+        """A step is committed: everybody has told of the one before the last."""
+        members = self._protocol.placement.mesh.members
+        self._profile = self._profile.forget(self._profile.workers.keys() - set(members))
+        for old in sorted(s for s in self._samples if s < step - 1):
+            self._profile = self._profile.observe(s for s in self._samples.pop(old) if s.rank in members)
+            self._observed += 1
+        if self._epoch != self._protocol.placement.mesh.epoch:
+            self._epoch, self._observed, self._asked = self._protocol.placement.mesh.epoch, 0, None
+        following = self._settings.dataflow or self._settings.graph or self._evict_below
+        if (
+            following
+            and self._observed >= self._settings.window
+            and step % self._settings.every == 0
+            and self._protocol.settled
+        ):
+            self._look(step)
+
+    def save(self) -> None:
+        """Writes what was measured to the run's directory, for `schedule.profile` and the planner."""
+        if self._profile.layers:
+            self._observer.run_dir.write_costs(self.costs.to_json())
+
+    # ---- decisions
+
+    def _look(self, step: int) -> None:
+        costs = self.costs
+        self.save()
+        self._tell_of_slow(costs)
+        if self._evicts(costs):
+            return
+        goal = self._goal(
+            plan_change(
+                self._protocol.placement,
+                costs,
+                max(0, self._steps - step),
+                mirror_count=self._mirror_count,
+                memory_limit=self._settings.memory_limit or math.inf,
+                stage_counts=None if self._settings.graph and self._settings.stages else (),
+            )
+        )
+        if goal is None:
+            self._asked = None
+            return
+        times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
+        self._asked = goal, times
+        if times >= self._settings.patience:
+            self._asked = None
+            self._perform(self._protocol.rebalance(goal))
+
+    def _goal(self, decision: Decision) -> Goal | None:
+        """Where to go: units first, which move no state; layers when that is done."""
+        before, now, later = decision.before.seconds, decision.now, decision.later
+        if self._settings.dataflow and now.time.seconds <= before * (1 - self._settings.min_gain):
+            return self._goal_of(now.assignment, before, now.time.seconds, "units dealt by speed")
+        if self._settings.graph and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
+            return self._goal_of(later.assignment, before, later.time.seconds, "layers by cost")
+        return None
+
+    def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:
+        here = self._protocol.placement
+        why = f"{what}: {1e3 * before:.0f} to {1e3 * after:.0f} ms a step expected"
+        goal = Goal(there.stages, there.layer_cuts, there.unit_counts, why)
+        same = (here.mesh.stages, here.layer_cuts, here.unit_counts)
+        return None if (goal.stages, goal.layer_cuts, goal.unit_counts) == same else goal
+
+    def _deal(self, stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
+        """Units of each worker after members have come or gone."""
+        costs, placement = self.costs, self._protocol.placement
+        speeds = [costs.speeds_of(members) for members in stages]
+        hosts = host_numbers(stages, placement.mesh.topology)
+        return deal_stages(num_units, speeds, dealing=placement.dealing, hosts=hosts).counts
+
+    # ---- slow workers
+
+    def _tell_of_slow(self, costs: CostModel) -> None:
+        for rank in self._protocol.placement.mesh.members:
+            speed = costs.speed(rank)
+            if rank not in self._slow and speed < _SLOW:
+                self._slow.add(rank)
+                self._say("slow", rank, speed, f"worker {rank} is slow: its units take {1 / speed:.2f} times as long")
+            elif rank in self._slow and speed > _FAST:
+                self._slow.discard(rank)
+                self._say("recover", rank, speed, f"worker {rank} is as fast as the others again")
+
+    def _say(self, kind: str, rank: int, speed: float, message: str) -> None:
+        mesh = self._protocol.placement.mesh
+        self._observer.on_event(
+            kind, ranks=[rank], mesh_epoch=mesh.epoch, speed=round(speed, 3), reason="measured times", message=message
+        )
+
+    def _evicts(self, costs: CostModel) -> bool:
+        """Drains the slowest worker if it has been too slow for several looks."""
+        members = self._protocol.placement.mesh.members
+        for rank in members:
+            self._too_slow[rank] = self._too_slow[rank] + 1 if costs.speed(rank) < self._evict_below else 0
+        slowest = min(members, key=costs.speed)
+        if len(members) < 2 or self._too_slow[slowest] < self._settings.patience:
+            return False
+        self._too_slow.clear()
+        self._perform(self._protocol.drain(slowest, f"slower than elastic.evict_slower_than={self._evict_below:g}"))
+        return True
+
+
+def _alike(one: Goal, other: Goal) -> bool:
+    """Whether two looks ask for the same kind of change, if not for the very same units."""
+    return (one.stages, one.layer_cuts) == (other.stages, other.layer_cuts)

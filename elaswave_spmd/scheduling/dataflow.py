@@ -1,0 +1,325 @@
+"""Dataflow: units over the workers of each stage, by measured speed (ElasWave, the dataflow axis).
+
+Three aims, each within what the one before leaves open:
+
+1. the smallest largest load, units / speed of a worker;
+2. the fewest tree nodes over all workers: sums that stay open when a worker has added up its own units, each of which
+   is a message to the primaries. Time-major dealing sends every leaf by itself, so that there is nothing to choose;
+3. the least traffic to the stage before: units whose worker there is on another host, then links in use.
+
+The first two are aims of each stage alone. The third ties a stage to the one before: stages are dealt left to right,
+each best for the stage before as that was dealt; all stages at once would be a search over all dealings.
+
+Nothing moves but units: changing the dataflow moves no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from elaswave_spmd.mesh import Topology
+from elaswave_spmd.scheduling.placement import CONTIGUOUS
+
+MOST_WORK = 20_000_000
+"""Elements that settling the ties of one stage may look at; beyond that the first workers get the units left over."""
+
+MOST_UNITS = 1 << 18
+"""So many units of a step, at most, have their ties settled: prices are single numbers of 60 bits."""
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Before:
+    """The stage before, as its units were dealt.
+
+    Args:
+        counts: units of its workers.
+        hosts: host number of its workers; empty: all on one.
+    """
+
+    counts: Counts
+    hosts: Counts = ()
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """Units of each worker, by stage, and what they come to.
+
+    Args:
+        counts: per stage, the units of each worker.
+        loads: per stage, the largest load: units / speed.
+        nodes: open tree nodes of all workers.
+        crossing: units that go to another host between stages.
+        links: links that units go over between stages.
+    """
+
+    counts: tuple[Counts, ...]
+    loads: tuple[float, ...]
+    nodes: int
+    crossing: int
+    links: int
+
+    def __str__(self) -> str:
+        idle = sum(count == 0 for counts in self.counts for count in counts)
+        words = [f"largest loads {', '.join(f'{load:.4g}' for load in self.loads[:12])}"]
+        words += ["..."] if len(self.loads) > 12 else []
+        words.append(f"{self.nodes:,} tree nodes, {self.crossing:,} units between hosts, {self.links:,} links")
+        return f"dataflow: {'; '.join(words)}" + (f"; {idle} workers without units" if idle else "")
+
+
+def fewest_possible(num_units: int, speeds: np.ndarray) -> np.ndarray:
+    """int64[n]: units of each worker, with the smallest largest load; of equals the first ones get more.
+
+    One unit after another to whom it would load least is optimal for equal units on workers of any speed (Graham's
+    list rule on uniform machines). What everybody has in any optimum is dealt at once, and then in turns all units
+    whose workers come before anybody could get a second one.
+    """
+    assert num_units >= 0 and len(speeds) and (speeds > 0).all(), (num_units, speeds)
+    counts = np.floor(num_units / speeds.sum() * (1 - 1e-9) * speeds).astype(np.int64)
+    while left := num_units - int(counts.sum()):
+        loads = (counts + 1) / speeds
+        order = np.argsort(loads, kind="stable")
+        once = np.searchsorted(loads[order], ((counts + 2) / speeds).min(), "right")
+        counts[order[: min(left, int(once))]] += 1
+    return counts
+
+
+def least_load(num_units: int, speeds: np.ndarray) -> float:
+    """The smallest largest load, units / speed, of any dealing."""
+    return float((fewest_possible(num_units, speeds) / speeds).max())
+
+
+def deal_by_speed(
+    num_units: int,
+    speeds: Sequence[float] | np.ndarray,
+    *,
+    dealing: str = CONTIGUOUS,
+    before: Before | None = None,
+    hosts: Sequence[int] = (),
+    settle: bool = True,
+) -> Counts:
+    """Units of each worker of a stage; optimal in the three aims above, one after another.
+
+    Ties that are left go to the first workers. A stage whose ties would take more than MOST_WORK to settle keeps only
+    the first aim. Time-major: of the dealing above and that of the stage before, if it has the smallest largest load
+    too, the one with less traffic.
+
+    Args:
+        num_units: units of a step, 0 or more.
+        speeds: of the workers in the order of their positions, above 0.
+        dealing: Placement.dealing.
+        before: the stage before; None for the first.
+        hosts: host number of each worker; empty: all on one.
+        settle: False: keep to the first aim.
+    """
+    v = np.asarray(speeds, np.float64)
+    counts = fewest_possible(num_units, v)
+    plain, load = tuple(counts.tolist()), (counts / v).max()
+    if not settle:
+        return plain
+    if dealing == CONTIGUOUS:
+        return _fewest_nodes(num_units, v, counts, before, tuple(hosts))
+    if before is None or len(before.counts) != len(v) or (np.array(before.counts) / v).max() > load:
+        return plain
+    return min(plain, before.counts, key=lambda found: traffic(found, dealing, before, hosts))
+
+
+def caps_of(load: float, speeds: np.ndarray) -> np.ndarray:
+    """int64[n]: the most units of each worker whose load is no larger."""
+    caps = np.floor(load * speeds).astype(np.int64)
+    caps += (caps + 1) / speeds <= load  # floor of a rounded product may be one off, either way
+    caps -= caps / speeds > load
+    return caps
+
+
+def owners(counts: Sequence[int], dealing: str) -> np.ndarray:
+    """int64[units]: the position of each unit's worker; placement.deal_units as an array."""
+    found = np.asarray(counts, np.int64)
+    position = np.repeat(np.arange(len(found)), found)
+    if dealing == CONTIGUOUS:
+        return position
+    turn = np.arange(len(position)) - np.repeat(np.cumsum(found) - found, found)
+    return position[np.lexsort((position, turn))]
+
+
+def traffic(counts: Sequence[int], dealing: str, before: Before, hosts: Sequence[int] = ()) -> tuple[int, int]:
+    """(units that come from another host, links they come over) if this stage follows `before`."""
+    here, there = owners(counts, dealing), owners(before.counts, dealing)
+    crossing = 0
+    if hosts and before.hosts:
+        crossing = int((np.array(hosts)[here] != np.array(before.hosts)[there]).sum())
+    return crossing, len(np.unique(here * len(before.counts) + there))
+
+
+def num_nodes(starts: np.ndarray, stops: np.ndarray, num_units: int) -> np.ndarray:
+    """len(maximal_nodes(range(start, stop), num_units)) of each run of units; int64.
+
+    The tree's nodes are the aligned blocks of 2^k units, cut off at num_units. A run splits at the one number in it
+    with the most zeros at its end; the blocks on both sides have the sizes of the binary digits of what is left. Cut
+    off blocks count once, so a run that ends at num_units is counted from its start.
+    """
+    ones, width, tails = _bits(num_units)
+    highest = np.maximum(width[starts ^ stops] - 1, 0)
+    middle = (stops >> highest) << highest
+    inside = ones[middle - starts] + ones[stops - middle]
+    return np.where(starts == stops, 0, np.where(stops == num_units, tails[starts], inside))
+
+
+@lru_cache(maxsize=8)
+def _bits(num_units: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ones in and width of all numbers that occur; nodes of [a, num_units) for each a."""
+    size = 1 << max(1, num_units.bit_length())
+    ones, width = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    at = 1
+    while at < size:
+        ones[at : 2 * at] = ones[:at] + 1
+        width[at : 2 * at] = at.bit_length()
+        at *= 2
+    tails = np.zeros(num_units + 1, np.int64)
+    for a in range(num_units - 1, -1, -1):
+        after = a + (a & -a or size)
+        tails[a] = 1 + (tails[after] if after < num_units else 0)
+    return ones, width, tails
+
+
+def _fewest_nodes(
+    num_units: int, speeds: np.ndarray, counts: np.ndarray, before: Before | None, hosts: Counts
+) -> Counts:
+    """Dynamic programming over (worker, units that those up to it are below their most).
+
+    `slack` is how much all are below their most together: less than one unit each, so that there is little to choose.
+    """
+    n, caps = len(speeds), caps_of(float((counts / speeds).max()), speeds)
+    slack = int(caps.sum()) - num_units
+    lowest = int(np.maximum(caps - slack, 0).min())
+    options = np.minimum(caps, slack) + 1
+    table_size = (int(caps.max()) - lowest + 1) * (num_units + 1)
+    work = max(int(options.sum()) * (slack + 1), table_size)
+    if not slack or work > MOST_WORK or num_units > MOST_UNITS:
+        return tuple(counts.tolist())
+    prices = _Prices(num_units, range(lowest, int(caps.max()) + 1), before, hosts)
+    ends = np.cumsum(caps)
+    best = np.full(slack + 1, _NEVER)  # by how much the workers so far are below their most
+    best[0] = 0
+    gave_up = np.zeros((n, slack + 1), np.int32)
+    for i, cap in enumerate(caps.tolist()):
+        start = int(ends[i]) - cap  # units before this worker, if all before it have their most
+        found = np.full(slack + 1, _NEVER)
+        for less in range(int(options[i]) - 1, -1, -1):  # of equals, those with less for the later worker
+            least = max(0, start - num_units)
+            most = min(slack - less, start)
+            if least > most:
+                continue
+            price = prices.of(i, cap - less, start - most, start - least)
+            total = best[least : most + 1] + price[::-1]
+            part = slice(least + less, most + less + 1)
+            better = total < found[part]
+            found[part][better] = total[better]
+            gave_up[i, part][better] = less
+        best = found
+    assert best[slack] < _NEVER, "the dealing that is there already is one of them"
+    below, result = slack, []
+    for i in range(n - 1, -1, -1):
+        less = int(gave_up[i, below])
+        result.append(int(caps[i]) - less)
+        below -= less
+    return tuple(reversed(result))
+
+
+_NEVER = np.int64(1 << 60)  # two of them can be added
+
+
+class _Prices:
+    """What it costs that a worker has `count` units from each unit on: nodes, then crossing units, then links."""
+
+    def __init__(self, num_units: int, counts: range, before: Before | None, hosts: Counts) -> None:
+        self._counts, self._hosts = counts, hosts
+        start = np.arange(num_units + 1)
+        stop = start + np.array(counts)[:, None]
+        self._stop = np.minimum(stop, num_units)
+        nodes = num_nodes(np.broadcast_to(start, stop.shape), self._stop, num_units)
+        self._there: np.ndarray | None = None
+        links: np.ndarray | int = 0
+        if before is not None:
+            owner = owners(before.counts, CONTIGUOUS)
+            new_owner = np.cumsum(np.diff(owner, prepend=-1) != 0)
+            run = np.concatenate([new_owner, new_owner[-1:]])  # number of each unit's run; one more for the end
+            links = np.where(self._stop > start, run[np.maximum(self._stop - 1, 0)] - run[start] + 1, 0)
+            if hosts and before.hosts:
+                self._there = np.array(before.hosts)[owner]
+        self._unit = 2 * num_units + 2  # more than all links of a stage: one for each unit, one for each worker's run
+        self._table = np.where(stop <= num_units, nodes * self._unit * (num_units + 1) + links, _NEVER)
+        self._host, self._crossing = -1, np.zeros(0)
+
+    def of(self, worker: int, count: int, first: int, last: int) -> np.ndarray:
+        """int64[last + 1 - first], by the worker's first unit; _NEVER where the units end before."""
+        row, part = count - self._counts[0], slice(first, last + 1)
+        if self._there is None:
+            return self._table[row, part]
+        if self._hosts[worker] != self._host:
+            self._host = self._hosts[worker]
+            self._crossing = np.concatenate([[0], np.cumsum(self._there != self._host)])
+        return self._table[row, part] + self._unit * (self._crossing[self._stop[row, part]] - self._crossing[part])
+
+
+def deal_stages(
+    num_units: int,
+    speeds: Sequence[np.ndarray],
+    *,
+    dealing: str = CONTIGUOUS,
+    hosts: Sequence[Counts] | None = None,
+    settle: bool = True,
+) -> Dataflow:
+    """All stages, left to right; stages that are alike, after stages that are alike, are worked out once.
+
+    Args:
+        speeds: per stage, float64[workers].
+        hosts: per stage, what host_numbers says; None: all on one.
+        settle: False: keep to the first aim.
+    """
+    found: dict[tuple[bytes, Before | None, Counts], Counts] = {}
+    measured: dict[tuple[Counts, Before | None, Counts], tuple[int, int, int]] = {}
+    before: Before | None = None
+    counts: list[Counts] = []
+    nodes = crossing = links = 0
+    for v, of_stage in zip(speeds, hosts or [()] * len(speeds), strict=True):
+        key = v.tobytes(), before, of_stage
+        if key not in found:
+            found[key] = deal_by_speed(num_units, v, dealing=dealing, before=before, hosts=of_stage, settle=settle)
+        dealt = found[key]
+        if (dealt, before, of_stage) not in measured:
+            measured[dealt, before, of_stage] = _measure(num_units, dealt, dealing, before, of_stage)
+        more = measured[dealt, before, of_stage]
+        nodes, crossing, links = nodes + more[0], crossing + more[1], links + more[2]
+        counts.append(dealt)
+        before = Before(dealt, of_stage)
+    loads = tuple(float((np.array(dealt) / v).max()) for dealt, v in zip(counts, speeds, strict=True))
+    return Dataflow(tuple(counts), loads, nodes, crossing, links)
+
+
+def _measure(
+    num_units: int, counts: Counts, dealing: str, before: Before | None, hosts: Counts
+) -> tuple[int, int, int]:
+    """(nodes, crossing units, links) of a stage."""
+    nodes = num_units
+    if dealing == CONTIGUOUS:
+        stops = np.cumsum(counts)
+        nodes = int(num_nodes(stops - np.array(counts), stops, num_units).sum())
+    crossing, links = traffic(counts, dealing, before, hosts) if before is not None else (0, 0)
+    return nodes, crossing, links
+
+
+def host_numbers(stages: Sequence[Sequence[int]], topology: Topology) -> list[Counts] | None:
+    """A number for the host of each worker, by stage; None where there is one host, or one is not known."""
+    if len({path for _, path in topology.domains}) < 2:
+        return None
+    if not all(rank in topology for members in stages for rank in members):
+        return None
+    numbers: dict[tuple[str, ...], int] = {}
+    found = [tuple(numbers.setdefault(topology.path(rank), len(numbers)) for rank in ranks) for ranks in stages]
+    return found if len(numbers) > 1 else None

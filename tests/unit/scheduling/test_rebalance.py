@@ -1,0 +1,249 @@
+"""Decisions after events: dataflow at once, layers or another number of stages if that pays, frequencies last."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.dataflow import deal_stages, least_load
+from elaswave_spmd.scheduling.frequency import FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
+from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
+from elaswave_spmd.sharding import Shardings
+from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, placed, stages_of
+
+
+def without(stages, *lost: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(rank for rank in members if rank not in lost) for members in stages)
+
+
+def sound(decision: Decision, costs: CostModel, num_units: int, num_layers: int) -> None:
+    """Every variant runs every layer and unit once, with the least load there is."""
+    for variant in filter(None, (decision.now, decision.later)):
+        found = variant.assignment
+        assert found.layer_cuts[0] == 0 and found.layer_cuts[-1] == num_layers
+        assert all(a < b for a, b in zip(found.layer_cuts, found.layer_cuts[1:], strict=False))
+        for members, counts in zip(found.stages, found.unit_counts, strict=True):
+            assert sum(counts) == num_units and len(counts) == len(members)
+            speeds = costs.speeds_of(members)
+            assert (np.array(counts) / speeds).max() == least_load(num_units, speeds)
+    assert all(reason in str(decision) for reason in decision.reasons)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 500), st.data())
+@settings(deadline=None, max_examples=60)
+def test_later_is_taken_exactly_if_its_gain_exceeds_its_move(sizes, zero, remaining, data):
+    layers = data.draw(st.lists(st.floats(0.5, 4), min_size=len(sizes), max_size=6))
+    costs = costs_of(layers, bandwidth=data.draw(st.sampled_from([1.0, 100.0, 1e6])), state_bytes=1000)
+    costs = costs.with_speeds({rank: data.draw(SPEEDS) for rank in range(sum(sizes))})
+    placement = placed(sizes, 6, len(layers), zero)
+    lost = [m[0] for m in placement.mesh.stages if len(m) > 1 and data.draw(st.booleans())]
+    present = without(placement.mesh.stages, *lost)
+    decision = plan_change(placement, costs, remaining, stages=present)
+    speeds = [costs.speeds_of(members) for members in present]
+    for settle in (True, False):
+        counts = deal_stages(6, speeds, dealing=placement.dealing, settle=settle).counts
+        other = Assignment(present, placement.layer_cuts, counts, placement.dealing)
+        assert decision.now.time.seconds <= step_time(other, costs, MemoryRule(zero)).seconds
+    sound(decision, costs, 6, len(layers))
+    assert decision.now.assignment.layer_cuts == placement.layer_cuts and decision.now.move.bytes == 0
+    if decision.later:
+        gain = (decision.now.time.seconds - decision.later.time.seconds) * remaining
+        assert gain > decision.later.move.seconds and decision.last is decision.later
+    assert decision.remaining_steps == remaining and decision.last.time.seconds <= decision.now.time.seconds
+    assert plan_change(placement, costs, remaining, stages=present) == decision
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 4, 4, 4), (4, 3, 3, 4), (8, 7), (8, 8, 7, 8)])
+@pytest.mark.parametrize("per_worker", [4, 8])
+def test_fewer_tree_nodes_never_cost_time(sizes, per_worker):
+    """Loads are equal, but the pipeline may wait longer with one dealing than with the other."""
+    num_units, num_layers = max(sizes) * per_worker, 2 * len(sizes)
+    costs = costs_of([1.0] * num_layers)
+    decision = plan_change(placed(sizes, num_units, num_layers), costs, 0, stage_counts=())
+    speeds = [np.ones(size) for size in sizes]
+    times = []
+    for settle in (True, False):
+        counts = deal_stages(num_units, speeds, settle=settle).counts
+        found = Assignment(stages_of(sizes), decision.now.assignment.layer_cuts, counts)
+        times.append(step_time(found, costs).seconds)
+    assert decision.now.time.seconds == min(times)
+
+
+def test_without_remaining_steps_nothing_moves():
+    placement = placed([4, 4], 16, 8)
+    decision = plan_change(placement, costs_of([1.0] * 8), 0, stages=without(placement.mesh.stages, 5))
+    assert decision.later is None and "layers stay" in decision.reasons[1]
+    assert sorted(decision.now.assignment.unit_counts[1]) != [4, 4, 4, 4]
+
+
+def best_cut(decision: Decision, costs: CostModel, num_layers: int) -> float:
+    """Least seconds of a step of two stages, over all cuts."""
+    last = decision.last.assignment
+    cuts = [(0, cut, num_layers) for cut in range(1, num_layers)]
+    return min(step_time(Assignment(last.stages, c, last.unit_counts, last.dealing), costs).seconds for c in cuts)
+
+
+def test_layers_move_where_the_gain_pays():
+    """8 + 8 layers over 4 + 4 workers, three of the second stage lost: loads are least with 13 + 3 layers."""
+    placement = placed([4, 4], 16, 16, zero=2)
+    present = without(placement.mesh.stages, 4, 5, 6)
+    costs = costs_of([1.0] * 16, bandwidth=1e3, state_bytes=1000)
+    decision = plan_change(placement, costs, 100, stages=present, stage_counts=())
+    assert decision.later and decision.later.assignment.layer_cuts[1] in (13, 14)
+    assert decision.later.time.seconds == pytest.approx(best_cut(decision, costs, 16))
+    assert decision.later.move.bytes == 1000 * (decision.later.assignment.layer_cuts[1] - 8)
+    assert decision.reasons[1].startswith("layers move") and decision.now.time.seconds > 120
+    slow_links = costs_of([1.0] * 16, bandwidth=0.1, state_bytes=1000)
+    stays = plan_change(placement, slow_links, 10, stages=present, stage_counts=())
+    assert stays.later is None and "does not pay for its move" in stays.reasons[1]
+
+
+@pytest.mark.parametrize("size", [2, 20])
+def test_fewer_bytes_are_moved_where_that_is_nearly_as_good(size):
+    """The second layer to leave the slow stage gains much less than the first, and takes as long to move."""
+    placement = placed([size, size], 32 * size, 40)
+    costs = costs_of([1.0] * 40, bandwidth=20.0 / size, state_bytes=1000)
+    costs = costs.with_speeds(dict.fromkeys(placement.mesh.stages[1], 0.85))
+    few = plan_change(placement, costs, 2, stage_counts=())
+    many = plan_change(placement, costs, 10_000, stage_counts=())
+    assert few.later and many.later and few.later.move.bytes < many.later.move.bytes
+    assert few.later.time.seconds > many.later.time.seconds
+
+
+def test_the_pipeline_s_filling_counts():
+    """Of 4 units, half of a step is filling: a last stage with less to do is better than equal stages."""
+    placement = placed([2, 2], 4, 40)
+    costs = costs_of([1.0] * 40, bandwidth=1e6, state_bytes=1000).with_speeds({2: 0.85, 3: 0.85})
+    decision = plan_change(placement, costs, 10_000, stage_counts=())
+    assert decision.last.time.seconds == pytest.approx(best_cut(decision, costs, 40))
+    room = costs_of([1.0] * 40, bandwidth=1e6, state_bytes=1000).with_speeds({2: 0.85, 3: 0.85})
+    limited = plan_change(placement, room, 10_000, stage_counts=(), memory_limit=23_500.0).last.assignment
+    assert limited.layer_cuts[1] == 23 < decision.last.assignment.layer_cuts[1], "with mirrors all of it lies on both"
+    even = Assignment(placement.mesh.stages, (0, 22, 40), decision.last.assignment.unit_counts)
+    assert decision.last.time.bottleneck_s > 1.02 * step_time(even, costs).bottleneck_s
+
+
+def test_a_slow_worker_gets_fewer_units():
+    placement = placed([4, 4], 32, 8)
+    costs = costs_of([1.0] * 8).with_speeds({5: 0.5})
+    decision = plan_change(placement, costs, 10, stage_counts=())
+    counts = dict(zip(placement.mesh.stages[1], decision.now.assignment.unit_counts[1], strict=True))
+    assert counts[5] <= 5 and max(counts.values()) == 10
+    assert decision.before.bottleneck_s == pytest.approx(8 * 4 / 0.5)
+    assert decision.now.time.bottleneck_s == pytest.approx(10 * 4)
+
+
+def test_three_stages_of_five_workers_become_two():
+    placement = placed([2, 2, 2], 12, 6, zero=2)
+    costs = costs_of([1.0] * 6, bandwidth=1e6, state_bytes=1000)
+    present = without(placement.mesh.stages, 5)
+    decision = plan_change(placement, costs, 1000, stages=present, stage_counts=(2,), memory_limit=5000.0)
+    assert decision.later and decision.later.assignment.stages == ((0, 1, 2), (3, 4))
+    assert decision.reasons[1].startswith("2 stages instead of 3")
+    kept = plan_change(placement, costs, 1000, stages=present, stage_counts=())
+    assert kept.last.assignment.stages == present
+
+
+def test_a_stage_that_was_given_up_has_its_layers_dealt_anew():
+    placement = placed([1, 1, 1], 4, 6)
+    costs = costs_of([1.0] * 6, state_bytes=100)
+    decision = plan_change(placement, costs, 100, stages=((0,), (2,)), stage_counts=())
+    assert decision.now.assignment.layer_cuts == (0, 3, 6) and decision.now.move.bytes == 200
+    assert decision.reasons[0].startswith("2 of 3 stages are left")
+
+
+def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
+    placement = placed([3, 3], 6, 6)
+    costs = costs_of([1.0] * 6, state_bytes=300)
+    present = without(placement.mesh.stages, 3, 4)  # with its mirrors' room, one worker has 300 B of a layer, not 200
+    fits = plan_change(placement, costs, 10, stages=present, memory_limit=900.0, stage_counts=())
+    assert fits.now.assignment.layer_cuts == (0, 3, 6)
+    decision = plan_change(placement, costs, 10, stages=present, memory_limit=800.0, stage_counts=())
+    assert decision.now.assignment.layer_cuts == (0, 4, 6) and "do not fit in memory" in decision.reasons[0]
+    assert max(memory_of(decision.now.assignment, costs, MemoryRule(1))) <= 800
+    with pytest.raises(PlanError, match=r"stage \d lacks"):
+        plan_change(placement, costs, 10, stages=present, memory_limit=500.0)
+
+
+def test_hosts_are_taken_from_the_mesh():
+    mesh = Mesh.initial(MeshShape.of(dp=2, pp=2), Topology.of({0: ("a",), 1: ("b",), 2: ("b",), 3: ("a",)}))
+    placement = Placement(mesh, 6, (0, 1, 2), ((3, 3), (3, 3)), Shardings())
+    assert plan_change(placement, costs_of([1.0, 1.0]), 10).now.dataflow.crossing == 6
+
+
+def test_newcomers_without_a_known_host_are_dealt_units():
+    placement = placed([2, 2], 8, 4)
+    decision = plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1, 9), (2, 3)), stage_counts=())
+    assert len(decision.now.assignment.unit_counts[0]) == 3 and decision.now.move.bytes == 0
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.data())
+@settings(deadline=None, max_examples=40)
+def test_hints_by_worker_and_by_class_keep_what_is_promised(sizes, many, data):
+    costs = costs_of([1.0] * len(sizes)).with_speeds({r: data.draw(SPEEDS) for r in range(sum(sizes))})
+    copies = 40 if many else 1  # beyond some 30 workers hints are by class
+    assignment = dealt([size * copies for size in sizes], 6 * copies, costs)
+    plan, hints = frequency_hints(assignment, costs, FrequencyRange(0.5, 1.2), PowerModel())
+    assert plan.makespan_s <= plan.makespan_before_s and plan.energy <= plan.energy_raised * (1 + 1e-12)
+    found = sorted(rank for hint in hints for rank in hint.ranks)
+    assert found == sorted(rank for members in assignment.stages for rank in members)
+    stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
+    for hint in hints:
+        assert {stage_of[rank] for rank in hint.ranks} == {hint.stage} and len(hint.frequencies) == 4
+        assert all(0.5 <= f <= 1.2 for f in hint.frequencies)
+    if many:
+        assert len(hints) < len(found)
+        before = step_time(assignment, costs, most_actions=0).bound_s
+        assert plan.makespan_before_s == pytest.approx(before)
+
+
+def test_hints_are_for_what_runs_in_the_end():
+    placement = placed([4, 4], 16, 8)
+    present = without(placement.mesh.stages, 5)
+    decision = plan_change(
+        placement, costs_of([1.0] * 8), 10, stages=present, stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)
+    )
+    assert decision.frequency and decision.frequency.energy < decision.frequency.energy_before
+    assert {rank for hint in decision.hints for rank in hint.ranks} == {0, 1, 2, 3, 4, 6, 7}
+    assert "hint: stage 0, worker 0: fill" in str(decision) and str(decision.frequency) in decision.reasons
+    assert plan_change(placement, costs_of([1.0] * 8), 10).hints == ()
+
+
+def test_large_meshes_are_planned_by_class():
+    placement = placed([500, 500], 2000, 8)
+    present = without(placement.mesh.stages, 700)
+    decision = plan_change(
+        placement, costs_of([1.0] * 8), 10, stages=present, stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)
+    )
+    assert decision.now.time.how == "action lists" and len(decision.hints) <= 6
+    assert sum(len(hint.ranks) for hint in decision.hints) == 999
+    assert "500 of them" in str(decision)
+
+
+def test_bad_input_is_refused():
+    placement = placed([2, 2], 4, 4)
+    with pytest.raises(PlanError, match="5 layers"):
+        plan_change(placement, costs_of([1.0] * 5), 10)
+    with pytest.raises(PlanError, match="remaining steps"):
+        plan_change(placement, costs_of([1.0] * 4), -1)
+    with pytest.raises(PlanError, match=r"stages \[1\] are empty"):
+        plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1), ()))
+    with pytest.raises(PlanError, match="at least one layer"):
+        plan_change(placement, costs_of([1.0] * 4), 10, stages=tuple((r,) for r in range(5)), stage_counts=())
+
+
+def test_assignments_of_placements():
+    placement = placed([2, 1], 4, 3, zero=2)
+    found = Assignment.of(placement)
+    assert (found.stages, found.layer_cuts, found.unit_counts) == (stages_of([2, 1]), (0, 1, 3), ((2, 2), (4,)))
+    assert found.dealing == "time-major" and found.placement().dealing == "time-major"
+    assert math.isclose(step_time(found, costs_of([1, 1, 1])).bottleneck_s, 8)

@@ -1,0 +1,178 @@
+"""How many stages: the grouping with the least time until the end, moves included, among those looked at."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.scheduling import stages as stages_module
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.stages import Moves, _Search, best_stages, old_stages_of, regroup
+from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, even_cuts, stages_of
+
+
+@st.composite
+def crews(draw) -> tuple[list[list[int]], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """(stages after some went and some came, stages before, cuts before)."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    old = stages_of(sizes)
+    left = [[rank for rank in members if draw(st.sampled_from([True, True, True, False]))] for members in old]
+    fresh = itertools.count(sum(sizes))
+    for members in left:
+        while not members or draw(st.sampled_from([False, False, False, True])):
+            members.append(next(fresh))
+    num_layers = draw(st.integers(len(sizes), 6))
+    inner = (
+        draw(st.sets(st.integers(1, num_layers - 1), min_size=len(sizes) - 1, max_size=len(sizes) - 1))
+        if (num_layers > 1)
+        else set()
+    )
+    return left, old, (0, *sorted(inner), num_layers)
+
+
+@given(crews(), st.integers(0, 3), st.integers(0, 2), st.data())
+@settings(deadline=None)
+def test_moves_count_what_workers_lack(crew, zero, mirrors, data):
+    """Against shares held by name: of a dealt layer each worker of n has 1/n, and keeps what it is to have of that."""
+    stages, old, cuts = crew
+    state = [data.draw(st.integers(0, 100)) for _ in range(cuts[-1])]
+    costs = CostModel(tuple(LayerCost("l", 1, 1, state_bytes=size) for size in state), 10.0)
+    rule = MemoryRule(zero, mirrors)
+    table = Moves(costs, cuts, old_stages_of(stages, old)).table(rule)
+    least = Moves(costs, cuts, old_stages_of(stages, old)).table(rule, count_mirrors=True)
+    here = {rank for members in stages for rank in members}
+    for layer, size in enumerate(state):
+        home = next(s for s, (a, b) in enumerate(pairwise(cuts)) if a <= layer < b)
+        alive = set(old[home]) & here
+        for s, members in enumerate(stages):
+            both = alive & set(members)
+            if zero == 0:
+                wanted = size * (len(members) - len(both))
+            else:
+                wanted = size * (1 - len(both) * min(1 / len(members), 1 / max(1, len(alive))))
+            assert table[s, layer] == pytest.approx(wanted)
+            assert least[s, layer] <= table[s, layer] + 1e-9
+    same = Moves(costs, cuts, old_stages_of(old, old)).of(cuts, rule)
+    assert (same.bytes, same.bound_bytes, same.seconds) == (0, 0, 0)
+
+
+def test_a_move_takes_as_long_as_the_busiest_link():
+    costs = costs_of([1, 1, 1, 1], state_bytes=120, bandwidth=10.0, latency_s=0.5)
+    stages = stages_of([2, 3])
+    moves = Moves(costs, (0, 2, 4), old_stages_of(stages, stages))
+    move = moves.of((0, 1, 4), MemoryRule(1))  # layer 1: two workers give 60 B each, three get 40 B each
+    assert (move.bytes, move.bound_bytes, move.seconds) == (120, 120, 6.5)
+    assert moves.of((0, 1, 4), MemoryRule(0)).bytes == 360, "replicated state goes to each of the three"
+    assert "120 B move" in str(move)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 5), st.data())
+@settings(deadline=None)
+def test_regrouping_keeps_workers_near_their_layers(sizes, num_stages, data):
+    old = [s for s, size in enumerate(sizes) for _ in range(size)]
+    old = [-1 if data.draw(st.integers(0, 9)) == 0 else s for s in old]
+    num_layers = data.draw(st.integers(len(sizes), 8))
+    cuts = even_cuts(num_layers, len(sizes))
+    if num_stages > len(old):
+        return
+    found = regroup(old, cuts, num_stages)
+
+    def near(groups) -> float:
+        ends, total = list(accumulate(groups, initial=0)), 0.0
+        for s, (a, b) in enumerate(pairwise(ends)):
+            for home in old[a:b]:
+                if home >= 0:
+                    low, high = cuts[home] / num_layers, cuts[home + 1] / num_layers
+                    total += max(0.0, min(high, (s + 1) / num_stages) - max(low, s / num_stages))
+        return total
+
+    base, extra = divmod(len(old), num_stages)
+    groups = [
+        tuple(base + (s in more) for s in range(num_stages))
+        for more in itertools.combinations(range(num_stages), extra)
+    ]
+    assert found in groups and near(found) == pytest.approx(max(map(near, groups)))
+
+
+def test_regrouping_keeps_even_stages():
+    assert regroup([0, 0, 1, 1, 2], (0, 2, 4, 6), 2) == (3, 2)
+    assert regroup([0, 1, 2, 2, 2], (0, 2, 4, 6), 2) == (2, 3)
+    assert regroup([0, 0, 1, 1], (0, 3, 6), 2) == (2, 2)
+
+
+@given(crews(), st.integers(1, 12), st.integers(0, 50), st.sampled_from([0, 1, 3]), st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_units, remaining, zero, data):
+    present, old, cuts = crew
+    order = tuple(rank for members in present for rank in members)
+    sizes = st.integers(0, 30)
+    layers = tuple(
+        LayerCost("l", data.draw(st.integers(1, 9)), 1, data.draw(sizes), data.draw(sizes), data.draw(sizes))
+        for _ in range(cuts[-1])
+    )
+    costs = CostModel(layers, data.draw(st.sampled_from([0.5, 5.0, 500.0])))
+    costs = costs.with_speeds({rank: data.draw(SPEEDS) for rank in order})
+    rule, limit = MemoryRule(zero), data.draw(st.sampled_from([math.inf, math.inf, 60.0, 120.0]))
+    was = np.concatenate(old_stages_of(present, old))
+    search = _Search(costs, num_units, order, was, cuts, remaining, rule, limit)
+    totals = []
+    as_they_are = [len(members) for members in present]
+    cases = [(as_they_are, math.inf), (as_they_are, 0.0)]
+    cases += [(regroup(was, cuts, n), 0.0) for n in range(1, len(order) + 1)]
+    for groups, tolerance in cases:
+        if len(groups) <= len(layers):
+            try:
+                choice = search.evaluate(groups, "any", tolerance)
+            except PlanError:
+                continue
+            totals.append(search.total(choice))
+            if max(groups) - min(groups) <= 1:
+                assert search.least_seconds(len(groups)) <= choice.seconds * (1 + 1e-9)
+    more = {"old_stages": old, "old_cuts": cuts, "remaining_steps": remaining, "rule": rule, "memory_limit": limit}
+    if not totals:
+        with pytest.raises(PlanError, match="fits in its memory"):
+            best_stages(costs, present, num_units, **more)
+        return
+    found = best_stages(costs, present, num_units, **more)
+    assert found.seconds * remaining + found.move.seconds == pytest.approx(min(totals))
+    assert tuple(rank for members in found.stages for rank in members) == order
+    assert len(found.partition.cuts) == len(found.stages) + 1 and "s a step" in str(found)
+
+
+def five_of_six(bandwidth: float, remaining: int, **more):
+    """pp3 with two workers in each stage has lost one; six layers of 1 s, 12 units."""
+    costs = costs_of([1.0] * 6, bandwidth=bandwidth, state_bytes=1000)
+    present, old = ((0, 1), (2, 3), (4,)), ((0, 1), (2, 3), (4, 5))
+    more = {"old_stages": old, "old_cuts": (0, 2, 4, 6), "remaining_steps": remaining, "rule": MemoryRule(1), **more}
+    return best_stages(costs, present, 12, **more)
+
+
+def test_three_stages_of_five_workers_become_two_if_that_pays():
+    memory = {"memory_limit": 4000.0}  # of six layers of 1,000 B no worker has room for all, mirrors included
+    kept = five_of_six(1e6, 1000, stage_counts=(), **memory)
+    found = five_of_six(1e6, 1000, stage_counts=(2, 3), **memory)
+    assert [len(members) for members in found.stages] == [3, 2] and found.seconds < kept.seconds
+    slow = five_of_six(1.0, 10, stage_counts=(2, 3), **memory)
+    assert slow.stages == ((0, 1), (2, 3), (4,)) and slow.reason.startswith("the stages as they are (")
+    assert (slow.partition.cuts, slow.move.bytes) == ((0, 2, 4, 6), 0)
+    assert five_of_six(1e6, 0, stage_counts=(2, 3), **memory).move.bytes == 0
+
+
+def test_only_so_many_numbers_are_looked_at(monkeypatch):
+    monkeypatch.setattr(stages_module, "MOST_NUMBERS", 0)
+    assert five_of_six(1e6, 1000).stages == ((0, 1), (2, 3), (4,))
+
+
+def test_nothing_to_choose_from_is_refused():
+    costs = costs_of([1.0])
+    with pytest.raises(PlanError, match="number of stages"):
+        best_stages(
+            costs, ((0,), (1,)), 4, old_stages=((0,), (1,)), old_cuts=(0, 1, 1), remaining_steps=1, stage_counts=()
+        )

@@ -1,0 +1,177 @@
+"""Step times: the longest way through the action lists, parts that stand for all, and a bound below every order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.scheduling.actions import Action, Schedule, parse, schedule
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.timing import (
+    CLASSES,
+    ActionGraph,
+    Assignment,
+    action_classes,
+    memory_of,
+    step_time,
+    timed_graph,
+)
+from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, even_cuts, stages_of
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+DEALINGS = st.sampled_from(["contiguous", "time-major"])
+
+
+@st.composite
+def cases(draw) -> tuple[Assignment, CostModel]:
+    sizes = draw(SIZES)
+    seconds = draw(st.lists(st.floats(0.1, 5), min_size=len(sizes), max_size=len(sizes) + 3))
+    latency = draw(st.sampled_from([0.0, 0.0, 0.3]))
+    costs = costs_of(seconds, bandwidth=100.0, latency_s=latency, boundary_bytes=draw(st.integers(0, 50)))
+    costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
+    return dealt(sizes, draw(st.integers(1, 13)), costs, draw(DEALINGS)), costs
+
+
+def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float:
+    """The same by asking each action when it ends."""
+    stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
+    home = {action: (rank, i) for rank, todo in actions.items() for i, action in enumerate(todo)}
+    known: dict[Action, float] = {}
+
+    def end(action: Action) -> float:
+        if action not in known:
+            rank, i = home[action]
+            s, cuts = stage_of[rank], assignment.layer_cuts
+            start = end(actions[rank][i - 1]) if i else 0.0
+            for needed in action.needs(assignment.num_stages):
+                crossed = 0.0 if needed.stage == s else costs.message_s(cuts[max(s, needed.stage)] - 1)
+                start = max(start, end(needed) + crossed)
+            forward, backward = costs.stage_s(cuts[s], cuts[s + 1])
+            known[action] = start + (forward if action.kind == "F" else backward) / costs.speed(rank)
+        return known[action]
+
+    return max(end(action) for action in home)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_makespan_is_when_the_last_action_ends(case):
+    assignment, costs = case
+    graph, seconds, delays = timed_graph(assignment, costs)
+    wanted = slowly(schedule(assignment.placement()), assignment, costs)
+    assert graph.makespan(seconds, delays) == pytest.approx(wanted)
+    assert len(graph.order) == len(set(graph.order)) == 2 * assignment.num_stages * assignment.num_units
+
+
+@given(cases())
+@settings(deadline=None)
+def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
+    assignment, costs = case
+    graph, seconds, delays = timed_graph(assignment, costs)
+    whole = graph.makespan(seconds, delays)
+    found = step_time(assignment, costs)
+    assert found.how == "action lists" and found.pipeline_s == pytest.approx(whole)
+    assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= whole * (1 + 1e-9)
+    assert found.seconds == found.pipeline_s, "nothing is reduced where gradients have no bytes"
+    loads = {
+        rank: count * costs.unit_s(*assignment.layer_cuts[s : s + 2], rank)
+        for s, members in enumerate(assignment.stages)
+        for rank, count in zip(members, assignment.unit_counts[s], strict=True)
+    }
+    assert found.bottleneck_s == pytest.approx(max(loads.values()))
+    assert loads[found.worker] == pytest.approx(found.bottleneck_s)
+    estimate = step_time(assignment, costs, most_actions=0)
+    assert estimate.how == "lower bound" and estimate.seconds == estimate.bound_s == found.bound_s
+    work = graph.work(seconds).sum(axis=1)
+    assert work.tolist() == pytest.approx([loads[rank] for rank in graph.ranks])
+
+
+def test_an_even_pipeline_takes_what_1f1b_takes():
+    """(units + stages - 1) x (forward + backward), Narayanan et al., 2019; and the bound is exact there."""
+    for stages, units in ((4, 8), (3, 3), (1, 5), (5, 2)):
+        assignment = Assignment(stages_of([1] * stages), even_cuts(stages, stages), ((units,),) * stages)
+        found = step_time(assignment, costs_of([3.0] * stages))
+        assert found.seconds == found.bound_s == pytest.approx(3.0 * (units + stages - 1))
+        assert found.bottleneck_s == pytest.approx(3.0 * units)
+
+
+def test_waiting_for_the_first_unit_counts_where_links_are_slow():
+    """Both forwards are done long before the first unit is back; then there are two backwards to do."""
+    layers = (LayerCost("a", 1, 2), LayerCost("b", 0.1, 0.2))
+    found = step_time(Assignment(((0,), (1,)), (0, 1, 2), ((2,), (2,))), CostModel(layers, 1.0, latency_s=10.0))
+    assert (found.seconds, found.bound_s) == pytest.approx((25.3, 25.3))  # 1 + 10 + 0.3 + 10, and two backwards
+
+
+def test_the_slowest_part_counts():
+    """Two groups that share no unit; the slow worker is in the second, or in the first."""
+    for slow in (4, 5):
+        costs = costs_of([3.0, 3.0]).with_speeds({slow: 0.5})
+        assignment = Assignment(((0, 1, 2, 3), (4, 5)), (0, 1, 2), ((1, 1, 1, 1), (2, 2)))
+        graph, seconds, delays = timed_graph(assignment, costs)
+        found = step_time(assignment, costs)
+        assert found.seconds == pytest.approx(graph.makespan(seconds, delays)) == 3 + 2 * 6
+        assert step_time(assignment, costs, most_actions=15).how == "lower bound"
+        assert step_time(assignment, costs, most_actions=16).how == "action lists"
+        assert step_time(assignment, costs.without([slow]), most_actions=8).how == "action lists", "two are alike"
+
+
+def test_equal_columns_are_timed_once():
+    """4,000 workers: 2,000 columns of two stages, one of them slow. Far more actions than are timed in all."""
+    costs = costs_of([3.0, 3.0]).with_speeds({2500: 0.5})
+    stages = stages_of([2000, 2000])
+    assignment = Assignment(stages, (0, 1, 2), ((8,) * 2000,) * 2)
+    found = step_time(assignment, costs)
+    column = Assignment(((500,), (2500,)), (0, 1, 2), ((8,), (8,)))
+    assert found.how == "action lists" and found.worker == 2500
+    assert found.seconds == step_time(column, costs).seconds == pytest.approx(3 + 8 * 6.0)
+
+
+def test_a_ragged_stage_is_timed_by_its_kinds_of_parts():
+    """One of 1,000 is lost in one stage of three: its units fall on a few columns, the others are as before."""
+    costs = costs_of([3.0, 3.0, 3.0])
+    assignment = dealt([1000, 999, 1000], 4000, costs)
+    found = step_time(assignment, costs)
+    assert found.how == "action lists" and found.seconds > found.bound_s - 1e-9 >= 3 + 15
+    assert step_time(assignment, costs, most_actions=30).how == "lower bound"
+
+
+def test_classes_of_actions():
+    todo = parse("0: 0F0 0F1 0B0 0F2 0B1 0B2")[0]
+    assert [CLASSES[c] for c in action_classes(todo)] == ["fill", "fill", "backward", "forward", "drain", "drain"]
+    last = parse("0: 2F0 2B0 2F1 2B1")[0]
+    assert [CLASSES[c] for c in action_classes(last)] == ["fill", "backward", "forward", "drain"]
+    assert action_classes(()) == []
+    graph = ActionGraph({7: todo})
+    assert graph.work(np.array([[1.0, 1.0, 10.0, 10.0]])).tolist() == [[2.0, 1.0, 10.0, 20.0]]
+    per_class = np.array([[1.0, 2.0, 3.0, 4.0]])
+    assert graph.makespan(per_class, ()) == 1 + 1 + 3 + 2 + 4 + 4
+
+
+def test_reduction_counts_where_it_takes_longer():
+    layer = LayerCost("a", 1, 2, gradient_bytes=100, value_bytes=60)
+    costs = CostModel((layer,), 10.0)
+    assignment = Assignment(((0, 1),), (0, 1), ((4, 4),))
+    plain = step_time(assignment, costs)  # ZeRO-0: a node of 100 B half of which is the other's, half an entry
+    assert plain.pipeline_s == 12 and plain.traffic_s == pytest.approx((100 / 2 + 100 / 2) / 10) and plain.seconds == 12
+    sharded = step_time(assignment, costs, MemoryRule(1, 1))
+    assert sharded.traffic_s == pytest.approx((100 / 2 + 100 / 2 + 60 / 2) / 10)
+    leaves = Assignment(((0, 1),), (0, 1), ((4, 4),), "time-major")
+    found = step_time(leaves, costs, MemoryRule(2, 1))
+    assert found.traffic_s == pytest.approx((4 * 100 / 2 + 100 / 2 + 60 / 2) / 10) == found.seconds
+    assert "links" in str(found) and "worker 0" in str(found)
+    alone = step_time(Assignment(((0,),), (0, 1), ((8,),)), costs, MemoryRule(1, 0))
+    assert alone.traffic_s == 0
+
+
+def test_memory_of_an_assignment_is_that_of_the_fullest_worker():
+    costs = costs_of([1, 1, 1], state_bytes=100, activation_bytes=7, boundary_bytes=3)
+    assignment = Assignment(((0, 1), (2,)), (0, 2, 3), ((1, 3), (4,)))
+    assert assignment.limits == (2, 1)
+    assert memory_of(assignment, costs, MemoryRule()) == [200 + 2 * 14 + 3 * 3, 100 + 7 + 4 * 3]
+
+
+def test_assignments_print():
+    text = str(dealt([2, 20], 20, costs_of([1, 1, 1])))
+    assert "stage 0: layers 0..0, workers [0, 1], units [10, 10]" in text and "20 of them" in text
