@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,9 +52,11 @@ Schedule = Mapping[int, tuple[Action, ...]]
 def in_flight_limits(stage_sizes: Sequence[int]) -> tuple[int, ...]:
     """Units that a worker of each stage may have between forward and backward: enough to keep all later stages busy.
 
-    On an even mesh it is the 1F1B bound, the number of stages from this one to the last.
+    On an even mesh it is the 1F1B bound, the number of stages from this one to the last. On a ragged one it is one more:
+    units come from several workers there, not one after the other.
     """
-    return tuple(-(-sum(stage_sizes[s:]) // size) for s, size in enumerate(stage_sizes))
+    more = len(set(stage_sizes)) > 1
+    return tuple(-(-sum(stage_sizes[s:]) // size) + more for s, size in enumerate(stage_sizes))
 
 
 def schedule(
@@ -93,15 +96,22 @@ def _simulate(
 ) -> dict[int, tuple[Action, ...]]:
     """Runs the step in virtual time on these workers, who do these units on all stages; notes who did what."""
     last_stage = placement.num_stages - 1
-    ready: dict[int, tuple[list[int], list[int]]] = {rank: ([], []) for rank in ranks}
+    ready: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {rank: ([], []) for rank in ranks}
     in_flight = dict.fromkeys(ranks, 0)
     busy: set[int] = set()
     plan: dict[int, list[Action]] = {rank: [] for rank in ranks}
     ends: list[tuple[float, int, Action]] = []
 
+    # A worker that is fed by several takes a unit of each in turn: else all but one of them would wait for it.
+    fed, turn = Counter[int](), {}
+    for unit in sorted(units):
+        feeder = placement.worker_of_unit(0, unit)
+        turn[unit] = fed[feeder]
+        fed[feeder] += 1
+
     def make_ready(action: Action) -> int:
         rank = placement.worker_of_unit(action.stage, action.unit)
-        heapq.heappush(ready[rank][action.kind == BACKWARD], action.unit)
+        heapq.heappush(ready[rank][action.kind == BACKWARD], (turn[action.unit], action.unit))
         return rank
 
     def start(rank: int, now: float) -> None:
@@ -109,9 +119,9 @@ def _simulate(
         if rank in busy:
             return
         if backwards:
-            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)), costs[1]
+            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)[1]), costs[1]
         elif forwards and in_flight[rank] < limits[stage]:
-            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)), costs[0]
+            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)[1]), costs[0]
             in_flight[rank] += 1
         else:
             return
@@ -129,7 +139,7 @@ def _simulate(
         in_flight[rank] -= 1
         return make_ready(Action(action.stage - 1, BACKWARD, action.unit)) if action.stage else rank
 
-    for rank in {make_ready(Action(0, FORWARD, unit)) for unit in units}:
+    for rank in {make_ready(Action(0, FORWARD, unit)) for unit in turn}:
         start(rank, 0.0)
     while ends:
         now, touched = ends[0][0], set()
