@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,15 +56,16 @@ class Gate:
         """Waits for the first block; call it before the first step."""
         self._wait()
 
-    def after_step(self, loss: float) -> None:
+    def after_step(self, loss: float, more: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Call it after each step, when its update has been made. Waits where a block ends.
 
         Args:
             loss: this worker's share of the step's loss, or the loss: whatever the driver is to compare.
+            more: asked at the end of a block: what else the driver is to know, plain data.
         """
         self._left -= 1
         if self._left == 0:
-            self._tell({"loss": loss, "peak_rss": peak_rss()})
+            self._tell({"loss": loss, "peak_rss": peak_rss(), "more": dict(more())})
             self._wait()
 
     def _wait(self) -> None:
@@ -89,6 +90,7 @@ class Member:
     stream: BinaryIO
     loss: float = 0.0
     peak_rss: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def growth(self) -> int:
@@ -147,7 +149,7 @@ class Team:
             if not line:
                 raise RuntimeError(f"{self.name}: worker {member.rank} (pid {member.pid}) has ended")
             answer = json.loads(line)
-            member.loss, member.peak_rss = answer["loss"], answer["peak_rss"]
+            member.loss, member.peak_rss, member.more = answer["loss"], answer["peak_rss"], answer["more"]
         return time.perf_counter() - began
 
     def go(self, steps: int) -> None:

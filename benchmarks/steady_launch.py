@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,33 @@ def settings_of(case: Case, units: int, steps: int, directory: Path) -> dict[str
     }
 
 
+@dataclass(frozen=True)
+class SideSpec:
+    """What is to be started as one side.
+
+    Args:
+        command: "ours", "counted" or "plain" (benchmarks/steady_sides.py).
+        settings: as `Settings.from_dict` takes them.
+        kind: of plain: the system.
+    """
+
+    command: str
+    settings: dict[str, Any]
+    workers: int
+    kind: str = ""
+
+
 class Side:
     """The process of one side, and the gate to its workers."""
 
-    def __init__(self, side: str, case: Case, settings: dict[str, Any], directory: Path) -> None:
-        self.team = Team(side, directory)
-        self.log = directory / f"{side}.log"
-        spec = json.dumps({"settings": settings, "gate": self.team.path, "kind": case.kind})
+    def __init__(self, name: str, spec: SideSpec, directory: Path) -> None:
+        self.team, self.workers = Team(name, directory), spec.workers
+        self.log = directory / f"{name}.log"
+        told = json.dumps({"settings": spec.settings, "gate": self.team.path, "kind": spec.kind})
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.steady_sides", side, spec],
+                [sys.executable, "-m", "benchmarks.steady_sides", spec.command, told],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -107,26 +123,38 @@ class Side:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
 
-@contextlib.contextmanager
-def launch(case: Case, units: int, steps: int, sides: tuple[str, ...] = (OURS, PLAIN)) -> Iterator[dict[str, Side]]:
+def launch(
+    case: Case, units: int, steps: int, sides: tuple[str, ...] = (OURS, PLAIN)
+) -> contextlib.AbstractContextManager[dict[str, Side]]:
     """The sides of a case, all workers before their first step; everything is gone afterwards.
 
     Raises:
         RuntimeError: a side did not start, or a worker ended; with the end of its output.
     """
+
+    def spec_of(side: str, directory: Path) -> SideSpec:
+        return SideSpec(side, settings_of(case, units, steps, directory), case.workers, case.kind)
+
+    return started(f"{case.title}, {case.model}", sides, spec_of)
+
+
+@contextlib.contextmanager
+def started(title: str, names: Sequence[str], spec_of: Callable[[str, Path], SideSpec]) -> Iterator[dict[str, Side]]:
+    """As `launch`, of any sides: `spec_of` gives a side by its name and the directory that it is to use."""
     directory = Path(tempfile.mkdtemp(prefix="steady-"))
-    started: dict[str, Side] = {}
+    sides: dict[str, Side] = {}
     try:
-        for side in sides:
-            started[side] = Side(side, case, settings_of(case, units, steps, directory / side), _made(directory / side))
-        for side in started.values():
-            side.team.gather(case.workers, lambda side=side: side.process.poll() is None)
-        yield started
+        for name in names:
+            own = _made(directory / name)
+            sides[name] = Side(name, spec_of(name, own), own)
+        for side in sides.values():
+            side.team.gather(side.workers, lambda side=side: side.process.poll() is None)
+        yield sides
     except (OSError, RuntimeError) as error:
-        said = "\n".join(f"-- {name}\n{side.tail()}" for name, side in started.items())
-        raise RuntimeError(f"{case.title}, {case.model}: {error}\n{said}") from error
+        said = "\n".join(f"-- {name}\n{side.tail()}" for name, side in sides.items())
+        raise RuntimeError(f"{title}: {error}\n{said}") from error
     finally:
-        for side in started.values():
+        for side in sides.values():
             side.close()
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,10 +1,11 @@
 """The two sides of steady_state as processes of their own.
 
-    python -m benchmarks.steady_sides ours|plain JSON
+    python -m benchmarks.steady_sides ours|counted|plain JSON
 
 Ours is the product: its controller, its files of a run, its display, its workers. The only thing added is the gate:
-a worker's port waits after it has reported a step as applied, which is where the step ends. Plain is one process per
-worker from the same kind of zygote, so both sides begin with the same imports in memory.
+a worker's port waits after it has reported a step as applied, which is where the step ends. Counted is ours, and tells
+the driver what it sends and holds, too (`snapshot`). Plain is one process per worker from the same kind of zygote, so
+both sides begin with the same imports in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from elaswave_spmd.assembly import plan_run
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.observe import RunDir, RunObserver
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.links import CONTROLLER, socket_directory
 from elaswave_spmd.runtime.port import LinkPort
 from elaswave_spmd.runtime.zygote import Zygote
@@ -42,14 +44,35 @@ class GatedPort(LinkPort):
     def send(self, peer: int, message: m.Message, payload: Any = None) -> None:
         super().send(peer, message, payload)
         if peer == CONTROLLER and isinstance(message, m.Applied):
-            self.gate.after_step(message.loss)
+            self.gate.after_step(message.loss, self.report)
+
+    def report(self) -> dict[str, Any]:
+        """What the driver is to know at the end of a block."""
+        return {}
 
 
-def our_worker(spec: dict[str, Any]) -> int:
+class CountingPort(GatedPort):
+    """It counts bytes: `sent` in all, `mirrored` of them as payload of entries for mirrors, and those of its state."""
+
+    mirrored = 0
+    executor: Executor | None = None
+
+    def send(self, peer: int, message: m.Message, payload: Any = None) -> None:
+        if isinstance(message, m.Entry) and payload is not None:
+            self.mirrored += payload.nbytes
+        super().send(peer, message, payload)
+
+    def report(self) -> dict[str, Any]:
+        assert self.executor is not None
+        sent = sum(self._links.bytes_sent(peer) for peer in self._links.peers)
+        return {"sent": sent, "mirrored": self.mirrored, "state": self.executor.state_bytes()}
+
+
+def our_worker(spec: dict[str, Any], kind: type[GatedPort] = GatedPort) -> int:
     """Entry of a worker of ours: the product's own, with a gated port."""
     gate = Gate(os.environ[_GATE_PATH], int(spec["rank"]))
 
-    class Port(GatedPort):
+    class Port(kind):
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             self.gate = gate
@@ -59,11 +82,23 @@ def our_worker(spec: dict[str, Any]) -> int:
         return worker.main(spec)
 
 
-def ours(settings: Settings, gate_path: str) -> None:
+def our_counting_worker(spec: dict[str, Any]) -> int:
+    """As `our_worker`, with a port that counts."""
+    make = worker.make_executor
+
+    def make_known(plan: Any, rank: int, port: CountingPort, *rest: Any, **named: Any) -> Executor:
+        port.executor = make(plan, rank, port, *rest, **named)
+        return port.executor
+
+    with mock.patch.object(worker, "make_executor", make_known):
+        return our_worker(spec, CountingPort)
+
+
+def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
     """`controller.run` with our own entry of workers."""
     scratch = socket_directory()
     zygote = Zygote.start(
-        "benchmarks.steady_sides:our_worker", preload=_PRELOAD, scratch=[scratch], env={_GATE_PATH: gate_path}
+        f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env={_GATE_PATH: gate_path}
     )
     try:
         data = prepare_data(controller.data_spec(settings))
@@ -130,6 +165,8 @@ def main() -> None:
     try:
         if side == "ours":
             ours(settings, spec["gate"])
+        elif side == "counted":
+            ours(settings, spec["gate"], "our_counting_worker")
         else:
             plain(settings, spec["gate"], spec["kind"])
     except KeyboardInterrupt:

@@ -155,6 +155,7 @@ class Agent:
         check_same_data(ours, theirs)
         self._own["data"] = ours.to_dict()
         self._zygote.ready()
+        self._zygote.set_orphan_grace(settings.timeouts.orphan_grace)
         self._send(am.Prepared())
 
     def _report_exits(self, exits: Sequence[Exited]) -> None:

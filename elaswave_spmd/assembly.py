@@ -175,6 +175,7 @@ def make_executor(
     place_of: Callable[[Place], Epoch],
     visit: Visit = pass_by,
     saved: Saved | None = None,
+    frequency: Callable[[], float] = lambda: 1.0,
 ) -> Executor:
     """The executor of one worker: only its own layers get memory.
 
@@ -183,6 +184,7 @@ def make_executor(
         place_of: what a later PLACE says, worked out; connects to whoever is new.
         visit: told of the points that a step passes.
         saved: the state that a resumed run begins with.
+        frequency: of an emulated device; asked before every program.
     """
     return Executor(
         rank,
@@ -190,7 +192,7 @@ def make_executor(
         plan.description.layout,
         first,
         lambda layers: _modules(plan, layers),
-        _programs(plan, rank),
+        _programs(plan, rank, frequency),
         plan.description.inits,
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if plan.job.validates else None,
@@ -201,15 +203,17 @@ def make_executor(
     )
 
 
-def _programs(plan: RunPlan, rank: int) -> StagePrograms:
+def _programs(plan: RunPlan, rank: int, frequency: Callable[[], float]) -> StagePrograms:
     """What runs the layers of one worker."""
     settings = plan.settings
     args = program_args(plan.job, plan.description.layout, make_model(settings, plan.data.vocab_size).loss)
     if settings.runtime.device != "emulated":
         return StagePrograms(**args)
     e = settings.emulated
-    device = EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, lambda step: e.speed(rank, step))
-    return EmulatedPrograms(**args, device=device)
+    speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731
+    return EmulatedPrograms(
+        **args, device=EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, speed)
+    )
 
 
 def _modules(plan: RunPlan, layers: Iterable[int]) -> Mapping[int, nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.elastic_settings import ANY, ChaosEvent, ChaosSettings
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.runtime.executor import Executor
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+_LOSSES = ("kill", "stop", "exit", "raise")
 
 
 class ChaosError(Exception):
@@ -31,6 +33,8 @@ class Chaos:
 
     def __init__(self, rank: int, settings: ChaosSettings, links: Links) -> None:
         self._rank, self._settings, self._links = rank, settings, links
+        self.strikes: Callable[[], None] = lambda: None
+        """Called before a fault that costs the worker."""
         self._due: list[tuple[int, ChaosEvent]] = []  # (rank, event) of the present step
         self._newest = 0
         self._executor: Executor | None = None
@@ -66,6 +70,8 @@ class Chaos:
         return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in Point]))]
 
     def _strike(self, event: ChaosEvent) -> None:
+        if event.kind in _LOSSES:
+            self.strikes()
         if event.kind in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[event.kind])
         elif event.kind == "exit":

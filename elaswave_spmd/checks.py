@@ -31,13 +31,19 @@ def whole(name: str, value: object, *, at_least: int, below: int = 2**63) -> int
 
 
 def number(
-    name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf, below: float = math.inf
+    name: str,
+    value: object,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
 ) -> float:
-    """A finite number with above < value, at_least <= value, value < below; whole ones become floats."""
+    """A finite number with above < value < below and at_least <= value <= at_most; whole ones become floats."""
     found = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if math.isfinite(found) and above < found and at_least <= found < below:
+    if math.isfinite(found) and above < found < below and at_least <= found <= at_most:
         return float(found)
-    limits = {"above": above, "at least": at_least, "below": below}
+    limits = {"above": above, "at least": at_least, "below": below, "at most": at_most}
     asked = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
     raise _wrong(f"{name} is a number {asked}".rstrip(), name, value)
 

@@ -29,6 +29,8 @@ _USAGE = """usage: {program} train [name=value ...]     train a model; {program}
   {program} train mesh=dp2_pp2
   {program} agent HOST:PORT --token-file FILE     lend this machine to a run; {program} agent --help
   {program} ctl RUN status|add N|drain RANK ...   ask a run that is going on; {program} ctl --help
+  {program} plan mesh=NAME event='fail 6'         what would be done after an event; {program} plan --help
+  {program} simulate scenario=NAME                policies compared in virtual time; {program} simulate --help
 """
 
 
@@ -43,17 +45,14 @@ def main() -> int:
     if command in ("-h", "--help"):
         print(_USAGE.format(program=program))
         return DONE
-    if command not in ("train", "agent", "ctl"):
+    commands = {"agent": _agent, "ctl": _ctl, "plan": _plan, "simulate": _simulate}
+    if command != "train" and command not in commands:
         print(_USAGE.format(program=program), file=sys.stderr)
-        return _bad_input(
-            ConfigError(
-                "a command comes first", got=command or "nothing", exists="train, agent, ctl", fix=f"{program} train"
-            )
-        )
+        exists = ", ".join(("train", *commands))
+        got = command or "nothing"
+        return _bad_input(ConfigError("a command comes first", got=got, exists=exists, fix=f"{program} train"))
     del sys.argv[1]
-    if command == "train":
-        return train()
-    return guarded(lambda: _agent(program) if command == "agent" else _ctl(program))
+    return train() if command == "train" else guarded(lambda: commands[command](program))
 
 
 def train() -> int:
@@ -138,6 +137,18 @@ def _ctl(program: str) -> int:
     from elaswave_spmd import ctl
 
     return ctl.main(sys.argv[1:], program)
+
+
+def _plan(program: str) -> int:
+    from elaswave_spmd import planning
+
+    return planning.main(sys.argv[1:], program)
+
+
+def _simulate(program: str) -> int:
+    from elaswave_spmd import simulating
+
+    return simulating.main(sys.argv[1:], program)
 
 
 def _compose() -> Any:

@@ -18,9 +18,11 @@ from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.frequencies import Frequencies
 from elaswave_spmd.launching import check_device, data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
-from elaswave_spmd.observe import MetricsLine, RunInfo, RunObserver, weights_sha256
+from elaswave_spmd.observe import MetricsLine, RunObserver, weights_sha256
+from elaswave_spmd.observe.trace import merge_trace
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checkpoints import remove_unfinished
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
@@ -30,6 +32,7 @@ from elaswave_spmd.recovery.effects import (
     Effect,
     EpochBegun,
     Evict,
+    Save,
     Send,
     Unrecoverable,
     ValidationDone,
@@ -39,18 +42,18 @@ from elaswave_spmd.restart import RestartError, Restarts, begin_again
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, Request
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, PeerClosed, Request
 from elaswave_spmd.runtime.zygote import Zygote
-from elaswave_spmd.scheduling.holders import HolderRun, unsurvived_text
+from elaswave_spmd.scheduling.holders import HolderRun
 from elaswave_spmd.settings import Settings
-from elaswave_spmd.start import Start, open_run
+from elaswave_spmd.start import Start, open_run, run_info
+from elaswave_spmd.stopping import Stopping
 from elaswave_spmd.summary import RunRecord, make_summary
 from elaswave_spmd.supervision import Supervision
 
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
 
-_START_TIMEOUT_S = 300.0  # how long a worker may take to import what it needs and to say that it listens
 _POLL_S = 0.1  # how long a worker's end can go unnoticed
 
 
@@ -91,9 +94,12 @@ def _run(settings: Settings) -> int:
             launcher.ready()
             observer = RunObserver(run_dir, board=settings.run.tensorboard)
             undo.callback(observer.close)
-            controller = Controller(plan, data, launcher, observer, scratch, start=start)
+            frequencies = undo.enter_context(Frequencies.of(settings.schedule, observer, scratch))
+            controller = Controller(plan, data, launcher, observer, scratch, start=start, frequencies=frequencies)
             undo.pop_all()
-        with contextlib.closing(start), observer:
+        with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
+            ended.callback(merge_trace, run_dir.path)
+            ended.callback(launcher.stop, 0.0)
             controller.run()
             launcher.stop(grace_s=0.0)
             remove_unfinished(run_dir.path)
@@ -108,8 +114,9 @@ class Controller:
 
     Args:
         scratch: directory of the sockets.
-        start_timeout_s: how long the workers may take until all of them listen.
+        start_timeout_s: how long the first workers may take until all of them listen; None: timeouts.start.
         start: where the run begins; None: at nothing.
+        frequencies: those of the workers' devices; None: they stay as they are.
 
     Raises:
         ConfigError: the links cannot be opened as the settings say.
@@ -123,14 +130,15 @@ class Controller:
         observer: RunObserver,
         scratch: str,
         *,
-        start_timeout_s: float = _START_TIMEOUT_S,
+        start_timeout_s: float | None = None,
         start: Start | None = None,
+        frequencies: Frequencies | None = None,
     ) -> None:
         self._plan, self._data, self._zygote, self._observer = plan, data, zygote, observer
+        settings, elastic, mirror = plan.settings, plan.settings.elastic, plan.settings.mirror
+        self._start_timeout_s = settings.timeouts.start if start_timeout_s is None else start_timeout_s
         self._scratch = scratch
-        self._start_timeout_s = start_timeout_s
         self._start_until: float | None = None  # while workers are missing
-        settings = plan.settings
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
         self._start_at = start or Start.fresh(observer.run_dir.path)
@@ -140,7 +148,6 @@ class Controller:
             CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
         )
         self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
-        elastic, mirror = settings.elastic, settings.mirror
         self._protocol = ControllerProtocol(
             plan.placement,
             plan.description.layout,
@@ -150,9 +157,12 @@ class Controller:
             Policy(mirror.count, mirror.scatter, elastic.min_workers),
             domain_of=zygote.domain_of if isinstance(zygote, Launcher) else lambda _: None,
         )
-        self._supervision = Supervision(zygote, scratch, self._mailbox, settings.timeouts)
+        self._supervision = Supervision(
+            zygote, scratch, self._mailbox, settings.timeouts, lambda rank: rank in self._protocol.free_to_leave
+        )
         self._record = RunRecord(plan.description.layout)
-        self._events = EpochEvents(observer)
+        kinds_of_state = 1 + len(plan.job.optimizer.state_names)
+        self._events = EpochEvents(observer, plan.description.layout, 4 * kinds_of_state)
         self._copies = CopyWatch(observer, lambda rank, why: self._perform(self._protocol.lost(rank, why)))
         self._finished: dict[int, m.Finished] = {}
         self._skipped_in_a_row = 0
@@ -170,10 +180,13 @@ class Controller:
             self._spawn,
             self._perform,
         )
+        self._stopping = Stopping(self._durability, self._losses, observer.run_dir.path, settings.timeouts.shutdown)
         self._control = Control(
             self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
         )
-        self._rescheduler = Rescheduler.of(plan, self._protocol, observer, self._perform)
+        self._frequencies = frequencies or Frequencies(settings.schedule, observer)
+        self._frequencies.pid_of = self._workers.get
+        self._rescheduler = Rescheduler.of(plan, self._protocol, observer, self._perform, self._frequencies)
         self._protocol.version = self._start_at.step
         if self._start_at.step == plan.job.steps:  # nothing is left to do but to collect the weights
             self._record.last = self._start_at.last_line
@@ -202,21 +215,8 @@ class Controller:
             self._supervision.close()
 
     def _start(self) -> None:
-        plan = self._plan
-        settings, mesh = plan.settings, plan.placement.mesh
-        info = RunInfo(
-            model=settings.model.label,
-            mesh=mesh.shape.name,
-            sharding=plan.placement.shardings.name,
-            params=plan.description.layout.num_parameters,
-            total_steps=plan.job.steps,
-            workers=mesh.num_workers,
-            corpus=f"{self._data.corpus} ({self._data.num_bytes:,} bytes)",
-            run_dir=str(self._observer.run_dir.path),
-            first_step=min(self._start_at.step + 1, plan.job.steps),
-            unsurvived=self._unsurvived(),
-        )
-        self._observer.on_start(info)
+        plan, settings, mesh = self._plan, self._plan.settings, self._plan.placement.mesh
+        self._observer.on_start(run_info(plan, self._data, self._observer.run_dir.path, self._start_at.step))
         self._start_at.announce(self._observer, mesh.shape.name)
         self._control.open()
         self._spec = {
@@ -228,23 +228,19 @@ class Controller:
             "host": self._host,
             "costs": plan.costs.to_json() if settings.schedule.profile else None,
             "checkpoints": self._durability.orders().to_dict(),
+            "trace": str(self._observer.run_dir.path) if settings.run.trace else None,
+            "frequencies": self._frequencies.cells,
         }
         for rank in mesh.members:
             self._start_worker(rank)
         self._start_until = time.monotonic() + self._start_timeout_s
-
-    def _unsurvived(self) -> str:
-        """What simultaneous losses the first mesh does not survive; empty where there is nothing to say."""
-        placement = self._plan.placement
-        if not self._plan.settings.elastic.enabled or placement.mesh.num_workers < 2:
-            return ""
-        return unsurvived_text(placement.holder_runs(self._plan.description.layout), placement.mesh.members)
 
     def _spawn(self, count: int) -> list[int]:
         """Starts newcomers; each says Ready when it is. Returns their ranks."""
         ranks = list(range(self._next_rank, self._next_rank + count))
         self._next_rank += count
         for rank in ranks:
+            self._supervision.expect(rank)
             self._start_worker(rank)
         return ranks
 
@@ -262,19 +258,26 @@ class Controller:
                 self._handle(item)
             case Request():
                 self._control.answer(item)
+            case PeerClosed():
+                self._losses.link_closed(item.peer)
         self._durability.poll()
+        self._stopping.look()
+        self._supervision.wait_for(*self._protocol.owing)
         for loss in self._supervision.losses():
             self._losses.lost(loss)
 
     def _handle(self, envelope: Envelope) -> None:
         message, protocol = m.decode(envelope.header), self._protocol
         match message:
+            case m.Ready() if message.rank not in self._workers:
+                pass  # it was given up before
             case m.Ready():
                 self._links.connect(message.rank, message.address)
                 self._supervision.watch(message.rank, message.latched)
                 self._perform(protocol.ready(message))
             case m.Heartbeat():
                 self._supervision.heartbeat(message)
+                self._losses.lives(message.rank)
             case m.Status():
                 self._events.answered()
                 self._perform(protocol.status(message))
@@ -293,6 +296,7 @@ class Controller:
                 self._finished[message.rank] = message
                 self._perform(protocol.finished(message))
             case m.Leaving():
+                self._supervision.wants_to_leave(message.rank)
                 self._perform(protocol.drain(message.rank, "asked to leave"))
             case m.Wanted():
                 self._spawn(message.count)
@@ -304,7 +308,7 @@ class Controller:
                 self._copies.damaged(message)
                 self._perform(protocol.damaged(message))
             case m.LinkClosed():
-                pass  # its end is seen from its process; a link alone is no proof
+                self._losses.link_closed(message.rank, message.peer)
             case m.Failed():
                 self._losses.failed(message)
             case _:
@@ -333,6 +337,9 @@ class Controller:
                     self._validated(step, total)
                 case EpochBegun():
                     self._events.begun(effect)
+                    self._frequencies.begun(effect.placement, effect.version)
+                case Save():
+                    self._stopping.begin(effect)
                 case Done():
                     self._done = True
                 case Unrecoverable(runs, reason):

@@ -74,7 +74,9 @@ class Durability:
         self._layout = layout_fingerprint(plan.description.layout)
         self._num_pages = sum(layer.num_state_pages for layer in plan.description.layout.layers)
         self._pending: dict[int, _Pending] = {}
-        self._newest = start.step
+        self._newest = start.step if start.is_in(self._run_dir) else 0
+        self._last: tuple[int, int] | None = None  # (step, mesh epoch) of the one at which the run stops
+        self._lost: dict[int, str] = {}  # step -> why it will have none
         self._validation: dict[str, object] | None = None
         self._manifests: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
         self._outcomes: deque[_Outcome] = deque()
@@ -113,11 +115,30 @@ class Durability:
         """A validation is known; later manifests repeat it."""
         self._validation = {"step": step, "loss_hex": loss.hex()}
 
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint of this run; 0: it has none."""
+        return self._newest
+
+    def stops_at(self, step: int, epoch: int) -> None:
+        """The run stops at the checkpoint of this step, whose shards are about to be written in this mesh epoch.
+
+        What went wrong with it before does not count; shards that are there already do.
+        """
+        self._last = step, epoch
+        self._lost.pop(step, None)
+
+    def why_not(self, step: int) -> str:
+        """Why there will be no checkpoint of a step; empty while there may be one."""
+        return self._lost.get(step, "")
+
     def wrote(self, message: Wrote) -> None:
         """A worker's shard is on the disk, or it could not be written."""
         if message.step <= self._newest:
             return
         if message.error:
+            if self._last is not None and message.step == self._last[0] and message.epoch < self._last[1]:
+                return
             self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
             return
         pending = self._pending.setdefault(message.step, _Pending(time.monotonic()))
@@ -202,6 +223,7 @@ class Durability:
             )
 
     def _abandon(self, step: int, why: str) -> None:
+        self._lost[step] = why
         if self._pending.pop(step, None) is not None or step > self._newest:
             self._observer.on_event("checkpoint_lost", step=step, message=f"no checkpoint of step {step}: {why}")
 

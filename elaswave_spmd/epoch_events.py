@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.observe import MetricsLine, RunObserver
 from elaswave_spmd.recovery.effects import EpochBegun
+from elaswave_spmd.recovery.movement import least_elements, moved_elements
+from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.supervision import Sign
 
 _UNDISTURBED = 50  # steps whose median is the usual one
 
@@ -24,25 +27,45 @@ class _Recovered:
     applied: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A loss: when it was seen, and the last that is known of the worker before."""
+
+    at: float
+    sign: Sign | None
+
+    @property
+    def detect_ms(self) -> float | None:
+        return None if self.sign is None else max(0.0, round(1e3 * (self.at - self.sign.at), 3))
+
+    @property
+    def detect_from(self) -> str | None:
+        return None if self.sign is None else "death" if self.sign.is_death else "heartbeat"
+
+
 class EpochEvents:
-    """Writes `fail`, `leave`, `join`, `rebalance` and `recovered` lines.
+    """Writes `fail`, `leave`, `join`, `link`, `rebalance` and `recovered` lines.
+
+    Args:
+        layout: of the state.
+        element_bytes: of all kinds of state together, per element.
 
     Their fields that end in `_at` are time.monotonic() of this process (CLOCK_MONOTONIC on Linux, the same in all
     processes of a machine): the loss was seen, the first PREPARE was sent, the last STATUS came, the PLACE was sent,
     the next step was committed, the last member had applied it.
     """
 
-    def __init__(self, observer: RunObserver) -> None:
-        self._observer = observer
-        self._seen: dict[int, float] = {}  # rank -> when its loss was seen, until the epoch without it
+    def __init__(self, observer: RunObserver, layout: ModelLayout, element_bytes: int) -> None:
+        self._observer, self._layout, self._element_bytes = observer, layout, element_bytes
+        self._seen: dict[int, _Seen] = {}  # rank -> its loss, until the epoch without it
         self._usual: deque[float] = deque(maxlen=_UNDISTURBED)
         self._disturbed: EpochBegun | None = None
         self._recovered: _Recovered | None = None
         self._prepared_at = self._answered_at = 0.0
 
-    def lost(self, rank: int, at: float) -> None:
-        """A loss was seen at time.monotonic() = `at`."""
-        self._seen.setdefault(rank, at)
+    def lost(self, rank: int, at: float, sign: Sign | None) -> None:
+        """A loss was seen at time.monotonic() = `at`; `sign`: the last that is known of the worker."""
+        self._seen.setdefault(rank, _Seen(at, sign))
 
     def newcomer_lost(self, rank: int, mesh: Mesh, reason: str) -> None:
         """A worker was lost before it was a member: the mesh stays as it is."""
@@ -66,12 +89,14 @@ class EpochEvents:
         if epoch.kinds:
             self._disturbed = epoch
         answered, prepared, self._prepared_at = self._answered_at, self._prepared_at, 0.0
+        moved, bound = self._bytes(epoch)
         for kind in sorted(set(epoch.kinds.values())) or ["rebalance"]:
             ranks = sorted(rank for rank, k in epoch.kinds.items() if k == kind)
-            seen = [at for rank, at in self._seen.items() if rank in ranks]
-            reasons = sorted({epoch.reasons[rank] for rank in ranks if rank in epoch.reasons}) or [epoch.why] * bool(
-                epoch.why
-            )
+            seen = [loss for rank, loss in self._seen.items() if rank in ranks]
+            seen_at = min((loss.at for loss in seen), default=None)
+            latest = max(seen, key=lambda loss: loss.detect_ms or 0.0, default=None)
+            reasons = sorted({epoch.reasons[rank] for rank in ranks if rank in epoch.reasons})
+            reasons = reasons or [epoch.why] * bool(epoch.why)
             self._observer.on_event(
                 kind,
                 ranks=ranks,
@@ -79,16 +104,28 @@ class EpochEvents:
                 mesh=mesh.shape.name,
                 reason="; ".join(reasons),
                 after_step=epoch.version,
-                edit_ms=round(1e3 * (now - min(seen)), 3) if seen else None,
+                detect_ms=latest.detect_ms if latest else None,
+                detect_from=latest.detect_from if latest else None,
+                edit_ms=None if seen_at is None else round(1e3 * (now - seen_at), 3),
                 units_redone=epoch.units_redone,
                 copies=epoch.learners,
-                seen_at=min(seen) if seen else None,
+                bytes_moved=moved,
+                bytes_bound=bound,
+                seen_at=seen_at,
                 prepared_at=prepared,
                 answered_at=answered,
                 placed_at=now,
                 message=_text(kind, ranks, reasons, epoch),
             )
         self._seen.clear()
+
+    def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
+        """Bytes of state that are copied because of an epoch, and the least that could be. After its PLACE is sent."""
+        holders = epoch.placement.holders
+        if epoch.target is None or holders is None:
+            return 0, 0
+        least = least_elements(holders, epoch.target, self._layout)
+        return self._element_bytes * moved_elements(holders, self._layout), self._element_bytes * least
 
     def committed(self, line: MetricsLine) -> None:
         """A step has committed; the first one after an event tells what the event cost."""
@@ -98,7 +135,7 @@ class EpochEvents:
         elif self._usual:
             usual = statistics.median(self._usual)
             placement, workers = epoch.placement, len(epoch.placement.mesh.members)
-            before = workers + sum(1 if kind != "join" else -1 for kind in epoch.kinds.values())
+            before = workers + sum({"join": -1, "link": 0}.get(kind, 1) for kind in epoch.kinds.values())
             unit = usual * before / (placement.num_units * placement.num_stages)  # one unit through one stage
             redo = epoch.units_redone * unit / workers
             penalty = 1e3 * (line.seconds - usual - redo)
@@ -130,7 +167,8 @@ class EpochEvents:
 def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) -> str:
     mesh = epoch.placement.mesh
     who = f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "state"
-    what = {"fail": "lost", "leave": "left", "join": "joined"}.get(kind, "lies where it belongs")
+    words = {"fail": "lost", "leave": "left", "join": "joined", "link": "linked again"}
+    what = words.get(kind, "lies where it belongs")
     if epoch.why and not ranks:
         who, what = "placement", "is being changed, state is copied" if epoch.learners else "changed"
     why = f" ({'; '.join(reasons)})" if reasons else ""

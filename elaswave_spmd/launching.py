@@ -58,7 +58,7 @@ def start_launcher(settings: Settings, scratch: str) -> Launcher:
     """
     try:
         agents = _open(settings)
-        grace = settings.timeouts.controller + settings.timeouts.shutdown
+        grace = settings.timeouts.orphan_grace
         zygote = Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch], orphan_grace_s=grace)
         return Launcher(zygote, agents)
     except BaseException:

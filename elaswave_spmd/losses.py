@@ -11,6 +11,7 @@ from elaswave_spmd.elastic_settings import ElasticSettings
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.broken_links import BrokenLinks
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.runtime.launcher import Launcher
@@ -48,6 +49,7 @@ class Losses:
         self._launcher, self._events, self._workers = launcher, events, workers
         self._spawn, self._perform = spawn, perform
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
+        self._links = BrokenLinks()
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
 
     def failed(self, message: m.Failed) -> None:
@@ -83,6 +85,25 @@ class Losses:
             self._explain(loss)
         self._lose(loss.rank, loss.reason, loss.at)
 
+    def link_closed(self, *ends: int) -> None:
+        """A link between two workers, or ours to one, has ended: with one of its ends, or by itself."""
+        if all(rank in self._workers for rank in ends):
+            self._links.closed(*ends)
+
+    def lives(self, rank: int) -> None:
+        """A worker has said that it lives. Perhaps it has lost a link.
+
+        Raises:
+            RunError: the run cannot go on.
+        """
+        for verdict in self._links.heartbeat(rank):
+            if verdict.evicted is None:
+                self._perform(self._protocol.relink(verdict.ends, verdict.reason))
+                continue
+            if not self._survives:
+                raise RunError(f"worker {verdict.evicted}: {verdict.reason}")
+            self._lose(verdict.evicted, verdict.reason, time.monotonic())
+
     def _explain(self, loss: Loss) -> None:
         """How a member ended is known, mostly some time after that it did."""
         if loss.exited is None or (step := self._unexplained.pop(loss.rank, None)) is None:
@@ -107,6 +128,19 @@ class Losses:
             raise WorkerError(rank, report)
         raise RunError(f"the run cannot go on: {reason}. {last_resort()}".strip())
 
+    def stop(self, version: int, message: str) -> NoReturn:
+        """The run ends, its state is safe. An exception after step `version` that brought it to that is shown.
+
+        Raises:
+            RunError: always.
+        """
+        self._wait_for_causes()
+        newest = max(self._crashes, default=0)
+        if newest > version:
+            rank, report = self._crashes[newest]
+            message += f"\n\nworker {rank} failed:\n{report}"
+        raise RunError(message)
+
     def _wait_for_causes(self) -> None:
         """The end of a process is seen some time before what ended it is known: it may be a crash."""
         deadline = time.monotonic() + _LAST_WORDS_S
@@ -128,13 +162,16 @@ class Losses:
         if rank not in self._workers:
             return
         del self._workers[rank]
+        self._links.forget(rank)
         mesh = self._protocol.placement.mesh
         if rank in mesh:
-            self._events.lost(rank, at)
+            self._events.lost(rank, at, self._supervision.last_sign(rank))
             if self._elastic.replace:
                 self._spawn(1)
         else:
             self._events.newcomer_lost(rank, mesh, reason)
+            self._supervision.forget(rank)
+            self._supervision.end(rank)  # it may live, and be late
         self._perform(self._protocol.lost(rank, reason))
 
     def _not_survived(self, loss: Loss) -> None:

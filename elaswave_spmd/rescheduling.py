@@ -1,6 +1,7 @@
 """What the controller makes of measured times: units and layers go where they take least, while training goes on.
 
-Nothing here changes a bit: what is moved are units, layers and state, by planned changes of the mesh epoch.
+Nothing here changes a bit: what is moved are units, layers and state, by planned changes of the mesh epoch. When there
+is nothing to move, frequencies follow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.frequencies import Frequencies
 from elaswave_spmd.observe import RunObserver
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.recovery.decide import Stages
@@ -26,6 +28,7 @@ from elaswave_spmd.scheduling.timing import Assignment
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
 
+_MOST_DOUBLINGS = 6
 _SLOW, _FAST = 0.8, 0.9  # a worker is said to be slow below the one, and not any more above the other
 
 
@@ -37,6 +40,7 @@ class Rescheduler:
         steps: of the run.
         evict_below: a worker of a smaller relative speed than this is drained; 0: none.
         perform: does what the protocol says.
+        frequencies: those of the workers' devices; None: they stay as they are.
     """
 
     def __init__(
@@ -50,15 +54,19 @@ class Rescheduler:
         *,
         mirror_count: int = 1,
         evict_below: float = 0.0,
+        frequencies: Frequencies | None = None,
     ) -> None:
         self._settings, self._base, self._steps = settings, base, steps
         self._protocol, self._observer, self._perform = protocol, observer, perform
         self._mirror_count, self._evict_below = mirror_count, evict_below
+        self._frequencies = frequencies or Frequencies(settings, observer)
         self._profile = ProfileSmoother(len(base.layers), window=settings.window)
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
         self._observed = 0  # steps since the mesh was last changed
         self._epoch = protocol.placement.mesh.epoch
         self._asked: tuple[Goal, int] | None = None  # what the last looks asked for, and how many did
+        self._members, self._changes = protocol.placement.mesh.members, 0  # made since members came or went
+        self._content = 0  # looks in a row that asked for nothing
         self._slow: set[int] = set()
         self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> looks in a row
         if settings.dataflow:
@@ -71,6 +79,7 @@ class Rescheduler:
         protocol: ControllerProtocol,
         observer: RunObserver,
         perform: Callable[[Sequence[Effect]], None],
+        frequencies: Frequencies | None = None,
     ) -> Rescheduler:
         """That of a run."""
         settings, elastic = plan.settings, plan.settings.elastic
@@ -84,6 +93,7 @@ class Rescheduler:
             perform,
             mirror_count=settings.mirror.count,
             evict_below=elastic.evict_slower_than,
+            frequencies=frequencies,
         )
 
     @property
@@ -93,9 +103,12 @@ class Rescheduler:
 
     def measured(self, message: Measured) -> None:
         """A worker tells what its layers took in a step."""
+        scale = self._frequencies.scale(message.rank, message.step)
+        if scale is None:
+            return
         for layer, forward_s, backward_s, forwards, backwards in message.rows:
             if forwards and backwards:
-                sample = LayerSample(message.rank, layer, forward_s / forwards, backward_s / backwards)
+                sample = LayerSample(message.rank, layer, scale * forward_s / forwards, scale * backward_s / backwards)
                 self._samples[message.step].append(sample)
 
     def committed(self, step: int) -> None:
@@ -105,9 +118,12 @@ class Rescheduler:
         for old in sorted(s for s in self._samples if s < step - 1):
             self._profile = self._profile.observe(s for s in self._samples.pop(old) if s.rank in members)
             self._observed += 1
+        if sorted(members) != sorted(self._members):
+            self._members, self._changes = members, 0
         if self._epoch != self._protocol.placement.mesh.epoch:
-            self._epoch, self._observed, self._asked = self._protocol.placement.mesh.epoch, 0, None
-        following = self._settings.dataflow or self._settings.graph or self._evict_below
+            self._epoch, self._observed, self._asked, self._content = self._protocol.placement.mesh.epoch, 0, None, 0
+        self._frequencies.committed(step)
+        following = self._settings.dataflow or self._settings.graph or self._evict_below or self._frequencies.active
         if (
             following
             and self._observed >= self._settings.window
@@ -140,12 +156,16 @@ class Rescheduler:
             )
         )
         if goal is None:
-            self._asked = None
+            self._asked, self._content = None, self._content + 1
+            if self._content >= self._settings.patience:  # hints come last
+                self._frequencies.hint(self._protocol.placement, costs, step)
             return
+        self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
         self._asked = goal, times
-        if times >= self._settings.patience:
-            self._asked = None
+        # Each change has to be asked for twice as long as the one before: noise cannot drive units to and fro.
+        if times >= self._settings.patience * 2 ** min(self._changes, _MOST_DOUBLINGS):
+            self._asked, self._changes = None, self._changes + 1
             self._perform(self._protocol.rebalance(goal))
 
     def _goal(self, decision: Decision) -> Goal | None:

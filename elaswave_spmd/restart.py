@@ -98,10 +98,20 @@ def begin_again(
     raise RestartError(again, checkpoint.step)
 
 
+def advice(run_dir: Path) -> str:
+    """What the user of a run that has ended can do: where its newest good checkpoint is, and how to go on from it."""
+    return _advice(run_dir, _newest(run_dir))
+
+
 def _advice(run_dir: Path, checkpoint: Checkpoint | None) -> str:
     if checkpoint is None:
         return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
-    return f"Its newest checkpoint is {checkpoint.path}; to go on from there: python train.py train.resume={run_dir}"
+    return f"Its newest checkpoint is {checkpoint.path}; to go on from there: {resume_command(run_dir)}"
+
+
+def resume_command(run_dir: Path) -> str:
+    """What a user types to go on from the newest checkpoint of a run."""
+    return f"python train.py train.resume={run_dir}"
 
 
 def mesh_of(num_workers: int, num_stages: int) -> MeshSettings:

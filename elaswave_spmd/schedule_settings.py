@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elaswave_spmd import checks
+from elaswave_spmd.errors import ConfigError
+
+FREQUENCIES = ("none", "simulated", "nvml", "cpufreq", "ascend")
+_DEVICE_OF = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu", "ascend": "npu"}
 
 
 @dataclass(frozen=True)
@@ -15,9 +19,13 @@ class ScheduleSettings:
     of state and activations that a worker has room for; None: layers are moved without a look at it.
 
     Looked at every `every` steps, on medians over `window` steps. A change is made if a step is expected to gain at
-    least the part `min_gain` of its time, in `patience` looks in a row, and if that pays for what it moves.
+    least the part `min_gain` of its time, in `patience` looks in a row, and if that pays for what it moves; the
+    next change takes twice as many looks, until members come or go.
     `profile`: costs.json of an earlier run of this model, to plan the first mesh with. `bandwidth` (bytes/s) and
     `latency` (s) of a link, for what moving costs.
+
+    `frequency`: who sets the frequencies of devices, once nothing else is to be changed: from `f_min` to `f_max` of the
+    normal one.
     """
 
     dataflow: bool = True
@@ -27,10 +35,13 @@ class ScheduleSettings:
     every: int = 5
     window: int = 5
     min_gain: float = 0.1
-    patience: int = 2
+    patience: int = 3
     profile: str | None = None
     bandwidth: float = 1e9
     latency: float = 1e-4
+    frequency: str = "none"
+    f_min: float = 0.5
+    f_max: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("dataflow", "graph", "stages"):
@@ -44,3 +55,28 @@ class ScheduleSettings:
             checks.put(self, profile=checks.text("schedule.profile", self.profile))
         checks.put(self, bandwidth=checks.number("schedule.bandwidth", self.bandwidth, above=0))
         checks.put(self, latency=checks.number("schedule.latency", self.latency, at_least=0))
+        checks.choice("schedule.frequency", self.frequency, FREQUENCIES)
+        checks.put(self, f_min=checks.number("schedule.f_min", self.f_min, above=0, at_most=1))
+        checks.put(self, f_max=checks.number("schedule.f_max", self.f_max, at_least=1))
+
+    def check_device(self, device: str, agents: int) -> None:
+        """Refuses frequencies of devices that workers do not run on, or that are out of reach.
+
+        Raises:
+            ConfigError: with the backend that would fit.
+        """
+        if self.frequency == "none":
+            return
+        rule, got = "schedule.frequency is of the devices that workers run on", f"runtime.device={device}"
+        if _DEVICE_OF[self.frequency] == device:
+            if not agents:
+                return
+            rule, got = "frequencies are set on the controller's machine", f"runtime.agents={agents}"
+        fits = [name for name, of in _DEVICE_OF.items() if of == device and not agents]
+        raise ConfigError(
+            rule,
+            got=got,
+            where=checks.override("schedule.frequency", self.frequency),
+            exists=f"for {device}: {', '.join([*fits, 'none'])}",
+            fix=" or ".join(f"schedule.frequency={name}" for name in (*fits, "none")),
+        )

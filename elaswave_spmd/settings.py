@@ -227,15 +227,20 @@ class PageSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """`dir` of the run's files, None for runs/<model>-<mesh>-<time>; `tensorboard` writes its files there as well."""
+    """`dir` of the run's files, None for runs/<model>-<mesh>-<time>; `tensorboard` writes its files there as well.
+
+    `trace` writes what workers do and when into trace.json there, for Perfetto.
+    """
 
     dir: str | None = None
     tensorboard: bool = True
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.dir is not None:
             checks.put(self, dir=checks.text("run.dir", self.dir))
         checks.flag("run.tensorboard", self.tensorboard)
+        checks.flag("run.trace", self.trace)
 
 
 @dataclass(frozen=True)
@@ -268,6 +273,7 @@ class Settings:
     def __post_init__(self) -> None:
         checks.whole("seed", self.seed, at_least=0)
         el.check_elastic(self.elastic, self.chaos, self.mesh.shape.num_workers, self.train.steps)
+        self.schedule.check_device(self.runtime.device, self.runtime.agents)
         batch, size = self.train.global_batch, self.unit.size
         if batch % size:
             sizes = [n for n in range(1, min(batch, 64) + 1) if batch % n == 0]

@@ -14,11 +14,12 @@ from elaswave_spmd.data import PreparedData
 from elaswave_spmd.emergency import complete
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.identity import identity_of
-from elaswave_spmd.observe import MetricsLine, RunDir, RunObserver, read_events, read_metrics
+from elaswave_spmd.observe import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
 from elaswave_spmd.observe.run_files import SUMMARY
 from elaswave_spmd.recovery.checkpoints import Checkpoint, load_newest_good, remove_unfinished
 from elaswave_spmd.recovery.manifest import check_identity, layout_fingerprint
 from elaswave_spmd.recovery.run_lock import RunLock, lock_run_dir, next_incarnation
+from elaswave_spmd.scheduling.holders import unsurvived_text
 
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
@@ -61,11 +62,15 @@ class Start:
         """The line of that step."""
         return self.lines.get(self.step)
 
+    def is_in(self, run_dir: Path) -> bool:
+        """Whether the checkpoint is one of this directory, not of the run that this one came from."""
+        return self.checkpoint is not None and self.checkpoint.path.parents[1].absolute() == run_dir.absolute()
+
     def announce(self, observer: RunObserver, mesh: str) -> None:
         """If the run is resumed: the event `resume`, and what the observer is to find again."""
         if self.checkpoint is not None:
             observer.on_event("resume", **self._event(mesh))
-            same = self.checkpoint.path.parents[1].absolute() == observer.run_dir.path.absolute()
+            same = self.is_in(observer.run_dir.path)
             observer.expect(self.lines, self.validations, first=self.step + 1, same=same)
 
     def _event(self, mesh: str) -> dict[str, Any]:
@@ -141,6 +146,26 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
                     run_dir.write_metrics(line)
         undo.pop_all()
     return run_dir, start
+
+
+def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:
+    """What a run says of itself when it begins after `step`."""
+    placement, layout = plan.placement, plan.description.layout
+    mesh, unsurvived = placement.mesh, ""
+    if plan.settings.elastic.enabled and mesh.num_workers > 1:
+        unsurvived = unsurvived_text(placement.holder_runs(layout), mesh.members)
+    return RunInfo(
+        model=plan.settings.model.label,
+        mesh=mesh.shape.name,
+        sharding=placement.shardings.name,
+        params=layout.num_parameters,
+        total_steps=plan.job.steps,
+        workers=mesh.num_workers,
+        corpus=f"{data.corpus} ({data.num_bytes:,} bytes)",
+        run_dir=str(run_dir),
+        first_step=min(step + 1, plan.job.steps),
+        unsurvived=unsurvived,
+    )
 
 
 def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:

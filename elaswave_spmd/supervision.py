@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from elaswave_spmd.recovery.liveness import Liveness
@@ -18,6 +19,8 @@ from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.launcher import Launcher
 from elaswave_spmd.runtime.mailbox import Mailbox
 from elaswave_spmd.runtime.zygote import Exited, Zygote
+
+_BEATS = 3  # heartbeats that may still be on their way when their sender is struck
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,34 @@ class Loss:
     exited: Exited | None = None
 
 
+@dataclass(frozen=True)
+class Sign:
+    """The last that is known of a worker that is lost, at time.monotonic() = `at`: its death, else a sign of life."""
+
+    at: float
+    is_death: bool
+
+
 class Supervision:
     """Watches the workers' processes.
 
     Args:
         scratch: directory for the latches.
         mailbox: woken when a process ends.
+        is_free: whether the run waits for nothing that a worker has, so that it may leave.
     """
 
-    def __init__(self, launcher: Launcher | Zygote, scratch: str, mailbox: Mailbox, timeouts: Timeouts) -> None:
-        self._launcher, self._mailbox = launcher, mailbox
-        self._liveness = Liveness(timeouts)
+    def __init__(
+        self,
+        launcher: Launcher | Zygote,
+        scratch: str,
+        mailbox: Mailbox,
+        timeouts: Timeouts,
+        is_free: Callable[[int], bool],
+    ) -> None:
+        self._launcher, self._mailbox, self._timeouts = launcher, mailbox, timeouts
+        self._liveness = Liveness(timeouts, is_free)
+        self._alive_at: dict[int, float] = {}  # when a worker said last that it lives
         self._ticked = time.monotonic()
         self._losses: list[Loss] = []
         self._lock = threading.Lock()
@@ -57,9 +77,14 @@ class Supervision:
             return None
         return str(seat.path), seat.slot
 
+    def expect(self, rank: int) -> None:
+        """A newcomer has been started: it is not waited for for ever."""
+        self._liveness.expect(rank)
+
     def watch(self, rank: int, latched: bool) -> None:
         """The worker listens: from now on its silence means something."""
         self._liveness.watch(rank)
+        self._alive_at[rank] = time.monotonic()
         if latched and self._watcher is not None and not self._watcher.watch(rank):
             self._note(Loss(rank, "its process ended while it started", time.monotonic()))
 
@@ -72,7 +97,26 @@ class Supervision:
         self._launcher.signal(rank, signal.SIGKILL)
 
     def heartbeat(self, message: Heartbeat) -> None:
+        self._alive_at[message.rank] = time.monotonic()
         self._liveness.heartbeat(message.rank, message.progress, message.waiting, message.action)
+
+    def wants_to_leave(self, rank: int) -> None:
+        """The worker has asked to be let go."""
+        self._liveness.wants_to_leave(rank)
+
+    def wait_for(self, epoch: int, owing: Collection[int]) -> None:
+        """Who could have answered the PREPARE of an epoch by now, and has not."""
+        self._liveness.owe(epoch, owing)
+
+    def last_sign(self, rank: int) -> Sign | None:
+        """The instant of a worker's death, if a fault on purpose has written it down; else when it lived last."""
+        alive_at = self._alive_at.get(rank)
+        struck_at = self._board.struck_at(rank) if self._board is not None else None
+        # Whoever lives on long after a fault (it stood still, and went on) has survived it.
+        late = _BEATS * self._timeouts.heartbeat
+        if struck_at is not None and (alive_at is None or alive_at < struck_at + late):
+            return Sign(struck_at, is_death=True)
+        return None if alive_at is None else Sign(alive_at, is_death=False)
 
     def losses(self) -> list[Loss]:
         """What was found since the last call; to be called at least once in a period of heartbeats."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,14 @@ from elaswave_spmd.assembly import RunPlan, make_executor, plan_run
 from elaswave_spmd.chaos import Chaos
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.observe.trace import TracePart
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.allocator import keep_freed_memory
 from elaswave_spmd.runtime.checkpoint_writer import CheckpointOrders, CheckpointWriter
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
+from elaswave_spmd.runtime.frequency import FrequencyCell
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.layer_times import Row
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
@@ -27,6 +30,7 @@ from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import LinkPort, Stopped
 from elaswave_spmd.scheduling.costs import CostModel
 from elaswave_spmd.settings import Settings
+from elaswave_spmd.tracing import TracedPort, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
@@ -37,7 +41,8 @@ def main(spec: dict[str, Any]) -> int:
 
     Args:
         spec: plain data: rank, life_fd (from the zygote); settings, data, controller (address), directory, token,
-            host (address of its machine), latch (path and slot, or None), costs (a profile's JSON, or None).
+            host (address of its machine), latch (path and slot, or None), costs (a profile's JSON, or None),
+            trace (the run's directory, or None), frequencies (directory of their cells, or None).
 
     Returns: the exit code.
     """
@@ -58,13 +63,15 @@ def main(spec: dict[str, Any]) -> int:
         life_fd=spec["life_fd"],
     )
     orders = CheckpointOrders(**spec["checkpoints"])
-    worker = Worker(rank, settings, links, mailbox, orders)
+    trace = open_trace(spec.get("trace"), rank)
+    frequency = FrequencyCell(cells, rank) if (cells := spec.get("frequencies")) else None
+    worker = Worker(rank, settings, links, mailbox, orders, trace, frequency)
     try:
         links.connect(CONTROLLER, spec["controller"])
         costs = CostModel.from_json(spec["costs"]) if spec["costs"] else None
         plan = plan_run(settings, PreparedData.from_dict(spec["data"]), costs=costs)
         if spec["latch"]:
-            latch.hold(*spec["latch"])
+            worker.chaos.strikes = latch.hold(*spec["latch"])
         links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]))))
         worker.work(plan)
     except Stopped:
@@ -73,6 +80,9 @@ def main(spec: dict[str, Any]) -> int:
         links.send(CONTROLLER, m.encode(m.Failed(rank, traceback.format_exc(), worker.step)))
         links.close(_FAREWELL_MS)
         return 1
+    finally:
+        if trace is not None:
+            trace.close()
     links.close(_FAREWELL_MS)
     return 0
 
@@ -80,38 +90,61 @@ def main(spec: dict[str, Any]) -> int:
 class Worker:
     """The worker's life, from its place in the mesh to the controller's Stop."""
 
-    def __init__(self, rank: int, settings: Settings, links: Links, mailbox: Mailbox, orders: CheckpointOrders) -> None:
+    def __init__(
+        self,
+        rank: int,
+        settings: Settings,
+        links: Links,
+        mailbox: Mailbox,
+        orders: CheckpointOrders,
+        trace: TracePart | None = None,
+        frequency: Callable[[], float] | None = None,
+    ) -> None:
         self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
+        self._trace, self._frequency = trace, frequency or (lambda: 1.0)
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
         self._deadline: float | None = None  # once the controller is gone
-        self._chaos = Chaos(rank, settings.chaos, links)
+        self.chaos = Chaos(rank, settings.chaos, links)
         self.checkpoints = CheckpointWriter(rank, orders, lambda wrote: links.send(CONTROLLER, m.encode(wrote)))
 
     def work(self, plan: RunPlan) -> None:
         """Waits for its place and trains until it is told to stop."""
         HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
         place, early = self._await_place()
+        self._progress.waiting = False  # its first action may take long
         first = self._epoch(plan, place)
         others = [p for p in place.addresses if p != self._rank]
-        if missing := self._links.wait_connected(others, _CONNECT_TIMEOUT_S):
-            dead = [m.LinkClosed(self._rank, peer) for peer in missing]
-            for message in dead:
-                self._links.send(CONTROLLER, m.encode(message))
+        self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # of those that are closed the port will hear
         port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
         # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
         saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
-        executor = make_executor(plan, self._rank, port, first, lambda p: self._epoch(plan, p), self._visit, saved)
+        executor = make_executor(
+            plan,
+            self._rank,
+            port if self._trace is None else TracedPort(port, self._trace),
+            first,
+            lambda p: self._epoch(plan, p),
+            self._visit,
+            saved,
+            self._frequency,
+        )
+        if self._trace is not None:
+            executor.trace(self._trace.action)
         self.checkpoints.attach(executor.replica, plan.description.layout)
         executor.measured = self._send_times
         port.controller_gone = lambda: self._orphaned(executor)
+        executor.save = self.checkpoints.save
         # A fault strikes at the first attempt of its step only, not when a resumed run comes to the step again.
-        self._chaos.attach(executor, max(first.version, self.checkpoints.orders.committed))
+        self.chaos.attach(executor, max(first.version, self.checkpoints.orders.committed))
         progress = self._progress
         for what in executor.run():
             progress.waiting, progress.action = True, what
+            began = time.perf_counter()
             if not self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic()):
                 raise Stopped
+            if self._trace is not None:
+                self._trace.wait(what, began, time.perf_counter())
             progress.waiting = False
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
 
@@ -135,7 +168,9 @@ class Worker:
         if point is Point.FORWARD or point is Point.BACKWARD:
             progress.action = point.value
         self.step = step
-        self._chaos.visit(point, step)
+        if point is Point.APPLY and self._trace is not None:
+            self._trace.mark(f"step {step} applied")
+        self.chaos.visit(point, step)
 
     def _send_times(self, step: int, rows: tuple[Row, ...]) -> None:
         if rows:
@@ -143,6 +178,8 @@ class Worker:
 
     def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""
+        if self._trace is not None:
+            self._trace.mark(f"mesh epoch {place.epoch}")
         for peer in set(self._links.peers) - {CONTROLLER} - place.addresses.keys():
             self._links.drop(peer)
         for peer, address in place.addresses.items():

@@ -8,11 +8,12 @@ begins it again with the next epoch number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
+from elaswave_spmd.recovery import next_epoch
 from elaswave_spmd.recovery.decide import Stages, deal_evenly, disown, dispensable, graduate, next_stages
 from elaswave_spmd.recovery.effects import (
     Committed,
@@ -20,6 +21,7 @@ from elaswave_spmd.recovery.effects import (
     Effect,
     EpochBegun,
     Evict,
+    Save,
     Send,
     Unrecoverable,
     ValidationDone,
@@ -34,15 +36,14 @@ from elaswave_spmd.recovery.messages import (
     Prepare,
     Ready,
     Status,
-    StepHeld,
     Stop,
     Validated,
     ValidationLoss,
     Work,
 )
+from elaswave_spmd.recovery.next_epoch import Goal
 from elaswave_spmd.recovery.salvage import salvage_plan
-from elaswave_spmd.scheduling.graph import balance_layers
-from elaswave_spmd.scheduling.holders import HolderMap, RunKey, adopt, promote, to_rows, with_learners
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, RunKey, adopt, promote, to_rows, with_learners
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.refill import refill
 from elaswave_spmd.sharding.pages import ModelLayout
@@ -50,21 +51,11 @@ from elaswave_spmd.sharding.pages import ModelLayout
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run reacts. `mirror_count`, `mirror_scatter`: of holders. Below `min_workers` it cannot go on."""
+    """How a run reacts. `mirror_count`, `mirror_scatter`: of holders. Below `min_workers` it is saved and stops."""
 
     mirror_count: int = 1
     mirror_scatter: int = 0
     min_workers: int = 1
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`. And why."""
-
-    stages: Stages
-    layer_cuts: tuple[int, ...]
-    unit_counts: tuple[tuple[int, ...], ...]
-    why: str = ""
 
 
 @dataclass
@@ -102,6 +93,7 @@ class ControllerProtocol:
     _started: bool = False
     _last_epoch: int = -1
     _reports: dict[int, Applied] = field(default_factory=dict)
+    _applied: dict[int, int] = field(default_factory=dict)  # rank -> the step that it has applied last
     _validation: dict[int, dict[int, float]] = field(default_factory=dict)
     _validated: int = 0
     _change: _Change | None = None
@@ -110,6 +102,8 @@ class ControllerProtocol:
     _newcomers: list[int] = field(default_factory=list)
     _learned: set[int] = field(default_factory=set)
     _damaged: dict[int, set[RunKey]] = field(default_factory=dict)
+    _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
+    _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
     _target: HolderMap | None = None  # what the learners of this epoch learn for
     _goal: Goal | None = None  # where to go when they have; given up when members come or go
@@ -139,6 +133,24 @@ class ControllerProtocol:
         if self._change is None:
             return ()
         return tuple(rank for rank in self.members if rank not in self._change.statuses)
+
+    @property
+    def owing(self) -> tuple[int, tuple[int, ...]]:
+        """The epoch of the last PREPARE, and the members that can answer it by now and have not.
+
+        A planned change is answered by whoever has applied its step, after the validation.
+        """
+        change, validating = self._change, self.validates_at(self.version) and self._validated < self.version
+        if change is None or (change.after >= 0 and validating):
+            return self._last_epoch, ()
+        return self._last_epoch, tuple(r for r in self.changing if self._applied.get(r, 0) >= change.after)
+
+    @property
+    def free_to_leave(self) -> tuple[int, ...]:
+        """Members that are to leave and have nothing that nobody else has. None once the run is about to stop."""
+        if not self._leaving or self._saving:
+            return ()
+        return dispensable(self._holders(), self._gone, sorted(self._leaving))
 
     @property
     def settled(self) -> bool:
@@ -175,10 +187,17 @@ class ControllerProtocol:
         if rank not in self.members or rank in self._leaving:
             return []
         self._leaving[rank] = reason
-        staying, least = len(self.members) - len(self._leaving), self.policy.min_workers
-        if staying < max(1, least):
-            return [Unrecoverable((), f"worker {rank} leaves, {staying} stay, elastic.min_workers is {least}")]
         return self._begin(after=self._next_boundary())
+
+    def relink(self, ends: frozenset[int], reason: str) -> list[Effect]:
+        """A link between two living members is gone, and perhaps what was on its way.
+
+        With its place in the next epoch each makes it again, and sends what the other may lack.
+        """
+        if not ends <= set(self.members):
+            return []
+        self._relinked[ends] = reason
+        return self._begin(after=-1)
 
     def learned(self, message: Learned) -> list[Effect]:
         """A learner has caught up. When all have, they are promoted by a planned change."""
@@ -221,15 +240,14 @@ class ControllerProtocol:
 
     def _begin(self, after: int) -> list[Effect]:
         """PREPARE of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
+        if self._saving and after >= 0:
+            return []
         if self._change is not None:
             after = min(after, self._change.after)
         self._last_epoch += 1
         self._change = _Change(self._last_epoch, after)
         if not self.members:
             return [Unrecoverable((), "no worker is left")]
-        if len(self.members) < self.policy.min_workers:
-            left, least = len(self.members), self.policy.min_workers
-            return [Unrecoverable((), f"{left} workers are left, elastic.min_workers is {least}")]
         return [Send(rank, Prepare(self._last_epoch, after)) for rank in self.members]
 
     # ---- the new epoch
@@ -238,41 +256,49 @@ class ControllerProtocol:
         return self.placement.holder_runs(self.layout)
 
     def _finish_change(self) -> list[Effect]:
-        change = self._change
+        """All have answered: a PLACE to each member of the new epoch."""
+        change, old = self._change, self.placement
         assert change is not None
-        old = self.placement
         version = max(s.version for s in change.statuses.values())
-        held = {rank: _of_step(status, version + 1) for rank, status in change.statuses.items()}
+        held = {rank: next_epoch.of_step(status, version + 1) for rank, status in change.statuses.items()}
         clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
-        holders, alone = graduate(self._holders(), self._learned - self._gone.keys()), []
-        for rank, runs in self._damaged.items():
-            holders, lost = disown(holders, rank, runs)
-            alone += lost
-        leaving = {rank: self._leaving[rank] for rank in dispensable(holders, self._gone, self._leaving)}
+        stops = self._stops(version)
+        holders, alone = self._holders_now()
+        free = dispensable(holders, self._gone, () if stops else self._leaving)
+        leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
         gone = {**self._gone, **leaving}
         holders, homeless = promote(holders, gone)
         if homeless := (*alone, *homeless):
             return [Unrecoverable(homeless, f"all holders of {len(homeless)} runs of pages are lost")]
-        stages = next_stages(old.mesh.stages, gone, self._newcomers, self._wanted_stages)
-        placement = self._placement_of(change.epoch, stages)
-        same_members = not gone and not self._newcomers and not self._damaged
-        self._goal = self._goal if same_members else None
-        why = self._goal.why if self._goal else ""
-        # Who was asked to leave and has pages that nobody else has goes when they have another holder.
-        copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
-        holders, learners = self._share_out(placement, holders, copies, adoptable=clean and same_members)
-        self.placement = placement = replace(self._at_goal(placement), holders=holders)
-        work = None
-        if not clean:
-            old_layers = {r: _bounds(old, r) for r in old.mesh.members}
-            work = salvage_plan(version + 1, placement, self.layout, held, old_layers)
-        kinds = {**dict.fromkeys(self._gone, "fail"), **dict.fromkeys(leaving, "leave")}
-        kinds |= dict.fromkeys(self._newcomers, "join")
-        begun = EpochBegun(placement, kinds, gone, version, _redone(work, held), learners, why)
-        self._change, self._newcomers = None, []
-        for table in (self._gone, self._learned, self._damaged):
+        if stops and not version:
+            return [Unrecoverable((), f"{stops}, and no step is applied yet")]
+        stages = next_stages(old.mesh.stages, gone, newcomers, self._wanted_stages)
+        placement = next_epoch.next_placement(old, self.layout, change.epoch, stages, self.domain_of, self.deal)
+        work: tuple[Work, ...] | None = ()
+        learners, same_members = 0, not gone and not newcomers and not self._damaged
+        self._goal = self._goal if same_members and not stops else None
+        why, target = self._goal.why if self._goal else "", None
+        if not stops:
+            # Who was asked to leave and has pages that nobody else has goes when they have another holder.
+            copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
+            aim = next_epoch.placement_at(self._goal, placement)
+            holders, learners = self._share_out(aim, holders, copies, adoptable=clean and same_members)
+            target = replace(aim, holders=self._target) if learners else None
+            if self._goal is not None and self._target is None:  # nothing has to be learned for it any more
+                placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
+            placement = replace(placement, holders=holders)
+            old_layers = {r: next_epoch.layers_of(old, r) for r in old.mesh.members}
+            work = None if clean else salvage_plan(version + 1, placement, self.layout, held, old_layers)
+        self.placement = placement = replace(placement, holders=holders)
+        kinds, reasons = next_epoch.what_happens(self._gone, leaving, newcomers, self._relinked)
+        begun = EpochBegun(placement, kinds, reasons, version, next_epoch.redone(work, held), learners, why, target)
+        self._change, self._newcomers, self._saving = None, [], stops
+        for table in (self._gone, self._learned, self._damaged, self._relinked):
             table.clear()
-        effects: list[Effect] = [*self._send_all(self._place_message(version, work)), begun]
+        effects: list[Effect] = self._send_all(self._place_message(version, work))
+        if stops:
+            return [*effects, *([begun] if kinds else []), Save(version, change.epoch, stops)]
+        effects.append(begun)
         for rank in leaving:
             del self._leaving[rank]
             self.addresses.pop(rank, None)
@@ -281,58 +307,49 @@ class ControllerProtocol:
             effects += self._begin(after=self._next_boundary())
         return effects
 
-    def _placement_of(self, epoch: int, stages: tuple[tuple[int, ...], ...]) -> Placement:
-        old = self.placement
-        ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
-        domains = {rank: path for rank in ranks if (path := self.domain_of(rank)) is not None}
-        mesh = replace(old.mesh.with_stages(stages, domains or None), epoch=epoch)
-        cuts = old.layer_cuts
-        if len(stages) != old.num_stages:
-            costs = [max(1.0, float(layer.num_value_elements)) for layer in self.layout.layers]
-            cuts = balance_layers(costs, [len(members) for members in stages])
-        counts = old.unit_counts if stages == old.mesh.stages else self.deal(stages, old.num_units)
-        return replace(old, mesh=mesh, layer_cuts=cuts, unit_counts=counts, holders=None)
+    def _holders_now(self) -> tuple[HolderMap, list[HolderRun]]:
+        """The map with those who have caught up and without damaged copies; and the runs of which no copy is good."""
+        holders, alone = graduate(self._holders(), self._learned - self._gone.keys()), []
+        for rank, runs in self._damaged.items():
+            holders, lost = disown(holders, rank, runs)
+            alone += lost
+        return holders, alone
 
-    def _at_goal(self, placement: Placement) -> Placement:
-        """The placement, or where it was to go if nothing has to be learned for that any more."""
-        goal = self._goal
-        if goal is None or self._target is not None:
-            return placement
-        self._goal, self._wanted_stages = None, len(goal.stages)
-        mesh = placement.mesh if goal.stages == placement.mesh.stages else placement.mesh.with_stages(goal.stages)
-        mesh = replace(mesh, epoch=placement.mesh.epoch)
-        return replace(placement, mesh=mesh, layer_cuts=goal.layer_cuts, unit_counts=goal.unit_counts, holders=None)
+    def _stops(self, version: int) -> str:
+        """Why the run is to stop at a version; empty: it goes on. After the last step nobody is needed any more."""
+        if version == self.steps:
+            return ""
+        staying = len(self.members) - len(self._leaving) + len(self._newcomers)
+        return next_epoch.too_few(staying, sorted(self._leaving), max(1, self.policy.min_workers)) or self._saving
 
-    def _share_out(
-        self, placement: Placement, current: HolderMap, copies: int, *, adoptable: bool
-    ) -> tuple[HolderMap, int]:
+    def _share_out(self, aim: Placement, current: HolderMap, copies: int, *, adoptable: bool) -> tuple[HolderMap, int]:
         """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
-        target, goal = self._target if adoptable else None, self._goal
+        target = self._target if adoptable else None
         if target is None:
             target = refill(
                 current,
                 self.layout,
-                goal.stages if goal else placement.mesh.stages,
-                goal.layer_cuts if goal else placement.layer_cuts,
-                replicated=not placement.shardings.optim.axes,
-                topology=placement.mesh.topology,
+                aim.mesh.stages,
+                aim.layer_cuts,
+                replicated=not aim.shardings.optim.axes,
+                topology=aim.mesh.topology,
                 mirror_count=copies,
                 scatter=self.policy.mirror_scatter,
             )
         found = with_learners(current, target)
         learners = sum(len(run.learners) for runs in found.values() for run in runs)
-        settled = not learners and (adoptable or (found == target and goal is None))
+        settled = not learners and (adoptable or (found == target and self._goal is None))
         self._target = None if settled else target
         return (adopt(found, target), 0) if settled else (found, learners)
 
     def _place_message(self, version: int, work: tuple[Work, ...] | None) -> Place:
-        p = self.placement
-        validate = version if version and self.validates_at(version) and self._validated < version else -1
+        p, saves = self.placement, bool(self._saving)
+        again = version and not saves and self.validates_at(version) and self._validated < version
         # Of the first epoch everybody has worked the holders out alone, but only we know of several failure domains.
         known = not p.mesh.epoch and len({path for _, path in p.mesh.topology.domains}) == 1
         rows = to_rows(p.holders) if p.holders is not None and not known else ()
-        cuts, counts = p.layer_cuts, p.unit_counts
-        return Place(p.mesh.epoch, p.mesh.stages, cuts, counts, dict(self.addresses), rows, version, work, validate)
+        of_mesh = p.mesh.stages, p.layer_cuts, p.unit_counts, dict(self.addresses)
+        return Place(p.mesh.epoch, *of_mesh, rows, version, work, version if again else -1, saves)
 
     def _send_all(self, message: Message) -> list[Effect]:
         return [Send(rank, message) for rank in self.placement.mesh.members]
@@ -352,6 +369,7 @@ class ControllerProtocol:
                 f"workers {first.rank} and {message.rank} disagree about step {message.step}: "
                 f"loss and gradient norm {pairs[0]} and {pairs[1]}"
             )
+        self._applied[message.rank] = message.step
         for old in [s for s in self._reports if s < message.step - 2]:
             del self._reports[old]
         if message.step <= self.version:
@@ -379,18 +397,3 @@ class ControllerProtocol:
         if self._change is not None or any(self._finished.get(r) != epoch for r in self.placement.mesh.members):
             return []
         return [Done()]
-
-
-def _of_step(status: Status, step: int) -> StepHeld | None:
-    return next((held for held in status.held if held.step == step), None)
-
-
-def _bounds(placement: Placement, rank: int) -> tuple[int, int]:
-    layers = placement.layers_of_stage(placement.mesh.stage_of(rank))
-    return layers.start, layers.stop
-
-
-def _redone(work: tuple[Work, ...] | None, held: Mapping[int, StepHeld | None]) -> int:
-    """Lines of a salvage plan that are not what their worker was to do anyway."""
-    normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
-    return sum((line.worker, line.unit) not in normal for line in work or ())

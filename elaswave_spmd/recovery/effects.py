@@ -47,10 +47,11 @@ class EpochBegun:
     """A new mesh epoch: why, and what it costs.
 
     Args:
-        kinds: rank -> "fail", "leave" or "join"; empty when only state changed hands.
+        kinds: rank -> "fail", "leave", "join" or "link"; empty when only state changed hands.
         units_redone: (unit, stage) pairs that are computed again, or by another worker than planned.
         learners: runs of pages that are being copied now.
         why: of a move of units, layers or workers.
+        target: what they are copied for, with the holders that it is to have; None: nothing is copied.
     """
 
     placement: Placement
@@ -60,6 +61,21 @@ class EpochBegun:
     units_redone: int
     learners: int
     why: str = ""
+    target: Placement | None = None
+
+
+@dataclass(frozen=True)
+class Save:
+    """The members of an epoch have been told to write their state and to begin no other step: they are too few.
+
+    Args:
+        version: of the state.
+        reason: in words.
+    """
+
+    version: int
+    epoch: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -75,4 +91,4 @@ class Unrecoverable:
     reason: str
 
 
-Effect: TypeAlias = Send | Evict | Committed | ValidationDone | EpochBegun | Done | Unrecoverable
+Effect: TypeAlias = Send | Evict | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable

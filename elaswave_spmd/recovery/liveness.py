@@ -1,11 +1,13 @@
 """Who hangs: heartbeats and ticks in, suspects out. No clock of its own, no I/O.
 
 A death is seen by other means, at once; this is for what does not die: a stopped process, a machine that is gone, a
-training thread in an endless loop. A suspect may be wrong, so it is fenced before anybody acts on it.
+training thread in an endless loop, a newcomer that never gets ready. A suspect may be wrong, so it is fenced before
+anybody acts on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from elaswave_spmd.recovery.timeouts import Timeouts
@@ -29,6 +31,8 @@ class _Watched:
     action: str = ""
     silent: float = 0.0
     stalled: float = 0.0
+    owing: float = 0.0  # its answer to PREPARE
+    leaving: float | None = None  # since it asked to; None: it has not
     suspected: bool = False
 
 
@@ -41,12 +45,19 @@ class Liveness:
 
     A worker that waits for a message is not asked for progress. How long an action may take is `timeouts.progress`, or
     `progress_factor` times the mean of all that the watched workers finished, or, before a worker has finished one,
-    `timeouts.start`: whatever is longest.
+    `timeouts.start`: whatever is longest. The answer to PREPARE may take `timeouts.status`; that of a worker in the
+    middle of an action as many times the mean, or a first action's time, if that is longer.
+
+    Args:
+        is_free: whether a worker that has asked to leave may go. Asked at the end of `timeouts.leave`; else it gets as
+            much time again.
     """
 
-    def __init__(self, timeouts: Timeouts) -> None:
-        self._timeouts = timeouts
+    def __init__(self, timeouts: Timeouts, is_free: Callable[[int], bool] = lambda _: True) -> None:
+        self._timeouts, self._is_free = timeouts, is_free
         self._workers: dict[int, _Watched] = {}
+        self._starting: dict[int, float] = {}  # newcomers -> seconds
+        self._asked, self._owing = -1, frozenset[int]()
         self._busy_seconds = 0.0
         self._num_actions = 0
 
@@ -55,14 +66,34 @@ class Liveness:
         """The ranks that are watched, suspects included."""
         return frozenset(self._workers)
 
+    def expect(self, rank: int) -> None:
+        """A newcomer has been started: it is to be ready, and watched, within `timeouts.join`."""
+        assert rank not in self._workers, rank
+        self._starting[rank] = 0.0
+
     def watch(self, rank: int) -> None:
         """Expect heartbeats of `rank` from now on."""
         assert rank not in self._workers, rank
+        self._starting.pop(rank, None)
         self._workers[rank] = _Watched()
 
     def forget(self, rank: int) -> None:
         """Expect nothing of `rank` any more: it has ended, or is fenced. Unknown ranks are ignored."""
+        self._starting.pop(rank, None)
         self._workers.pop(rank, None)
+
+    def owe(self, epoch: int, ranks: Collection[int]) -> None:
+        """Who could answer the PREPARE of `epoch` by now and has not. Another epoch is another question."""
+        for rank, worker in self._workers.items():
+            if epoch != self._asked or rank not in ranks:
+                worker.owing = 0.0
+        self._asked, self._owing = epoch, frozenset(ranks)
+
+    def wants_to_leave(self, rank: int) -> None:
+        """A worker has asked to leave: `timeouts.leave` runs from now on. Unknown ranks are ignored."""
+        worker = self._workers.get(rank)
+        if worker is not None and worker.leaving is None:
+            worker.leaving = 0.0
 
     def heartbeat(self, rank: int, progress: int, waiting: bool, action: str = "") -> None:
         """A heartbeat has come. Of ranks that are not watched it is ignored; a suspect stays one.
@@ -93,7 +124,7 @@ class Liveness:
         assert dt >= 0, dt
         dt = min(dt, self._timeouts.heartbeat)
         usual = self._usual_limit()
-        suspects = []
+        suspects = self._late_newcomers(dt)
         for rank in sorted(self._workers):
             worker = self._workers[rank]
             if worker.suspected:
@@ -101,19 +132,40 @@ class Liveness:
             worker.silent += dt
             if not worker.waiting:
                 worker.stalled += dt
+            if rank in self._owing:
+                worker.owing += dt
+            if worker.leaving is not None:
+                worker.leaving += dt
+                if worker.leaving >= self._timeouts.leave and not self._is_free(rank):
+                    worker.leaving = 0.0
             if reason := self._reason(worker, usual):
                 worker.suspected = True
                 suspects.append(Suspect(rank, reason))
-        return suspects
+        return sorted(suspects, key=lambda suspect: suspect.rank)
+
+    def _late_newcomers(self, dt: float) -> list[Suspect]:
+        """Those that are given up; nothing is expected of them any more."""
+        for rank in self._starting:
+            self._starting[rank] += dt
+        late = [(rank, seconds) for rank, seconds in self._starting.items() if seconds >= self._timeouts.join]
+        for rank, _ in late:
+            del self._starting[rank]
+        return [Suspect(rank, f"not ready after {seconds:.1f} s") for rank, seconds in late]
 
     def _usual_limit(self) -> float:
-        """How long an action may take."""
+        """How long an action may take by what actions have taken."""
         usual = self._busy_seconds / self._num_actions if self._num_actions else 0.0
-        return max(self._timeouts.progress, self._timeouts.progress_factor * usual)
+        return self._timeouts.progress_factor * usual
 
-    def _reason(self, worker: _Watched, limit: float) -> str:
-        if worker.silent >= self._timeouts.suspect:
+    def _reason(self, worker: _Watched, usual: float) -> str:
+        timeouts = self._timeouts
+        limit = usual if worker.finished else max(usual, timeouts.start)
+        if worker.silent >= timeouts.suspect:
             return f"no heartbeat for {worker.silent:.1f} s"
-        if worker.stalled >= (limit if worker.finished else max(limit, self._timeouts.start)):
+        if worker.stalled >= max(limit, timeouts.progress):
             return f"no progress for {worker.stalled:.1f} s in {worker.action or 'an action'}, and it waits for nobody"
+        if worker.owing >= (timeouts.status if worker.waiting else max(limit, timeouts.status)):
+            return f"no answer to PREPARE for {worker.owing:.1f} s"
+        if worker.leaving is not None and worker.leaving >= timeouts.leave:
+            return f"it asked to leave {worker.leaving:.1f} s ago and was not let go"
         return ""

@@ -200,7 +200,8 @@ class Place(Message, frozen=True):
 
     `holders` are rows of scheduling.holders (empty: the healthy deal of the mesh). `version` is the highest of any
     member, and `work` says who runs what of step version + 1 (None: nothing of it was begun, and the placement holds
-    for it too). `validate`: the version whose validation is to be run again, or -1.
+    for it too). `validate`: the version whose validation is to be run again, or -1. `save`: the run is about to stop:
+    write the state of `version` and begin no other step.
     """
 
     epoch: int
@@ -212,6 +213,7 @@ class Place(Message, frozen=True):
     version: int = 0
     work: tuple[Work, ...] | None = None
     validate: int = -1
+    save: bool = False
 
 
 class Learned(Message, frozen=True):
@@ -239,7 +241,7 @@ class Damaged(Message, frozen=True):
 
 
 class LinkClosed(Message, frozen=True):
-    """Worker to controller: its link to `peer` is gone."""
+    """Worker to controller: its link to `peer` is gone, and perhaps some of what it had sent on it."""
 
     rank: int
     peer: int

@@ -27,12 +27,14 @@ class Timeouts:
     Args:
         heartbeat: period of a worker's heartbeats, and the longest time that one tick of a detector counts.
         suspect: a worker without a heartbeat for so long hangs (SIGSTOP, a machine that is gone).
-        status: a worker that has not answered PREPARE for so long hangs, however its heart beats.
+        status: a worker that has not answered PREPARE for so long hangs, however its heart beats. In the middle of an
+            action it has `progress_factor` times the usual time of one, if that is longer.
         progress: a worker that waits for nobody and finishes no action for so long hangs.
         progress_factor: how many times the usual time of an action that is at least: slow actions are no hang.
         start: from a worker's launch until it is ready; also what its first action may take instead of `progress`.
         join: the same for a newcomer to a run that is under way: until it is ready, or the run goes on without it.
-        leave: from a worker's wish to leave (SIGTERM) until it is let go; then it counts as failed.
+        leave: from a worker's wish to leave (SIGTERM) until it is let go; then it counts as failed. While it has state
+            that nobody else has, it is waited for.
         controller: how long workers wait for a lost controller before they write a checkpoint and end.
         shutdown: how long workers may take to end, checkpoint included, before they are killed.
 
@@ -58,6 +60,11 @@ class Timeouts:
             object.__setattr__(self, field.name, value)
         for lower, times, upper, why in _LADDER:
             _check_rung(lower, getattr(self, lower), times, upper, getattr(self, upper), why)
+
+    @property
+    def orphan_grace(self) -> float:
+        """How long workers may live after their controller: they wait for it, and then they write a checkpoint."""
+        return self.controller + self.shutdown
 
 
 def _check_rung(lower: str, low: float, times: int, upper: str, high: float, why: str) -> None:

@@ -127,6 +127,12 @@ class CheckpointWriter:
         self._replica, self._layout = replica, layout
         replica.applied = self._applied
 
+    def save(self) -> None:
+        """The run is about to stop: writes the state as it is, after whatever waits; the controller is told."""
+        protocol, begin = self._replica.protocol, time.perf_counter()
+        if arrays := self._copy(protocol.version):
+            self._put(_Copied(protocol.version, protocol.epoch, arrays, 1e3 * (time.perf_counter() - begin)))
+
     def close(self) -> None:
         """Waits until what was copied is written."""
         if self._thread is not None:
@@ -159,12 +165,14 @@ class CheckpointWriter:
         if self._waiting.qsize() >= _MAX_WAITING:
             self._tell(Wrote(step, self._rank, epoch, error="those before it are still being written"))
             return
-        if not (arrays := self._copy(step)):
-            return
+        if arrays := self._copy(step):
+            self._put(_Copied(step, epoch, arrays, 1e3 * (time.perf_counter() - begin)))
+
+    def _put(self, copied: _Copied) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="checkpoints", daemon=True)
             self._thread.start()
-        self._waiting.put(_Copied(step, epoch, arrays, 1e3 * (time.perf_counter() - begin)))
+        self._waiting.put(copied)
 
     def _copy(self, step: int) -> Arrays:
         """The state of the runs that this worker is the writer of, at version `step`."""

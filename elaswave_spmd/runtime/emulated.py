@@ -1,7 +1,7 @@
 """The emulated accelerator: layer programs that take a configured time and return keyed numbers.
 
 Processes, links, protocol, placement and bytes are real; only arithmetic is replaced. So scheduling can be measured
-with many more workers than there are cores. Whatever is timed on it is a figure of an emulation, and is to be called so.
+with many more workers than there are cores. What is timed on it is a figure of an emulation, and called so.
 
 What a program returns is a function of what it was given: the unit, the layer, a hash of its input and of the layer's
 parameters. A unit that is sent astray, run twice, or run with parameters of another version changes bits.

@@ -18,12 +18,14 @@ class Epoch:
         version: the highest of any member when the epoch began.
         work: who runs what of step version + 1; None: nothing of it was begun, the placement holds for it too.
         validate: the version whose validation is to be run again, or -1.
+        save: write the state of `version` and begin no other step.
     """
 
     placement: Placement
     version: int = 0
     work: tuple[Work, ...] | None = None
     validate: int = -1
+    save: bool = False
 
     @classmethod
     def of(cls, healthy: Placement, place: Place) -> Epoch:
@@ -42,4 +44,4 @@ class Epoch:
             unit_counts=place.unit_counts,
             holders=from_rows(place.holders) if place.holders else healthy.holders,
         )
-        return cls(placement, place.version, place.work, place.validate)
+        return cls(placement, place.version, place.work, place.validate, place.save)

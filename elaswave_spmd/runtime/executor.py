@@ -24,7 +24,7 @@ from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.salvaging import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
 from elaswave_spmd.runtime.stage import Batches, StagePrograms
 from elaswave_spmd.runtime.state import Saved
-from elaswave_spmd.runtime.units import EpochChangedError, Modules, UnitRunner, Waiting
+from elaswave_spmd.runtime.units import EpochChangedError, Modules, Traced, UnitRunner, Waiting
 from elaswave_spmd.scheduling.actions import FORWARD, Action, actions_of
 from elaswave_spmd.sharding.pages import ModelLayout
 
@@ -68,10 +68,10 @@ class Executor:
         self.rank, self.job, self.layout = rank, job, layout
         self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
         self._saved = saved
-        self.halts = False
-        """Set from outside: it begins no other step, and `run` raises Stopped instead."""
+        self.halts = False  # set from outside: it begins no other step, and `run` raises Stopped instead
         self.measured: Callable[[int, tuple[Row, ...]], None] = lambda step, rows: None
         """Told after every step what its layer programs took."""
+        self.save: Callable[[], None] = lambda: None  # called when the run is about to stop: write the state as it is
         self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
         self._units = UnitRunner(
             job, layout, modules, programs, train, self._boundaries, self._until, self._take, visit
@@ -84,9 +84,13 @@ class Executor:
         self._planned: tuple[int, tuple[m.Work, ...]] | None = None  # (step, its salvage plan)
         self._prepare: m.Prepare | None = None
         self._place: Epoch | None = None
-        self._validate_due = -1
+        self._validate_due, self._saves = -1, False
         self._validated = self._final_sent = -1
         self._enter(first)
+
+    def trace(self, traced: Traced) -> None:
+        """Tells of every layer program of a step, from now on."""
+        self._units.traced = traced
 
     @property
     def version(self) -> int:
@@ -113,7 +117,7 @@ class Executor:
         if self._units.take(placement, self._stage) or epoch.work is None:
             self._begun = None  # it was through other layers; or nobody had anything of it, and units are dealt anew
         runs = placement.holder_runs(self.layout, self._stages_of_interest())
-        self._epoch_version, self._validate_due = epoch.version, epoch.validate
+        self._epoch_version, self._validate_due, self._saves = epoch.version, epoch.validate, epoch.save
         self.replica.bind(placement, runs, epoch.version, self._validate_due >= 0)
         self._planned = (epoch.version + 1, epoch.work) if epoch.work is not None else None
         self._actions: tuple[Action, ...] | None = None
@@ -206,6 +210,9 @@ class Executor:
                 self._validate_due = -1
             if self._place is not None:
                 raise EpochChangedError
+            if self._saves and self.version >= self._epoch_version:
+                self.save()
+                yield from self._until(lambda: False, "the end of the run, saved at step", self.version)
             if self._begun is None or self._begun.number <= self.version:
                 if self.halts:
                     raise Stopped

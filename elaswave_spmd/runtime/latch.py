@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SLOT_BYTES = 64  # pthread_mutex_t has 40 (x86-64) to 48 (aarch64); a cache line each
+_STRUCK_AT = 56  # in a slot, behind the mutex: a double
 _ATTRIBUTE_BYTES = 64  # pthread_mutexattr_t has 4 to 8
 _CAPACITY = 1024  # ranks per file
 _PTHREAD_PROCESS_SHARED = _PTHREAD_MUTEX_ROBUST = 1
@@ -117,8 +118,11 @@ def available() -> bool:
     return noticed
 
 
-def hold(path: str, slot: int) -> None:
+def hold(path: str, slot: int) -> Callable[[], None]:
     """Lock this process's latch, until the process dies. In a worker's main thread, before it says that it is ready.
+
+    Returns:
+        To be called when a fault on purpose is about to strike this process: writes the instant down beside the latch.
 
     Raises:
         OSError: the file is not there or cannot be mapped.
@@ -129,10 +133,17 @@ def hold(path: str, slot: int) -> None:
         size = os.fstat(fd).st_size
         assert 0 <= slot < size // _SLOT_BYTES, (slot, size)
         libc = _Libc()
-        code = libc.trylock(libc.map_file(fd, size) + slot * _SLOT_BYTES)
+        address = libc.map_file(fd, size) + slot * _SLOT_BYTES
+        code = libc.trylock(address)
     finally:
         os.close(fd)
     assert code == 0, f"latch {slot} of {path} has an owner already: {errno.errorcode[code]}"
+    instant = ctypes.c_double.from_address(address + _STRUCK_AT)
+
+    def strike() -> None:
+        instant.value = time.monotonic()
+
+    return strike
 
 
 class LatchBoard:
@@ -165,6 +176,12 @@ class LatchBoard:
         """Where this process has the mutex of a rank that was given a seat."""
         number, slot = divmod(rank, self._capacity)
         return self._addresses[number] + slot * _SLOT_BYTES
+
+    def struck_at(self, rank: int) -> float | None:
+        """When a fault on purpose struck the worker, if it said so: time.monotonic(), which all processes share."""
+        if rank // self._capacity not in self._addresses:
+            return None
+        return ctypes.c_double.from_address(self.address(rank) + _STRUCK_AT).value or None
 
     def close(self) -> None:
         """Remove the files. Those who hold and those who watch keep what they have; nobody can take a seat any more."""

@@ -5,10 +5,10 @@ mailbox, and opens one PUSH socket to each peer it may send to. Sending never bl
 bounds what is in flight), so a stopped peer holds up nobody. Removing a member closes one socket; adding one opens its
 own.
 
-A dead peer stays dead: sockets never reconnect, because a message to a successor under the same address would belong
-to another life. The closed connection is filed as `PeerClosed`. The price is that a connect to a peer that has not yet
-bound is refused for good: connect only after the peer said that it is bound, then `wait_connected` before the first
-message that matters.
+A dead peer stays dead: sockets never reconnect by themselves, because a message to a successor under the same address
+would belong to another life. The closed connection is filed as `PeerClosed`. The price is that a connect to a peer that
+has not yet bound is refused for good: connect only after the peer said that it is bound, then `wait_connected` before
+the first message that matters.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Link:
         self.open: zmq.Socket[bytes] | None = socket
         # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
-            _CLOSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED, f"inproc://monitor-{number}"
+            _CLOSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED, f"inproc://monitor-{number}"
         )
 
     def send(self, head: bytes, payloads: Sequence[Any]) -> bool:
@@ -94,12 +94,14 @@ class _Link:
             self.messages_sent += 1
             return True
 
-    def close(self, linger_ms: int = 0) -> None:
+    def close(self, linger_ms: int = 0) -> bool:
+        """Returns whether it was open. The monitor is closed by the event loop, when it says that it has stopped."""
         with self.lock:
-            if self.open is not None:
-                self.open.close(linger_ms)
-                self.open = None
+            socket, self.open = self.open, None
+            if socket is not None:
+                socket.close(linger_ms)
         self.up.set()
+        return socket is not None
 
 
 class Links:
@@ -198,7 +200,6 @@ class Links:
             link = self._links.pop(peer, None)
         if link is not None:
             link.close()
-            self._loop.forget(link.monitor)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -253,18 +254,17 @@ class Links:
             return
         self._mailbox.put(Envelope(_SENDER.unpack_from(head)[0], head[start:], payloads))
 
-    def _link_event(self, link: _Link, event: int) -> bool:
-        """Called in the event loop; True when the monitor has nothing more to say."""
+    def _link_event(self, link: _Link, event: int) -> None:
+        """Called in the event loop."""
         if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.up.set()
-            return False
+            return
         # Closing frees what is queued for the dead; the entry stays, so that send() goes on answering False.
-        link.close()
+        was_open = link.close()
         with self._edit:
-            ours = self._links.get(link.peer) is link and not self._closed
+            ours = was_open and self._links.get(link.peer) is link and not self._closed
         if ours:
             self._mailbox.put(PeerClosed(link.peer))
-        return True
 
 
 class _EventLoop:
@@ -280,7 +280,7 @@ class _EventLoop:
     ) -> None:
         self._pull, self._file = pull, file
         self._on_controller_gone = on_controller_gone
-        self._monitors: dict[zmq.Socket[bytes], Callable[[int], bool]] = {}
+        self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
         self._todo: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._wake_lock, self._wake_open = threading.Lock(), True
@@ -293,13 +293,11 @@ class _EventLoop:
         if life_fd is not None:
             self._register(life_fd, lambda: self._life_ended(life_fd))
 
-    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], bool]) -> None:
-        """Call `on_event` with each event of `monitor` until it returns True; from any thread."""
-        self._hand_over(lambda: self._add(monitor, on_event))
+    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
+        """Call `on_event` with each event of `monitor`, from any thread; it is closed when its socket is gone.
 
-    def forget(self, monitor: zmq.Socket[bytes]) -> None:
-        """Close `monitor`; from any thread."""
-        self._hand_over(lambda: self._remove(monitor))
+        Not before: libzmq's thread would wait for ever, and all links with it, with another event to tell."""
+        self._hand_over(lambda: self._add(monitor, on_event))
 
     def stop(self) -> None:
         """End the thread and close its sockets; from any other thread."""
@@ -343,7 +341,7 @@ class _EventLoop:
         self._selector.unregister(life_fd)
         self._on_controller_gone()
 
-    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], bool]) -> None:
+    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
         self._monitors[monitor] = on_event
         self._register(monitor.FD, lambda: self._drain_monitor(monitor))
         self._drain_monitor(monitor)
@@ -359,8 +357,10 @@ class _EventLoop:
                 event, _ = _MONITOR_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return
-            if event == zmq.EVENT_MONITOR_STOPPED or self._monitors[monitor](event):
+            if event == zmq.EVENT_MONITOR_STOPPED:
                 self._remove(monitor)
+            else:
+                self._monitors[monitor](event)
 
     def _drain_pull(self) -> bool:
         """Read until nothing is left (False) or a burst is done (True: come back without waiting)."""

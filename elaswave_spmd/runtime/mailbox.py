@@ -30,9 +30,10 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The link to `peer` is gone for good: its process ended, or the connect was refused. Once per `Links.connect`.
+    """The link to `peer` is gone: its process ended, the connection broke, or the connect was refused.
 
-    Messages that the peer sent before its end may still follow this notice; they are content, valid as ever.
+    Once per `Links.connect`; calling that again makes another link. Messages that the peer sent before its end may
+    still follow this notice; they are content, valid as ever.
     """
 
     peer: int

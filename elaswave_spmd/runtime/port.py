@@ -81,7 +81,9 @@ class LinkPort:
             if isinstance(item, Interrupted):
                 self.send(CONTROLLER, m.Leaving(self._links.me))
             if isinstance(item, PeerClosed):
-                self.send(CONTROLLER, m.LinkClosed(self._links.me, item.peer))
+                closed = m.LinkClosed(self._links.me, item.peer)
+                self.send(CONTROLLER, closed)
+                found.append(Incoming(self._links.me, closed))
             if isinstance(item, Envelope):
                 incoming = self._decode(item)
                 if isinstance(incoming.message, m.Stop):

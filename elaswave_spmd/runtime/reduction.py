@@ -6,7 +6,7 @@ sent to each run's primary. The primary adds nodes until it has the root: the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,10 +86,11 @@ class GradientReducer:
         self.decided = 0
         self._sum_bytes = self._peak_sum_bytes = 0
 
-    def bind(self, holder_runs: HolderMap, layers: Iterable[int], current: int) -> None:
+    def bind(self, holder_runs: HolderMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
         """Takes part in a (newer) mesh epoch: sends what its sums hold for pages that have another primary now.
 
         Args:
+            unsure: peers that may have missed what they were sent: they get all of it again.
             holder_runs: of all layers that concern this worker's layers and held pages; runs are those of the older
                 epoch, or parts of them.
             layers: that this worker computes.
@@ -106,7 +107,9 @@ class GradientReducer:
             before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
                 was = _primary_at(before, route.first, route.stop)
-                if was not in (route.run.primary, self.rank):  # its own part went into its trees
+                if was == self.rank:  # its own part went into its trees
+                    continue
+                if was != route.run.primary or route.run.primary in unsure:
                     for node, buffer in kept:
                         self._emit_part(current, route, node, buffer, mine=False)
         for use in handed_over:

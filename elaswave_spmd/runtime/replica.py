@@ -70,6 +70,7 @@ class Replica:
         self._entries: dict[int, dict[RunKey, Tensor]] = {}
         self._forwarded: set[tuple[int, RunKey, int]] = set()  # (step, run, receiver) of entries sent
         self._taught: set[tuple[RunKey, int]] = set()  # (run, learner) whose state was sent
+        self._unsure: set[int] = set()  # peers that may not have got what was sent to them
         self._published: dict[m.Publish, Tensor] = {}
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self._needs: list[tuple[int, m.Need]] = []
@@ -77,6 +78,7 @@ class Replica:
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
         self._since: dict[RunKey, int] = {}  # the version at which it began to hold or learn a run
+        self._loss_taught = False  # whether the primary of the loss page, which this worker learns, has sent its loss
         self.applied: Callable[[m.Applied], None] = lambda report: None
         """Told of every version, once it is complete: the state may be copied, and changes after the call."""
 
@@ -93,11 +95,14 @@ class Replica:
         held, before = held_runs(holder_runs, self.rank), self._runs
         loss_run = next((r for r in held if self._is_loss(r)), None)
         self._loss_key = loss_run.key if loss_run else None
+        self._loss_taught = self._loss_taught and loss_run is not None
         self._runs = {r.key: r for r in held}
         self._since = {key: self._since_when(key, highest_version) for key in self._runs}
         # Of an epoch that it never was in, it does not know who learned: who learned before may have to begin again.
         known = self._taught if placement.mesh.epoch == self.protocol.epoch + 1 else ()
-        self._taught = {(k, rank) for k, rank in known if k in self._runs and rank in self._runs[k].learners}
+        learning = {(key, rank) for key, run in self._runs.items() for rank in run.learners - self._unsure}
+        self._taught = learning.intersection(known)
+        self._forwarded = {sent for sent in self._forwarded if sent[2] not in self._unsure}
         self._split_entries()
         members = placement.mesh.members
         self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)
@@ -106,12 +111,14 @@ class Replica:
             self.rank, placement, self._layout, self._values, self.state, self._job.torch_dtype, self._send
         )
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
-        self.reducer.bind(holder_runs, layers, self.protocol.version + 1)
+        self.reducer.bind(holder_runs, layers, self.protocol.version + 1, self._unsure)
         for step, entries in self._entries.items():
             for key, entry in entries.items():
                 self.reducer.entry_known(step, key)
-                was = next((r.primary for k, r in before.items() if _contains(k, key)), None)
-                self._forward_entry(step, self._runs[key], entry, self.protocol.norms_at(step, key), was)
+                run, was = self._runs[key], next((r.primary for k, r in before.items() if _contains(k, key)), None)
+                was = self.rank if run.primary in self._unsure else was
+                self._forward_entry(step, run, entry, self.protocol.norms_at(step, key), was)
+        self._unsure.clear()
 
     def _since_when(self, key: RunKey, now: int) -> int:
         if key in self._since:
@@ -172,9 +179,15 @@ class Replica:
         """Tells the controller, once an epoch, that nothing is left to learn."""
         epoch = self.protocol.epoch
         learns = any(self.rank in run.learners for run in self._runs.values())
-        if learns and self._reported_learned < epoch and all(part.version != LEARNING for part in self.state):
+        complete = all(part.version != LEARNING for part in self.state) and not self._lacks_loss()
+        if learns and self._reported_learned < epoch and complete:
             self._reported_learned = epoch
             self._send(CONTROLLER, m.Learned(self.rank, epoch), None)
+
+    def _lacks_loss(self) -> bool:
+        """Whether it could not vote with the loss of its version, as the primary of the loss page would have to."""
+        learns = self._loss_key is not None and self.rank in self._runs[self._loss_key].learners
+        return learns and not self._loss_taught and self.protocol.loss_at(self.protocol.version) is None
 
     def _is_loss(self, run: HolderRun) -> bool:
         return self._layout.layers[run.layer].block_of(run.first).kind == LOSS
@@ -221,6 +234,8 @@ class Replica:
             case m.PageState():
                 assert payload is not None
                 self._state_received(sender, message, payload)
+            case m.LinkClosed():  # what the peer may lack is sent again in the next mesh epoch
+                self._unsure.add(message.peer)
             case _:
                 raise AssertionError(f"worker {self.rank} got {message}")
 
@@ -232,8 +247,9 @@ class Replica:
             self._early.append((sender, message, payload))  # of an epoch in which more is held here, perhaps
         norms = np.frombuffer(message.norms, "<f4").tolist()
         for key, entry in parts.items():
-            if not self.protocol.has_entry(message.step, key):
-                self._entries.setdefault(message.step, {})[key] = entry
+            # Kept even if this epoch needs none of the step any more: the next one may fall back to the version before.
+            if key not in self._entries.setdefault(message.step, {}):
+                self._entries[message.step][key] = entry
                 own = norms[key[1] - message.first : key[2] - message.first]
                 self.reducer.entry_known(message.step, key)
                 # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
@@ -252,6 +268,8 @@ class Replica:
         if (layer, first, stop) == self._loss_key:
             known, loss = payload.tolist()
             self.protocol.learned(message.step, (layer, first, stop), (), loss if known else None)
+            self._loss_taught = True
+            self.report_learned()
             return
         for part in self.state.learn(layer, first, stop, message.step, payload):
             own = norms[part.run.first - first : part.run.stop - first]
@@ -259,8 +277,13 @@ class Replica:
         self.report_learned()
 
     def _needed(self, sender: int, need: m.Need) -> None:
-        """What cannot be answered yet, in this version or mesh epoch, will be."""
-        if need.step >= self.protocol.version and not self._publisher.answer(sender, need):
+        """What cannot be answered yet, in this version or mesh epoch, will be.
+
+        Who asks in the next mesh epoch, in which a lost link is made again, may be there first.
+        """
+        if need.step < self.protocol.version:
+            return
+        if sender in self._unsure or not self._publisher.answer(sender, need):
             self._needs.append((sender, need))
 
     def _answer_needs(self) -> None:
@@ -291,7 +314,7 @@ class Replica:
         """Gives an entry to whoever else holds or learns the run; a mirror gives it to a primary that is a new one.
 
         Args:
-            was: the primary in the older epoch, if this is a new one.
+            was: the primary in the older epoch, if this is a new one or may have missed what it was sent.
         """
         receivers = run.receivers if run.primary == self.rank else () if was in (None, run.primary) else (run.primary,)
         for receiver in receivers:

@@ -34,6 +34,9 @@ Until = Callable[[Callable[[], bool], str, int], Waits]
 Modules = Callable[[Iterable[int]], Mapping[int, nn.Module]]
 """Layer numbers -> new modules of these layers."""
 
+Traced = Callable[[int, int, int, bool, float, float], None]
+"""(step, unit, layer, backward, began, ended): told of a layer program that has run; by time.perf_counter()."""
+
 Peer = Callable[[], int | None]
 """Who takes what an action makes; None: nobody has to, any more."""
 
@@ -69,6 +72,7 @@ class UnitRunner:
         self.values: dict[int, ValueBuffer] = {}
         self.programs = programs
         self.times = LayerTimes()
+        self.traced: Traced | None = None
         self.backward_of = -1  # the unit in the middle of its backward
         self._batches: dict[int, Batch] = {}
         self._samples: dict[int, np.ndarray] = {}
@@ -127,7 +131,7 @@ class UnitRunner:
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = perf_counter()
                 x = self.programs.forward(layer, unit, x, keys, batch)
-                self.times.add(layer, perf_counter() - started, backward=False)
+                self._ran(step, unit, layer, False, started)
                 self._take()
         except EpochChangedError:
             self.programs.discard(unit)
@@ -160,7 +164,7 @@ class UnitRunner:
             buffer, add = self.reducer.begin_unit(layer, unit, alone=alone)
             started = perf_counter()
             dy = self.programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
-            self.times.add(layer, perf_counter() - started, backward=True)
+            self._ran(step, unit, layer, True, started)
             if drop:
                 self.values[layer].drop()
             if weights:
@@ -203,6 +207,12 @@ class UnitRunner:
             return None
         batch = self._batches[unit] = to_batch(self._train, self._samples[unit])
         return batch
+
+    def _ran(self, step: int, unit: int, layer: int, backward: bool, started: float) -> None:
+        ended = perf_counter()
+        self.times.add(layer, ended - started, backward=backward)
+        if self.traced is not None:
+            self.traced(step, unit, layer, backward, started, ended)
 
     # ---- waiting
 

@@ -54,12 +54,19 @@ class Zygote:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], orders: socket.socket, notices: int, life: int, scratch: Sequence[str]
+        self,
+        process: subprocess.Popen[bytes],
+        orders: socket.socket,
+        notices: int,
+        life: int,
+        scratch: Sequence[str],
+        orphan_grace_s: float,
     ) -> None:
         self._process, self._orders, self._notices, self._life = process, orders, notices, life
         self._scratch = scratch
         self._answers = b""
         self._lines = b""
+        self._orphan_grace_s = orphan_grace_s
         self._ready = self._stopped = False
         self.num_threads = 0  # of the zygote, known once ready
 
@@ -93,7 +100,7 @@ class Zygote:
         if method == "fork":
             # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
             environment["OPENBLAS_NUM_THREADS"] = "1"
-        if (root := _import_root()) is not None:
+        if (root := import_root()) is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "elaswave_spmd.runtime.zygote_main", str(theirs.fileno()), str(notices_theirs)]
         # A Ctrl-C must not meet the new interpreter before it ignores SIGINT: the blocked state is inherited.
@@ -111,7 +118,8 @@ class Zygote:
         os.close(notices_theirs)
         os.close(life_theirs)
         os.set_blocking(notices, False)
-        zygote = cls(process, ours, notices, life, [str(Path(path).absolute()) for path in scratch])
+        folders = [str(Path(path).absolute()) for path in scratch]
+        zygote = cls(process, ours, notices, life, folders, orphan_grace_s)
         zygote._send(
             {
                 "sys_path": [path or os.getcwd() for path in sys.path],
@@ -152,6 +160,12 @@ class Zygote:
         """Send a signal to worker `rank`; False when it has ended already."""
         self.ready()
         return bool(self._ask({"signal": int(number), "rank": rank})["sent"])
+
+    def set_orphan_grace(self, seconds: float) -> None:
+        """How long workers may go on after this process, where that was not known at `start`. Waits until ready."""
+        self.ready()
+        self._ask({"orphan_grace_s": seconds})
+        self._orphan_grace_s = seconds
 
     def fileno(self) -> int:
         """Readable when `poll` has something to say."""
@@ -197,7 +211,7 @@ class Zygote:
         self._abandon()
         return exits
 
-    def release(self, timeout_s: float = _ORDER_TIMEOUT_S) -> None:
+    def release(self) -> None:
         """End as if this process had died: workers see the end of the life pipe and have `orphan_grace_s` to end by
         themselves. Returns when no process is left; idempotent."""
         if self._stopped:
@@ -206,7 +220,7 @@ class Zygote:
         self._orders.close()
         os.close(self._life)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs: killed now, and its children with it
-            self._process.wait(timeout_s)
+            self._process.wait(self._orphan_grace_s + _ORDER_TIMEOUT_S)
         self._bury()
 
     def __enter__(self) -> Zygote:
@@ -264,7 +278,7 @@ class Zygote:
         return json.loads(line)
 
 
-def _import_root() -> str | None:
+def import_root() -> str | None:
     """Where this package lies, if a fresh interpreter might not find it: run from a checkout instead of installed."""
     root = str(Path(__file__).resolve().parents[2])
     return None if root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} else root

@@ -5,8 +5,8 @@ descriptors: orders from the controller, the end of a child, the end of the cont
 so it alone reaps them, signals them without a race on process ids, and outlives a controller that was killed.
 
 Lines of JSON, controller -> zygote: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
-"rank": rank}, {"stop": grace_s}; each gets one line as its answer. On a second pipe the zygote writes a line
-{"exited": rank, ...} for each worker that ended.
+"rank": rank}, {"orphan_grace_s": seconds}, {"stop": grace_s}; each gets one line as its answer. On a second pipe the
+zygote writes a line {"exited": rank, ...} for each worker that ended.
 """
 
 from __future__ import annotations
@@ -124,6 +124,9 @@ class ZygoteServer:
                 spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
                 self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
                 self._answer({"pid": self._pids[rank]})
+            elif "orphan_grace_s" in order:
+                self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
+                self._answer({"set": True})
             else:
                 self._answer({"sent": self._signal(int(order["rank"]), int(order["signal"]))})
         except Exception:

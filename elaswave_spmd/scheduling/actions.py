@@ -52,8 +52,8 @@ Schedule = Mapping[int, tuple[Action, ...]]
 def in_flight_limits(stage_sizes: Sequence[int]) -> tuple[int, ...]:
     """Units that a worker of each stage may have between forward and backward: enough to keep all later stages busy.
 
-    On an even mesh it is the 1F1B bound, the number of stages from this one to the last. On a ragged one it is one more:
-    units come from several workers there, not one after the other.
+    On an even mesh it is the 1F1B bound, the number of stages from this one to the last. On a ragged one one
+    more: units come from several workers there, not one after the other.
     """
     more = len(set(stage_sizes)) > 1
     return tuple(-(-sum(stage_sizes[s:]) // size) + more for s, size in enumerate(stage_sizes))

@@ -22,6 +22,7 @@ from elaswave_spmd.recovery.effects import (
     Effect,
     EpochBegun,
     Evict,
+    Save,
     Send,
     Unrecoverable,
     ValidationDone,
@@ -327,9 +328,8 @@ class LocalCluster:
                     self._note("EPOCH", effect)
                 case Done():
                     self._done = True
-                case Unrecoverable():
-                    gone = {*self._lost, *self._leaving}
-                    left = sum(rank not in gone for rank in self._controller.members)
+                case Unrecoverable() | Save():
+                    left = len({*self._controller.members} - {*self._lost, *self._leaving})
                     losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
                     raise LostStateError(effect, losses, self._mirrored, left)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elaswave_spmd.recovery.effects import EpochBegun, Unrecoverable
+from elaswave_spmd.recovery.effects import EpochBegun, Save, Unrecoverable
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.scheduling.holders import HolderRun
 from elaswave_spmd.testing.faults import ThenFault
@@ -27,7 +27,7 @@ class LostStateError(AssertionError):
         left: workers that are neither lost nor asked to leave.
     """
 
-    def __init__(self, effect: Unrecoverable, losses: int, members: int, left: int) -> None:
+    def __init__(self, effect: Unrecoverable | Save, losses: int, members: int, left: int) -> None:
         super().__init__(effect)
         self.losses, self.members, self.left = losses, members, left
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.observe import read_events, read_metrics
-from tests.faults.fault_runs import TINY, Changes, chaos
+from tests.faults.fault_runs import STEPS, TINY, Bits, Changes, chaos
 from tests.multiprocess.real_runs import Done, train, write_text
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
+Undisturbed = Callable[[int], Bits]
 # The last layer of the model meets a bug at step 3, on every worker that runs it.
 BROKEN = """
 import os
@@ -60,11 +62,50 @@ def test_the_only_worker_killed(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_fewer_than_the_least_number_of_workers(tmp_path: Path) -> None:
+def assert_saved(folder: Path, done: Done, undisturbed: Undisturbed) -> None:
+    """The run has stopped, with a checkpoint of its newest step, and goes on from there with the same bits."""
+    run_dir = folder / "run"
+    assert done.code == 1 and "Traceback" not in done.err and done.err.startswith("error: the run stops: ")
+    (checkpoint,) = run_dir.glob("checkpoints/*/manifest.json")
+    step = int(checkpoint.parent.name.removeprefix("step_"))
+    assert f"Its state after step {step} is in {checkpoint.parent}; " in done.err
+    assert f"to go on from there: python train.py train.resume={run_dir}" in done.err
+    assert step in (len(read_metrics(run_dir)), len(read_metrics(run_dir)) - 1)
+    assert [event["step"] for event in read_events(run_dir) if event["event"] == "checkpoint"] == [step]
+    assert last_event(folder)["event"] == "stop" and f"error: {last_event(folder)['message']}" == done.err.strip()
+    resumed = train(folder, f"train.resume={run_dir}", "mesh=single", "chaos.events=[]", "elastic.min_workers=1")
+    assert (resumed.code, resumed.err) == (0, "")
+    assert Bits.of(run_dir) == undisturbed(STEPS)
+
+
+@pytest.mark.timeout(200)  # three runs
+def test_fewer_than_the_least_number_of_workers(tmp_path: Path, undisturbed: Undisturbed) -> None:
     events = chaos("step: 2, kind: kill, rank: 0, point: norm", "step: 6, kind: kill, rank: 2, point: forward")
-    done = run(tmp_path, "mesh=dp3", "elastic.min_workers=2", events)
-    assert done.code == 1 and "elastic.min_workers is 2" in done.err and "Traceback" not in done.err
-    assert Changes.of(tmp_path / "run").ranks("fail") == [[0]]
+    done = run(tmp_path, "mesh=dp3", "sharding=zero2", "elastic.min_workers=2", events)
+    assert "1 workers are left, elastic.min_workers is 2" in done.err
+    fails = Changes.of(tmp_path / "run").of_kind("fail")
+    assert [event["ranks"] for event in fails] == [[0], [2]]
+    assert all(event["detect_from"] == "death" and event["detect_ms"] >= 0 for event in fails), fails
+    assert fails[0]["bytes_moved"] >= fails[0]["bytes_bound"] > 0, "two workers have mirrors to make"
+    assert (fails[1]["bytes_moved"], fails[1]["bytes_bound"], fails[1]["copies"]) == (0, 0, 0)
+    assert_saved(tmp_path, done, undisturbed)
+
+
+def test_an_exception_that_leaves_too_few_is_shown_with_the_checkpoint(tmp_path: Path) -> None:
+    events = chaos("step: 4, kind: raise, rank: 3, point: backward")
+    done = run(tmp_path, "mesh=dp2_pp2", "elastic.min_workers=4", events)
+    assert done.code == 1 and done.err.startswith("error: the run stops: 3 workers are left, elastic.min_workers is 4.")
+    assert "step_00000003" in done.err and done.err.count("Traceback") == 1 and "ChaosError" in done.err
+    assert "Traceback" not in str(last_event(tmp_path)["message"])
+
+
+@pytest.mark.timeout(200)
+def test_all_workers_asked_to_leave(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """As when a batch system ends the job: SIGTERM to everybody."""
+    events = chaos("step: 4, kind: term, rank: [0, 1], point: forward")
+    done = run(tmp_path, "mesh=dp2", "sharding=zero1", events)
+    assert "0 stay, elastic.min_workers is 1" in done.err
+    assert_saved(tmp_path, done, undisturbed)
 
 
 def test_both_holders_of_a_page_killed_at_once(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from elaswave_spmd.runtime.latch import hold
 
 def worker(spec: dict[str, Any]) -> object:
     """Hold the latch `seat` (if any), say so by making the file `ready`, and end as `ends` says once `go` is there."""
-    if spec["seat"] is not None:
-        hold(*spec["seat"])
+    strike = hold(*spec["seat"]) if spec["seat"] is not None else None
     if spec["ends"] == "a thread has ended":
         thread = threading.Thread(target=time.sleep, args=(0,))
         thread.start()
@@ -28,6 +27,10 @@ def worker(spec: dict[str, Any]) -> object:
             return 0
         case "raise":
             raise ValueError("as asked")
+        case "strike":
+            assert strike is not None
+            strike()
+            os.kill(os.getpid(), signal.SIGKILL)
         case "exit in a thread":
             threading.Thread(target=os._exit, args=(3,)).start()
         case "segfault":

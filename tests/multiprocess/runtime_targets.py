@@ -74,6 +74,15 @@ def controller(spec: dict[str, Any]) -> None:
     time.sleep(100)
 
 
+def ends_slowly(spec: dict[str, Any]) -> None:
+    """A worker that has something to save when its controller is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(spec["ready"]).touch()
+    os.read(spec["life_fd"], 1)
+    time.sleep(spec["seconds"])
+    Path(spec["ended"]).touch()
+
+
 def until_life_ends(spec: dict[str, Any]) -> None:
     """A worker that sits in the mailbox until the controller is gone, as a training thread would."""
     mailbox = Mailbox()

@@ -14,7 +14,7 @@ EMULATED = ("runtime.device=emulated", "emulated.forward_ms=1", "emulated.backwa
 KILL = "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}]"
 
 
-def bits(folder: Path, *arguments: str) -> tuple[object, ...]:
+def bits(folder: Path, *arguments: str) -> tuple[list[tuple[str, str]], object]:
     folder.mkdir()
     write_text(folder)
     done = train(folder, *SMALL, *EMULATED, *arguments)

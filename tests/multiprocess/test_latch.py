@@ -145,6 +145,20 @@ def test_a_thread_that_ends_is_no_death(scene: Scene) -> None:
     assert scene.death() == 0
 
 
+def test_the_instant_of_a_fault_on_purpose_is_there_when_the_death_is_told(scene: Scene) -> None:
+    for rank, ends in ((0, "strike"), (1, NEVER)):
+        scene.start(rank, ends)
+        assert scene.watcher.watch(rank) and scene.board.struck_at(rank) is None
+    before = time.monotonic()
+    scene.go(0)
+    assert scene.death() == 0
+    struck_at = scene.board.struck_at(0)
+    assert struck_at is not None and before <= struck_at <= time.monotonic()
+    scene.kill(1)
+    assert scene.death() == 1 and scene.board.struck_at(1) is None, "nobody has written it down"
+    assert scene.board.struck_at(9) is None, "it never had a seat"
+
+
 def test_who_died_before_being_watched_is_told(scene: Scene) -> None:
     scene.start(3)
     scene.kill(3)

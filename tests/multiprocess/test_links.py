@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -317,3 +318,64 @@ def test_links_import_neither_torch_nor_asyncio():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, timeout=30
     )
     assert result.stdout.strip() == "[]"
+
+
+class Cable:
+    """Stands between two ends on tcp, and can be cut while both live."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+        self._to = (host, int(port))
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._sides: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(self._to)
+                self._sides += [near, far]
+                for ways in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=ways))
+                    self._threads[-1].start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+
+    def cut(self) -> None:
+        for side in self._sides:
+            with suppress(OSError):  # it is cut already
+                side.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for side in (self._server, *self._sides):
+            side.close()
+
+
+@pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+def test_a_connection_that_breaks_between_the_living_is_told_once_and_can_be_made_again(ends: Ends) -> None:
+    """Nothing comes again by itself: whoever reconnects knows that what was on its way is lost."""
+    one, notices = ends.open(0)
+    other, mailbox = ends.open(1)
+    cable = Cable(other.address)
+    one.connect(1, cable.address)
+    assert one.wait_connected([1], 10) == [] and one.send(1, b"first")
+    assert envelope(mailbox).header == b"first"
+    for number in (b"second", b"third"):
+        cable.cut()
+        assert notices.get(20) == PeerClosed(1) and one.peers == () and not one.send(1, b"lost")
+        one.connect(1, cable.address)
+        assert one.wait_connected([1], 10) == [] and one.send(1, number)
+        assert envelope(mailbox).header == number
+    assert notices.take_all() == [] and mailbox.take_all() == []
+    cable.close()

@@ -116,8 +116,11 @@ def test_the_only_worker_ends_the_run(tmp_path: Path, number: signal.Signals) ->
         (worker,) = run.workers()
         os.kill(worker, number)
         done = run.finish()
-    assert done.code == 1 and done.err.startswith("error: the run cannot go on: ") and "Traceback" not in done.err
+    saved = number == signal.SIGTERM  # it can still write what it has
+    says = "error: the run stops: worker 0 leaves" if saved else "error: the run cannot go on: "
+    assert done.code == 1 and done.err.startswith(says) and "Traceback" not in done.err
     assert read_events(tmp_path / "run")[-1]["event"] == "stop"
+    assert bool(list(tmp_path.glob("run/checkpoints/*/manifest.json"))) == saved
 
 
 def test_the_death_of_the_zygote_ends_the_run(tmp_path: Path) -> None:

@@ -217,6 +217,17 @@ def test_a_killed_controller_leaves_nothing(start: Start, tmp_path: Path, inner:
     assert not scratch.exists()
 
 
+@pytest.mark.parametrize("grace", [0.3, 60.0])
+def test_the_time_of_orphans_may_be_told_later(start: Start, tmp_path: Path, grace: float):
+    """A worker that takes a while to end is killed with the one, and ends by itself with the other."""
+    zygote = start("runtime_targets:ends_slowly", orphan_grace_s=60.0 if grace < 1 else 0.3)
+    zygote.set_orphan_grace(grace)
+    pid = zygote.spawn(0, {"seconds": 1.5, "ended": str(tmp_path / "ended"), "ready": str(tmp_path / "ready")})
+    assert eventually((tmp_path / "ready").exists)
+    zygote.release()
+    assert gone(pid) and (tmp_path / "ended").exists() == (grace > 1)
+
+
 def test_stop_removes_the_scratch_directories(start: Start, tmp_path: Path):
     scratch = tmp_path / "sockets"
     scratch.mkdir()

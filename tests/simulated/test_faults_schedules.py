@@ -4,9 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.testing.schedules import run_many
+from elaswave_spmd.testing.faults import RECEIVER, SENDER, MessageFault
+from elaswave_spmd.testing.schedules import Schedule, run, run_many
+from elaswave_spmd.testing.tiny import TinyRun
 
 CHUNK = 60
+# Of long searches: what was wrong, and is not any more.
+FAILED_ONCE = {
+    "a learner of the loss page alone could not vote with the loss": Schedule(
+        seed=103349,
+        run=TinyRun(tied=True, dtype="bf16", units=4),
+        mesh="stages1-3",
+        zero=3,
+        scatter=2,
+        hosts=2,
+        faults=(
+            MessageFault("kill", "Vote", SENDER, True, 14),
+            MessageFault("kill", "Finished", SENDER, True, 1),
+            MessageFault("kill", "Status", SENDER, True, 3),
+        ),
+    ),
+    "an entry was thrown away that was wanted when the one who had applied it was lost": Schedule(
+        seed=103745,
+        run=TinyRun(blocks=2, tied=True, steps=3),
+        mesh="dp2_pp2",
+        zero=0,
+        faults=(
+            MessageFault("kill", "Activation", SENDER, False, 6),
+            MessageFault("stop", "Place", RECEIVER, True, 1, turns=5),
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("first", range(0, 4 * CHUNK, CHUNK))
@@ -14,3 +42,9 @@ def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int) -> None:
     tally = run_many(range(first, first + CHUNK))
     assert tally.failures == {}
     assert tally.struck > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
+
+
+@pytest.mark.parametrize("name", FAILED_ONCE)
+def test_a_schedule_that_failed_once(name: str) -> None:
+    ended = run(FAILED_ONCE[name])
+    assert (ended.how, ended.failure) == ("bits", ""), ended.detail

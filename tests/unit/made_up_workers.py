@@ -39,6 +39,7 @@ class Workers:
         self.unreaped: list[Exited] = []  # what the zygote would find if it looked now
         self.killed: list[int] = []  # by the controller
         self.stopped = False
+        self.specs: dict[int, dict[str, Any]] = {}
         self._read, self._write = os.pipe()
         self._links: dict[int, Links] = {}
         self._mailboxes: dict[int, Mailbox] = {}
@@ -52,6 +53,7 @@ class Workers:
 
     def spawn(self, rank: int, spec: dict[str, Any]) -> None:
         self._mailboxes[rank] = mailbox = Mailbox()
+        self.specs[rank] = spec
         self._links[rank] = Links(rank, mailbox, directory=spec["directory"], token=bytes.fromhex(spec["token"]))
         self._links[rank].connect(CONTROLLER, spec["controller"])
         if rank == 1:
@@ -115,6 +117,7 @@ class Story:
         self.versions: dict[int, int] = {}
         self.dead: set[int] = set()
         self.silent: set[int] = set()  # their hearts do not beat
+        self.mute: set[int] = set()  # they answer no PREPARE
         self.workers = Workers(self._begin)
 
     def _begin(self, workers: Workers) -> None:
@@ -151,7 +154,7 @@ class Story:
         for rank in set(self.workers.ranks) - self.dead:
             for message in self.workers.take(rank):
                 self.heard.setdefault(rank, []).append(message)
-                if isinstance(message, m.Prepare):
+                if isinstance(message, m.Prepare) and rank not in self.mute:
                     self.workers.say(m.Status(message.epoch, rank, self.versions.get(rank, 0)))
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -216,7 +219,7 @@ class Story:
         return any(self.places(r) and self.places(r)[-1].epoch != said.get(r) for r in set(self.heard) - self.dead)
 
 
-def settings_in(folder: Path, steps: int = 2, **elastic: Any) -> Settings:
+def settings_in(folder: Path, steps: int = 2, timeouts: dict[str, float] | None = None, **elastic: Any) -> Settings:
     (folder / "text.txt").write_text("a few words for a model that is never trained. " * 40)
     return Settings.from_dict(
         {
@@ -226,6 +229,7 @@ def settings_in(folder: Path, steps: int = 2, **elastic: Any) -> Settings:
             "train": {"seq_len": 8, "global_batch": 4, "steps": steps},
             "unit": {"size": 2},
             "elastic": elastic or {},
+            "timeouts": timeouts or {},
             "run": {"dir": str(folder / "run"), "tensorboard": False},
         }
     )

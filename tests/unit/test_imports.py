@@ -35,15 +35,21 @@ ALLOWED = {
     "runtime": "errors keyed mesh sharding scheduling recovery models",
     "testing": "errors keyed mesh sharding scheduling recovery models data runtime",
     "ctl": "errors mesh observe",
-    "simulator": "errors keyed mesh sharding scheduling recovery",
+    "simulator": "errors keyed mesh observe sharding scheduling recovery",
+    "named_arguments": "errors",
+    "planning": "errors mesh named_arguments scheduling simulator",
+    "simulating": "errors named_arguments simulator",
 }
 TOP = (
-    *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events"),
-    *("launching", "losses", "summary", "supervision", "worker"),
-    *("durability", "emergency", "identity", "rescheduling", "restart", "resuming", "start"),
+    *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events", "frequencies"),
+    *("launching", "losses", "summary", "supervision", "tracing", "worker"),
+    *("durability", "emergency", "identity", "rescheduling", "restart", "resuming", "start", "stopping"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
-WITHOUT_TORCH = ("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings", "cli", "ctl")
+WITHOUT_TORCH = (
+    *("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings"),
+    *("cli", "ctl", "simulator", "planning", "simulating"),
+)
 
 
 def imports(path: Path) -> Iterator[str]:

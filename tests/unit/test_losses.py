@@ -28,9 +28,18 @@ class World:
         self.newcomers_lost: list[tuple[int, str]] = []
         self.told: list[tuple[int, str]] = []
         self.protocol = SimpleNamespace(started=True, version=4, placement=SimpleNamespace(mesh=(0, 1)), lost=self.lost)
-        supervision = SimpleNamespace(losses=lambda: [])
+        self.protocol.relink = self.relink
+        self.relinked: list[tuple[set[int], str]] = []
+        self.signs: list[str] = []
+        self.ended: list[int] = []
+        supervision = SimpleNamespace(
+            losses=lambda: [],
+            last_sign=lambda rank: f"of {rank}",
+            forget=lambda rank: None,
+            end=self.ended.append,
+        )
         events = SimpleNamespace(
-            lost=lambda rank, at: self.reported.append(rank),
+            lost=lambda rank, at, sign: (self.reported.append(rank), self.signs.append(sign)),
             newcomer_lost=lambda rank, mesh, reason: self.newcomers_lost.append((rank, reason)),
         )
         self.losses = Losses(
@@ -49,6 +58,14 @@ class World:
         self.told.append((rank, reason))
         return []
 
+    def relink(self, ends: frozenset[int], reason: str) -> list[Any]:
+        self.relinked.append((set(ends), reason))
+        return []
+
+    def live(self, *ranks: int) -> None:
+        for rank in (*ranks, *ranks):
+            self.losses.lives(rank)
+
     def perform(self, effects: Sequence[object]) -> None: ...
 
     def exits(self, rank: int, code: int | None = None, signal: int | None = None) -> None:
@@ -62,7 +79,7 @@ def test_a_loss_is_told_once() -> None:
     world.exits(1, signal=9)
     world.losses.failed(Failed(1, "late words", 5))
     assert [rank for rank, _ in world.told] == world.reported == [1] and sorted(world.workers) == [0, 2]
-    assert "SIGKILL" in world.told[0][1] and not world.spawned
+    assert "SIGKILL" in world.told[0][1] and not world.spawned and world.signs == ["of 1"]
 
 
 def test_a_lost_member_is_replaced_and_a_newcomer_is_not() -> None:
@@ -72,6 +89,7 @@ def test_a_lost_member_is_replaced_and_a_newcomer_is_not() -> None:
     assert world.spawned == [1]
     assert world.newcomers_lost == [(2, "worker 2 (pid 72) was ended by signal 9 (SIGKILL)")]
     assert world.reported == [0] and [rank for rank, _ in world.told] == [0, 2] and sorted(world.workers) == [1]
+    assert world.ended == [2], "it may only be late: it must not come when the mesh has given it up"
 
 
 def test_an_exception_is_a_lost_device_until_it_repeats_in_the_same_step() -> None:
@@ -162,3 +180,48 @@ def test_a_report_that_comes_after_the_exit_is_that_of_the_same_crash() -> None:
     world.exits(0, code=1)
     world.losses.failed(Failed(0, "Traceback ...\nValueError: first", 5))
     assert [rank for rank, _ in world.told] == [0]
+
+
+def test_the_end_of_a_run_that_is_saved_shows_the_exception_that_brought_it_to_it() -> None:
+    world = World()
+    world.losses.failed(Failed(0, "Traceback ...\nValueError: old", 3))
+    with pytest.raises(RunError) as caught:
+        world.losses.stop(4, "the run stops")
+    assert str(caught.value) == "the run stops"
+    world.losses.failed(Failed(1, "Traceback ...\nValueError: new", 5))
+    with pytest.raises(RunError) as caught:
+        world.losses.stop(4, "the run stops")
+    assert str(caught.value) == "the run stops\n\nworker 1 failed:\nTraceback ...\nValueError: new"
+    assert caught.value.headline == "the run stops"
+
+
+def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> None:
+    world = World()
+    world.losses.link_closed(0, 1)
+    assert not world.relinked
+    world.live(0, 1)
+    assert world.relinked == [({0, 1}, "the link between workers 0 and 1 was lost")] and not world.told
+    world.losses.link_closed(1, 0)
+    world.live(0, 1)
+    assert world.told == [(1, "the link between workers 0 and 1 was lost again")] and len(world.relinked) == 1
+    assert world.reported == [1]
+
+
+def test_links_that_end_with_a_worker_are_none_that_were_lost() -> None:
+    world = World()
+    world.losses.link_closed(0, 1)
+    world.exits(1, signal=9)
+    world.losses.link_closed(0, 1)
+    world.live(0, 1)
+    assert not world.relinked and [rank for rank, _ in world.told] == [1]
+
+
+def test_who_has_lost_the_link_to_the_controller_and_lives_is_lost() -> None:
+    world = World()
+    world.losses.link_closed(0)
+    world.live(0)
+    assert world.told == [(0, "its link to the controller was lost")]
+    world = World(enabled=False)
+    world.losses.link_closed(0)
+    with pytest.raises(RunError, match="worker 0: its link to the controller was lost"):
+        world.live(0)

@@ -118,6 +118,14 @@ def test_what_is_switched_off_does_not_happen() -> None:
     assert world.goals == [] and not hasattr(world.protocol, "deal")
 
 
+def test_noise_drives_nothing_to_and_fro() -> None:
+    world = World([3])
+    for turn in range(40):
+        world.speeds = {turn % 3: 0.5}
+        world.train(12)
+    assert 1 <= len(world.goals) <= 6
+
+
 def test_nothing_is_asked_while_the_mesh_changes() -> None:
     world = World([3])
     world.speeds[1], world.protocol.settled = 0.5, False

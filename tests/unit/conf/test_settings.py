@@ -19,6 +19,7 @@ from elaswave_spmd import settings as module
 from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.timeouts import Timeouts
+from elaswave_spmd.schedule_settings import FREQUENCIES
 from elaswave_spmd.scheduling.learning_rate import SCHEDULES
 from elaswave_spmd.settings import MeshSettings, OptimSettings, Settings, TrainSettings, UnitSettings
 
@@ -45,7 +46,8 @@ BAD = [
     ("elastic.evict_slower_than", 1.0), ("elastic.evict_slower_than", -0.1), ("schedule.dataflow", "yes"),
     ("schedule.graph", 1), ("schedule.stages", None), ("schedule.memory_limit", 0), ("schedule.every", 0),
     ("schedule.window", 0), ("schedule.min_gain", 1.0), ("schedule.patience", 0), ("schedule.profile", ""),
-    ("schedule.bandwidth", 0), ("schedule.latency", -1),
+    ("schedule.bandwidth", 0), ("schedule.latency", -1), ("schedule.frequency", "acpi"), ("schedule.frequency", None),
+    ("schedule.frequency", "nvml"), ("schedule.f_min", 0), ("schedule.f_min", 1.5), ("schedule.f_max", 0.9),
     ("emulated.forward_ms", -1), ("emulated.backward_ms", "fast"), ("emulated.layer_costs", 3),
     ("emulated.layer_costs", [1, -1]), ("emulated.slow", 3), ("emulated.slow", [{"rank": 1}]),
     ("emulated.slow", [{"rank": 1, "speed": 0}]), ("emulated.slow", [{"rank": 1, "speed": 1, "step": 3, "until": 3}]),
@@ -71,6 +73,7 @@ BAD = [
     ("runtime.agents", -1),
     ("runtime.agents_timeout", 0), ("runtime.local_workers", -1), ("runtime.token_file", ""),
     ("run.dir", ""), ("run.dir", ["a"]), ("run.tensorboard", 1), ("run.tensorboard", None),
+    ("run.trace", "yes"),
     ("elastic.enabled", "yes"), ("elastic.min_workers", 0), ("elastic.min_workers", 2), ("elastic.replace", 1),
     ("elastic.spares", -1), ("mirror.count", -1), ("mirror.scatter", 0.5), ("mirror.verify_every", None),
     ("checkpoint.every", -1), ("checkpoint.keep", 0),
@@ -216,3 +219,27 @@ def test_a_users_model_is_called_by_its_class() -> None:
 def test_zero_level() -> None:
     levels = [Settings.from_dict({"sharding": {"name": name}}).sharding.zero_level for name in module.SHARDINGS]
     assert levels == [None, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("frequency", "device"), [("simulated", "emulated"), ("nvml", "cuda"), ("cpufreq", "cpu"), ("ascend", "npu")]
+)
+def test_frequencies_are_of_the_devices_that_workers_run_on(frequency: str, device: str) -> None:
+    from elaswave_spmd.runtime.frequency import BACKENDS
+
+    assert {*BACKENDS, "none"} == set(FREQUENCIES)
+    schedule = {"frequency": frequency}
+    for other in runtime_settings.DEVICES:
+        fields = {"schedule": schedule, "runtime": {"device": other}}
+        if other == device:
+            assert Settings.from_dict(fields).schedule.frequency == frequency
+            continue
+        with pytest.raises(ConfigError) as caught:
+            Settings.from_dict(fields)
+        assert caught.value.where == f"schedule.frequency={frequency}" and caught.value.fix.endswith("=none")
+
+
+def test_frequencies_are_not_set_on_other_machines() -> None:
+    meeting = {"transport": "tcp", "rendezvous": "node0:29400", "agents": 1, "token_file": "token"}
+    with pytest.raises(ConfigError, match="on the controller's machine"):
+        Settings.from_dict({"schedule": {"frequency": "cpufreq"}, "runtime": meeting})

@@ -136,15 +136,6 @@ def test_the_last_worker_ends_the_run() -> None:
     assert [e.reason for e in effects if isinstance(e, Unrecoverable)] == ["no worker is left"]
 
 
-def test_too_few_workers_end_the_run() -> None:
-    protocol = started(3, policy=Policy(min_workers=2))
-    assert not any(isinstance(e, Unrecoverable) for e in protocol.lost(0, "killed"))
-    effects = protocol.lost(1, "killed")
-    assert [e.reason for e in effects if isinstance(e, Unrecoverable)] == [
-        "1 workers are left, elastic.min_workers is 2"
-    ]
-
-
 # ---- leaving and coming
 
 

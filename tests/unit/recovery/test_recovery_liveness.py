@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,3 +181,121 @@ def test_a_worker_that_beats_and_works_is_never_suspect(periods: list[float], bu
     for progress, seconds in enumerate(periods):
         liveness.heartbeat(0, progress, not busy)
         assert liveness.tick(seconds) == []
+
+
+# ---- an answer to PREPARE, a newcomer, a leaver
+
+W = dataclasses.replace(T, join=3.0, leave=5.0)
+
+
+def all_beating_until_suspect(liveness: Liveness, *ranks: int) -> tuple[float, list[Suspect]]:
+    """Seconds until somebody is suspect though these wait and say so."""
+    for count in range(1, 1000):
+        for rank in ranks:
+            liveness.heartbeat(rank, 1, True)
+        if suspects := liveness.tick(BEAT):
+            return count * BEAT, suspects
+    raise AssertionError("nobody became suspect")
+
+
+def test_who_waits_and_does_not_answer_is_suspect_however_its_heart_beats() -> None:
+    liveness = watching(0, 1, timeouts=W)
+    liveness.heartbeat(0, 1, True)
+    for _ in range(20):
+        liveness.heartbeat(1, 1, True)
+        liveness.heartbeat(0, 1, True)
+        assert liveness.tick(BEAT) == []
+    liveness.owe(7, (1,))
+    assert all_beating_until_suspect(liveness, 0, 1) == (W.status, [Suspect(1, "no answer to PREPARE for 2.0 s")])
+
+
+def test_another_prepare_is_another_question_and_an_answer_ends_the_wait() -> None:
+    liveness = watching(0, timeouts=W)
+    for epoch in (3, 4, 5):
+        for _ in range(7):
+            liveness.owe(epoch, (0,))
+            liveness.heartbeat(0, 1, True)
+            assert liveness.tick(BEAT) == []
+    liveness.owe(5, ())
+    liveness.heartbeat(0, 1, True)
+    assert liveness.tick(BEAT) == []
+    liveness.owe(5, (0,))
+    assert ticks_until_suspect(liveness, rank=0, progress=1, waiting=True)[0] * BEAT == W.status
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.25, 2.0), (0.5, 4.0)])
+def test_an_answer_may_take_many_usual_actions_of_one_that_computes(seconds: float, limit: float) -> None:
+    liveness = watching(0, timeouts=dataclasses.replace(W, progress=8.0))
+    liveness.heartbeat(0, 0, False)
+    for progress in range(1, 9):
+        for _ in range(int(seconds / BEAT)):
+            assert liveness.tick(BEAT) == []
+        liveness.heartbeat(0, progress, False)
+    liveness.owe(1, (0,))
+    count, suspect = ticks_until_suspect(liveness, rank=0, progress=8, waiting=False)
+    assert count * BEAT == limit == max(W.status, W.progress_factor * seconds) and "PREPARE" in suspect.reason
+
+
+def test_an_answer_may_take_as_long_as_a_first_action() -> None:
+    liveness = watching(0, timeouts=W)
+    liveness.heartbeat(0, 0, False, "start")
+    liveness.owe(1, (0,))
+    count, _ = ticks_until_suspect(liveness, rank=0, progress=0, waiting=False)
+    assert count * BEAT >= W.start - BEAT
+
+
+def test_a_newcomer_that_is_not_ready_is_given_up_and_said_once() -> None:
+    liveness = Liveness(W)
+    liveness.expect(5)
+    liveness.expect(4)
+    for _ in range(11):
+        assert liveness.tick(BEAT) == []
+    assert liveness.tick(BEAT) == [Suspect(4, "not ready after 3.0 s"), Suspect(5, "not ready after 3.0 s")]
+    assert all(liveness.tick(BEAT) == [] for _ in range(20))
+
+
+def test_a_newcomer_that_is_ready_or_gone_is_waited_for_no_longer() -> None:
+    liveness = Liveness(W)
+    for rank in (4, 5):
+        liveness.expect(rank)
+    liveness.watch(4)
+    liveness.forget(5)
+    for _ in range(40):
+        liveness.heartbeat(4, 0, True)
+        assert liveness.tick(BEAT) == []
+
+
+def test_a_long_pause_gives_no_newcomer_up() -> None:
+    liveness = Liveness(W)
+    liveness.expect(4)
+    assert liveness.tick(3600.0) == []
+
+
+def test_who_asked_to_leave_and_is_not_let_go_has_failed() -> None:
+    liveness = watching(0, 1, timeouts=W)
+    liveness.wants_to_leave(1)
+    liveness.wants_to_leave(1)
+    liveness.wants_to_leave(9)
+    wanted = W.leave, [Suspect(1, "it asked to leave 5.0 s ago and was not let go")]
+    assert all_beating_until_suspect(liveness, 0, 1) == wanted
+
+
+def test_a_leaver_that_has_what_nobody_else_has_gets_as_much_time_again() -> None:
+    free: set[int] = set()
+    liveness = Liveness(W, free.__contains__)
+    liveness.watch(1)
+    liveness.wants_to_leave(1)
+    ticks = int(W.leave / BEAT)
+    for _ in range(3 * ticks):
+        liveness.heartbeat(1, 1, True)
+        assert liveness.tick(BEAT) == []
+    free.add(1)
+    assert all_beating_until_suspect(liveness, 1)[0] == W.leave
+
+
+def test_who_has_not_asked_to_leave_has_time() -> None:
+    """Drained by somebody else's wish, perhaps."""
+    liveness = watching(1, timeouts=W)
+    for _ in range(100):
+        liveness.heartbeat(1, 1, True)
+        assert liveness.tick(BEAT) == []

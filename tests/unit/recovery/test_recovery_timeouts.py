@@ -70,6 +70,10 @@ def test_each_rung_names_both_values_and_its_reason(given_seconds: dict[str, flo
     assert caught.value.rule.startswith(f"timeouts.{upper} is ") and ": " in caught.value.rule and caught.value.fix
 
 
+def test_orphans_wait_for_the_controller_and_then_have_the_time_of_a_shutdown() -> None:
+    assert Timeouts(controller=4.0, shutdown=9.0).orphan_grace == 13.0
+
+
 def test_three_beats_are_enough() -> None:
     assert Timeouts(heartbeat=0.5, suspect=1.5).suspect == 1.5
 

@@ -1,0 +1,141 @@
+"""Programs that a benchmark starts: each in a session of its own, and nothing of it is left afterwards.
+
+Some of them start processes in sessions of their own again (torchrun its workers). So every one gets a mark in its
+environment, which whatever it starts inherits, and what carries the mark is ended, whoever its parent is by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARK = "ELASWAVE_BENCHMARK"
+_PATIENCE_S = 180.0
+_LOOK_S = 0.02
+_END_S = 30.0
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP end this process as Ctrl-C does, which works in the background too: what it has started is
+    ended first."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+@dataclass
+class Program:
+    """A program under way. `said`: the file of its output."""
+
+    process: subprocess.Popen[bytes]
+    said: Path
+    mark: str
+
+    def wait(self, condition: Callable[[], object], patience_s: float = _PATIENCE_S) -> None:
+        """Until the condition holds.
+
+        Raises:
+            RuntimeError: the program ended before, or it takes too long; with the end of its output.
+        """
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"it ended or takes too long:\n{self.said.read_text(errors='replace')[-3000:]}")
+            time.sleep(_LOOK_S)
+
+    def workers(self) -> list[int]:
+        """Of a run of this project: children of children, as the controller's zygote makes the workers."""
+        parents = {pid: _parent(pid) for pid in marked(self.mark)}
+        zygotes = {pid for pid, parent in parents.items() if parent == self.process.pid}
+        return sorted(pid for pid, parent in parents.items() if parent in zygotes)
+
+
+@contextlib.contextmanager
+def program(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
+    """Starts a program; afterwards none of its processes is left. Its temporary files go to `directory`, too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    said, mark = directory / "said", secrets.token_hex(8)
+    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory), _MARK: mark}
+    process = None
+    try:
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **own, **(environment or {})},
+                start_new_session=True,
+            )
+        yield Program(process, said, mark)
+    finally:
+        with _uninterrupted():
+            end_marked(mark)
+            if process is not None:
+                process.wait()
+
+
+def end_marked(mark: str) -> None:
+    """Kills what carries the mark, and waits until it is gone.
+
+    Raises:
+        RuntimeError: something cannot be killed.
+    """
+    deadline = time.monotonic() + _END_S
+    while left := marked(mark):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} were killed and are still there")
+        time.sleep(_LOOK_S)
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes with this mark, whatever their session (Linux)."""
+    sought, found = f"{_MARK}={mark}".encode(), []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                if sought in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+    return found
+
+
+@contextlib.contextmanager
+def new_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A temporary directory with a short path, below `parent` or where such directories are."""
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Another Ctrl-C does not end the ending."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

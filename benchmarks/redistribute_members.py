@@ -1,0 +1,322 @@
+"""Workers of `redistribute`: ours, which have pages of state or tiles of arrays, and those that use DCP.
+
+Ours do with state exactly what workers of a run do (runtime.replica): at a PLACE they take their place, primaries
+teach, learners report. They compute nothing, so only the state is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.members import follow
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.allocator import keep_freed_memory
+from elaswave_spmd.runtime.epoch import Epoch
+from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.links import CONTROLLER, Links
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.optimizers import AdamW
+from elaswave_spmd.runtime.points import pass_by
+from elaswave_spmd.runtime.port import Incoming, LinkPort, Stopped
+from elaswave_spmd.runtime.replica import Replica
+from elaswave_spmd.scheduling.learning_rate import LearningRate
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.scheduling.placement import Placement, RunKey, place
+from elaswave_spmd.sharding import P, ReshardPlan, Shardings, plan_reshard
+from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+
+LAYERS = 8
+KINDS = ("master", *AdamW().state_names)
+_TIMEOUT_S = 60.0
+_UNITS = 12
+_EVEN = 768  # elements of an array are a multiple: of 3 and 4 workers, and of a page's alignment
+_PERIOD = 4093
+
+
+def elements_of(num_bytes: int) -> int:
+    """fp32 elements of one of the LAYERS x KINDS arrays that have `num_bytes` together, about."""
+    return num_bytes // (4 * LAYERS * len(KINDS)) // _EVEN * _EVEN
+
+
+def layout_of(num_bytes: int) -> ModelLayout:
+    """Layers with one parameter each, whose state has `num_bytes` together."""
+    shape = (elements_of(num_bytes),)
+    return lay_out([LayerUse(f"layer{i}", (ParameterInfo(f"layer{i}.weight", shape),)) for i in range(LAYERS)])
+
+
+def healthy(layout: ModelLayout, workers: int, mirror_count: int) -> Placement:
+    """The first placement of a run with ZeRO-3 on dp, as `assembly.plan_run` makes it."""
+    mesh = Mesh.initial(MeshShape.of(dp=workers))
+    placement = place(mesh, layout, Shardings().with_zero(3), _UNITS)
+    if not mirror_count:
+        return placement
+    holders = deal_holders(
+        layout,
+        mesh.stages,
+        placement.layer_cuts,
+        replicated=False,
+        topology=mesh.topology,
+        mirror_count=mirror_count,
+        scatter=0,
+    )
+    return replace(placement, holders=holders)
+
+
+def plans_of(num_bytes: int, before: int, after: int) -> dict[tuple[int, int], ReshardPlan]:
+    """(layer, kind) -> how that array goes from tiles over `before` workers to tiles over `after`."""
+    meshes = [Mesh.initial(MeshShape.of(dp=workers)) for workers in (before, after)]
+    src, dst = ((mesh, P("dp")) for mesh in meshes)
+    shape = (elements_of(num_bytes),)
+    return {
+        (layer, kind): plan_reshard(shape, 4, src=src, dst=dst, array=f"layer{layer}.{name}")
+        for layer in range(LAYERS)
+        for kind, name in enumerate(KINDS)
+    }
+
+
+def pattern(layer: int, kind: int, start: int, stop: int) -> np.ndarray:
+    """Elements [start, stop) of an array, fp32: every one can be told from its neighbours, layers and kinds."""
+    period = np.arange(_PERIOD, dtype=np.float32) + np.float32(8192 * (layer * len(KINDS) + kind))
+    return np.resize(np.roll(period, -start), stop - start)
+
+
+class Worker:
+    """One of ours."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        self._rank, self._directory, self._num_bytes = int(spec["rank"]), spec["directory"], int(spec["bytes"])
+        self._layout = layout_of(self._num_bytes)
+        self._links: Links | None = None
+        self._blocks: tuple[np.ndarray, np.ndarray] | None = None
+
+    def hello(self) -> None:
+        """Nothing is to be known."""
+
+    def _open(self) -> Links:
+        if self._links is not None:
+            self._links.close()
+        self._mailbox = Mailbox()
+        self._links = Links(self._rank, self._mailbox, directory=self._directory)
+        return self._links
+
+    # ---- pages: as in a run
+
+    def begin(self, workers: int, mirror_count: int, controller: str) -> dict[str, Any]:
+        """A worker that has started and listens."""
+        links = self._open()
+        links.connect(CONTROLLER, controller)
+        self._healthy = healthy(self._layout, workers, mirror_count)
+        self._replica: Replica | None = None
+        self._early: list[Incoming] = []
+        self._port = LinkPort(links, self._mailbox, torch.float32)
+        return {"address": links.address}
+
+    def serve(self) -> dict[str, Any]:
+        """Does what messages say until Stop. Answers what was wrong then, and how many bytes it sent."""
+        try:
+            while True:
+                for incoming in self._port.take():
+                    self._handle(incoming)
+                if not self._mailbox.wait(_TIMEOUT_S):
+                    raise RuntimeError("no message")
+        except Stopped:
+            pass
+        assert self._links is not None
+        sent = sum(self._links.bytes_sent(peer) for peer in range(8))
+        wrong = [str(part.run) for part in (self._replica.state if self._replica else ()) if not self._is_right(part)]
+        self._replica = None
+        return {"sent": sent, "wrong": wrong}
+
+    def _is_right(self, part: Any) -> bool:
+        states = (part.master, *part.optimizer_state.values())
+        layer = part.run.layer
+        return all(
+            np.array_equal(values.numpy(), pattern(layer, kind, part.start, part.stop))
+            for kind, values in enumerate(states)
+        )
+
+    def _handle(self, incoming: Incoming) -> None:
+        match incoming.message:
+            case m.Place():
+                self._enter(incoming.message)
+            case m.Prepare(epoch):
+                assert self._replica is not None
+                protocol = self._replica.protocol
+                if protocol.promise(epoch):
+                    self._port.send(CONTROLLER, m.Status(epoch, self._rank, protocol.version))
+            case _ if self._replica is None:
+                self._early.append(incoming)
+            case message:
+                self._replica.handle(incoming.sender, message, incoming.payload)
+
+    def _enter(self, message: m.Place) -> None:
+        """As Worker and Executor of the product do at a PLACE between two steps."""
+        links = self._links
+        assert links is not None
+        for peer in set(links.peers) - {CONTROLLER} - message.addresses.keys():
+            links.drop(peer)
+        others = [peer for peer in message.addresses if peer != self._rank]
+        for peer in others:
+            links.connect(peer, message.addresses[peer])
+        epoch = Epoch.of(self._healthy, message)
+        first = self._replica is None
+        if self._replica is None:
+            if missing := links.wait_connected(others, _TIMEOUT_S):
+                raise RuntimeError(f"no link to {missing}")
+            job = Job(0, 10**6, _UNITS, 1, 1, "fp32", AdamW(), LearningRate(1e-3))
+            self._replica = Replica(
+                self._rank, job, self._layout, {}, epoch.placement, epoch.version, self._port.send, pass_by
+            )
+        self._replica.bind(epoch.placement, epoch.placement.holder_runs(self._layout), epoch.version, False)
+        if first and not epoch.placement.mesh.epoch:
+            self._replica.state.restore(self._saved, 0)
+            self._port.send(CONTROLLER, m.Heartbeat(self._rank, 0, True, "has its state"))
+        self._replica.resume()
+        early, self._early = self._early, []
+        for incoming in early:
+            self._handle(incoming)
+        self._replica.teach()
+
+    def _saved(self, run: RunKey, kind: str) -> Tensor:
+        layer, first, stop = run
+        start, end = self._layout.layers[layer].span(first, stop)
+        return torch.from_numpy(pattern(layer, KINDS.index(kind), start, end))
+
+    # ---- tiles: a reshard plan, executed
+
+    def tiles(self, before: int, after: int) -> dict[str, Any]:
+        """Has its tiles of all arrays; memory for the new ones is there and has been written to."""
+        links = self._open()
+        self._plans = plans_of(self._num_bytes, before, after)
+        self._old: dict[tuple[int, int], np.ndarray] = {}
+        self._new: dict[tuple[int, int], np.ndarray] = {}
+        self._start: dict[str, dict[tuple[int, int], int]] = {"old": {}, "new": {}}
+        for key, plan in self._plans.items():
+            for name, sharding, tiles in (("old", plan.src, self._old), ("new", plan.dst, self._new)):
+                if self._rank in sharding.mesh:
+                    [part] = sharding.tile_of(self._rank, plan.shape)
+                    self._start[name][key] = part.start
+                    tiles[key] = pattern(*key, part.start, part.stop)
+                    if name == "new":
+                        tiles[key].fill(-1.0)
+        return {"address": links.address}
+
+    def connect(self, addresses: Mapping[str, str]) -> None:
+        """Links to the others."""
+        assert self._links is not None
+        others = {int(rank): address for rank, address in addresses.items() if int(rank) != self._rank}
+        for rank, address in others.items():
+            self._links.connect(rank, address)
+        if missing := self._links.wait_connected(others, _TIMEOUT_S):
+            raise RuntimeError(f"no link to {missing}")
+
+    def reshard(self) -> dict[str, Any]:
+        """Executes the plans: everything is sent from where it lies, what stays is copied, what comes is put in."""
+        assert self._links is not None
+        missing = 0
+        for key, plan in self._plans.items():
+            missing += len(plan.incoming(self._rank))
+            for transfer in plan.outgoing(self._rank):
+                [box] = transfer.slices
+                start = self._start["old"][key]
+                header = msgspec.msgpack.encode([*key, box.start, box.stop])
+                self._links.send(transfer.dst, header, [self._old[key][box.start - start : box.stop - start]])
+        for key, plan in self._plans.items():
+            if (kept := plan.local_copy(self._rank)) is not None:
+                [box] = kept.slices
+                a, b = self._start["new"][key], self._start["old"][key]
+                self._new[key][box.start - a : box.stop - a] = self._old[key][box.start - b : box.stop - b]
+        while missing:
+            item = self._mailbox.get(_TIMEOUT_S)
+            if not isinstance(item, Envelope):
+                raise RuntimeError(f"expected a part of a tile, got {item}")
+            layer, kind, first, stop = msgspec.msgpack.decode(item.header)
+            start = self._start["new"][layer, kind]
+            self._new[layer, kind][first - start : stop - start] = np.frombuffer(item.payloads[0], np.float32)
+            missing -= 1
+        return {"done": time.monotonic()}
+
+    def check_tiles(self) -> dict[str, Any]:
+        """Which tiles are wrong."""
+        wrong = []
+        for key, tile in self._new.items():
+            start = self._start["new"][key]
+            if not np.array_equal(tile, pattern(*key, start, start + len(tile))):
+                wrong.append(f"layer {key[0]}, {KINDS[key[1]]}")
+        self._old, self._new = {}, {}
+        return {"wrong": wrong}
+
+    # ---- the bound
+
+    def copy(self, size: int) -> dict[str, Any]:
+        """Copies so many bytes from memory to memory, all of which has been written to before."""
+        if self._blocks is None or len(self._blocks[0]) < size:
+            self._blocks = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        source, target = self._blocks
+        began = time.monotonic()
+        np.copyto(target[:size], source[:size])
+        return {"began": began, "done": time.monotonic()}
+
+
+class Checkpointer:
+    """One worker with its shards as DTensors, and torch.distributed.checkpoint over gloo."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        torch.set_num_threads(1)
+        rank, world = int(spec["rank"]) - int(spec["first"]), int(spec["world"])
+        dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=world)
+        mesh = init_device_mesh("cpu", (world,))
+        share = elements_of(int(spec["bytes"])) // world
+        self._bounds = rank * share, (rank + 1) * share
+        self._shards = {
+            (layer, kind): torch.from_numpy(pattern(layer, kind, *self._bounds))
+            for layer in range(LAYERS)
+            for kind in range(len(KINDS))
+        }
+        self._state = {
+            f"layer{layer}.{KINDS[kind]}": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
+            for (layer, kind), shard in self._shards.items()
+        }
+
+    def hello(self) -> None:
+        """Nothing is to be known."""
+
+    def save(self, path: str) -> dict[str, Any]:
+        save_checkpoint(self._state, checkpoint_id=Path(path))
+        return {"done": time.monotonic()}
+
+    def clear(self) -> None:
+        """Before a load: whatever is right afterwards was loaded."""
+        for shard in self._shards.values():
+            shard.fill_(-1.0)
+
+    def load(self, path: str) -> dict[str, Any]:
+        load_checkpoint(self._state, checkpoint_id=Path(path))
+        return {"done": time.monotonic()}
+
+    def check(self) -> dict[str, Any]:
+        """Which shards are wrong."""
+        right = {key: pattern(*key, *self._bounds) for key in self._shards}
+        return {"wrong": [str(key) for key, shard in self._shards.items() if not np.array_equal(shard, right[key])]}
+
+
+def member(spec: dict[str, Any]) -> None:
+    """Entry of a member's process."""
+    follow(spec, {"ours": Worker, "dcp": Checkpointer}[spec["kind"]])

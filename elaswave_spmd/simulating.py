@@ -1,0 +1,74 @@
+"""`python -m elaswave_spmd simulate scenario=NAME`: policies on one cost model, in virtual time. Nothing runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from elaswave_spmd import named_arguments
+from elaswave_spmd.simulator import report, scenario, tables
+
+_WIDTH = 200  # where there is no terminal: a line of a log is one line
+
+USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [json=true]
+
+  scenario=NAME    {names}; or a YAML file, of which those are examples:
+                   {folder}
+  out=FOLDER       write JSON, an HTML page with the figures in it, and the figures as PNG
+  json=true        print one line of JSON, no tables
+
+Everything is modelled: virtual time on a cost model that the scenario states. Figures need matplotlib:
+{pip}
+"""
+
+
+def main(arguments: Sequence[str], program: str) -> int:
+    """Simulates, prints, writes. Returns the exit code.
+
+    Raises:
+        ConfigError: arguments or a scenario that cannot be.
+        PlanError: an event, a model or a fleet that cannot be; a folder that cannot be written.
+    """
+    if {"-h", "--help"} & set(arguments):
+        names = ", ".join(scenario.names())
+        print(USAGE.format(program=program, names=names, folder=scenario.FOLDER, pip=report.PIP_LINE), end="")
+        return 0
+    known = {"scenario": None, "out": "", "json": "false"}
+    values = named_arguments.read(arguments, known, "simulate")
+    as_json = named_arguments.flag(values, "json")
+    name = values["scenario"]
+    chosen = scenario.load(name)
+    errors = Console(stderr=True)
+    with errors.status("") as status:
+        found = tables.run_scenario(Path(name).stem, chosen, lambda what: status.update(f"simulating: {what}"))
+    written = found.write(Path(values["out"]).expanduser()) if values["out"] else []
+    if as_json:
+        print(json.dumps(found.as_json(), allow_nan=False))
+    else:
+        show(found, Console() if sys.stdout.isatty() else Console(width=_WIDTH))
+        for path in written:
+            print(path)
+    if written and found.figures and not report.can_draw():
+        print(f"figures need matplotlib, so there are none: {report.PIP_LINE}", file=sys.stderr)
+    return 0
+
+
+def show(found: report.Report, console: Console) -> None:
+    """Prints the tables."""
+    console.print(found.title, style="bold", markup=False, highlight=False)
+    console.print(found.about, markup=False, highlight=False)
+    for table in found.tables:
+        shown = RichTable(title=table.title, title_justify="left")
+        for i, column in enumerate(table.columns):
+            shown.add_column(column, justify="right" if i else "left")
+        for row in table.rows:
+            shown.add_row(*(report.shown(cell) for cell in row))
+        console.print()
+        console.print(shown)
+        for note in table.notes:
+            console.print(f"  {note}", markup=False, highlight=False)

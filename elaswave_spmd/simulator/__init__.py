@@ -1,0 +1,55 @@
+"""The virtual-time engine with costs, and policies of other systems on the same costs. No torch."""
+
+from elaswave_spmd.simulator.changes import Change
+from elaswave_spmd.simulator.engine import FREE, Run, Wires, execute
+from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Repair, exponential, outages
+from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls
+from elaswave_spmd.simulator.optimum import Optimum, optimum
+from elaswave_spmd.simulator.policies import Case, Constants, DropReplica, Ours, Outcome, Policy, Reroute, Restart
+from elaswave_spmd.simulator.salvage import Salvaged, salvage
+from elaswave_spmd.simulator.shapes import alike, healthy, llama
+from elaswave_spmd.simulator.story import Phase, Story, tell
+from elaswave_spmd.simulator.templates import Templates
+from elaswave_spmd.simulator.trace import Timeline
+from elaswave_spmd.simulator.work import Span, Work
+
+__all__ = [
+    "FREE",
+    "LLAMA3",
+    "Case",
+    "Change",
+    "Constants",
+    "DropReplica",
+    "Drops",
+    "FailureRate",
+    "Fleet",
+    "GoesOn",
+    "Optimum",
+    "Ours",
+    "Outcome",
+    "Phase",
+    "Policy",
+    "Repair",
+    "Reroute",
+    "Restart",
+    "Restarts",
+    "Run",
+    "Salvaged",
+    "Scale",
+    "Span",
+    "Stalls",
+    "Story",
+    "Templates",
+    "Timeline",
+    "Wires",
+    "Work",
+    "alike",
+    "execute",
+    "exponential",
+    "healthy",
+    "llama",
+    "optimum",
+    "outages",
+    "salvage",
+    "tell",
+]

@@ -1,0 +1,140 @@
+"""What happens to workers, as text and as a value: `fail 6`, `fail 3 6`, `slow 2 0.5`, `join 1`; several with `;`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.mesh.mesh import format_ints
+from elaswave_spmd.recovery.decide import Stages, next_stages
+from elaswave_spmd.scheduling.costs import CostModel
+
+FORMS = "fail RANK ..., slow RANK SPEED, join COUNT; several with ;"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Workers that go, slow down or come, all at once.
+
+    Args:
+        gone: ranks that are lost.
+        slow: (rank, speed) of workers that are slower now; 1 is a healthy worker's speed.
+        joined: how many come. Their ranks are the next free ones.
+
+    Raises:
+        PlanError: a rank twice, a speed that is not between 0 and 1, or fewer than 0 that come.
+    """
+
+    gone: tuple[int, ...] = ()
+    slow: tuple[tuple[int, float], ...] = ()
+    joined: int = 0
+
+    def __post_init__(self) -> None:
+        named = [*self.gone, *(rank for rank, _ in self.slow)]
+        if twice := sorted({rank for rank in named if named.count(rank) > 1}):
+            raise PlanError(
+                "one thing happens to a worker at a time",
+                got=f"rank {format_ints(twice)} twice",
+                where=str(self),
+                fix="name each rank once: a worker that fails is not slow",
+            )
+        for rank, speed in self.slow:
+            if not (math.isfinite(speed) and 0 < speed < 1):
+                raise PlanError(
+                    "a slow worker has a speed between 0 and 1",
+                    got=f"{speed:g}",
+                    where=str(self),
+                    fix=f"slow {rank} 0.5",
+                )
+        if self.joined < 0:
+            raise PlanError("0 or more workers join", got=self.joined, where=str(self), fix="join 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Change:
+        """Reads the forms of `FORMS`.
+
+        Raises:
+            PlanError: an unknown word, a number that is none, or what contradicts itself.
+        """
+        gone: list[int] = []
+        slow: list[tuple[int, float]] = []
+        joined = 0
+        for part in text.split(";"):
+            word, *numbers = part.split() or [""]
+            if word == "fail" and numbers:
+                gone += [_whole(number, text) for number in numbers]
+            elif word == "slow" and len(numbers) == 2:
+                slow.append((_whole(numbers[0], text), _speed(numbers[1], text)))
+            elif word == "join" and len(numbers) == 1:
+                joined += _whole(numbers[0], text)
+            else:
+                known = word in ("fail", "slow", "join")
+                rule = f"{word} is followed by what it needs" if known else "an event is known"
+                raise PlanError(
+                    rule, got=part.strip() or "nothing", where=f"event={text!r}", exists=FORMS, fix="fail 6"
+                )
+        return cls(tuple(gone), tuple(slow), joined)
+
+    def check(self, mesh: Mesh) -> Change:
+        """This change, if it can happen to this mesh.
+
+        Raises:
+            PlanError: a rank that is not there, or nobody is left.
+        """
+        if unknown := [rank for rank in (*self.gone, *(rank for rank, _ in self.slow)) if rank not in mesh]:
+            raise PlanError(
+                "an event names workers of the mesh",
+                got=f"rank {format_ints(unknown)}",
+                where=f"event={str(self)!r}",
+                exists=f"ranks {format_ints(sorted(mesh.members))} of mesh {mesh.shape}",
+                fix="name a rank that exists",
+            )
+        if len(self.gone) == mesh.num_workers and not self.joined:
+            raise PlanError(
+                "somebody is left",
+                got=f"all {mesh.num_workers} workers fail",
+                where=f"event={str(self)!r}",
+                fix="leave a worker, or let one join",
+            )
+        return self
+
+    def stages(self, mesh: Mesh) -> Stages:
+        """Who is in which stage afterwards, by the rule of the controller (recovery.decide)."""
+        first = max(mesh.members) + 1
+        return next_stages(mesh.stages, self.gone, range(first, first + self.joined), mesh.num_stages)
+
+    def costs(self, costs: CostModel) -> CostModel:
+        """The costs afterwards."""
+        return costs.without(self.gone).with_speeds(dict(self.slow)) if self.gone or self.slow else costs
+
+    def __str__(self) -> str:
+        words = ["fail " + " ".join(map(str, self.gone))] if self.gone else []
+        words += [f"slow {rank} {speed:g}" for rank, speed in self.slow]
+        return "; ".join(words + ([f"join {self.joined}"] if self.joined else [])) or "nothing"
+
+
+def remaining_share(mesh: Mesh, costs: CostModel, change: Change) -> float:
+    """Aggregate speed of the workers that are left, over that of those there were."""
+    now = change.costs(costs)
+    left: Sequence[int] = [rank for rank in mesh.members if rank not in set(change.gone)]
+    return (float(now.speeds_of(left).sum()) + change.joined) / float(costs.speeds_of(mesh.members).sum())
+
+
+def _whole(text: str, event: str) -> int:
+    if not text.isdecimal():
+        raise PlanError(
+            "ranks and counts are whole numbers", got=text, where=f"event={event!r}", exists=FORMS, fix="fail 3 6"
+        )
+    return int(text)
+
+
+def _speed(text: str, event: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise PlanError(
+            "a speed is a number", got=text, where=f"event={event!r}", exists=FORMS, fix="slow 2 0.5"
+        ) from None

@@ -1,0 +1,305 @@
+"""The virtual-time engine with costs: a step's actions on workers, links and mirrors, in virtual seconds.
+
+Where nothing but actions and free wires count, it gives what timing.ActionGraph gives; beyond that it knows messages
+that share a worker's wire, the reduction message by message, votes, publication and its overlap with the next step,
+work without lists (a worker takes what is ready), split backwards, and steps that overlap by stages.
+
+Not modelled: a receiver's own wire, switches, and compute that links slow down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.placement import CONTIGUOUS
+from elaswave_spmd.scheduling.timing import action_classes
+from elaswave_spmd.simulator.links import Clock, Link
+from elaswave_spmd.simulator.sums import Sums
+from elaswave_spmd.simulator.work import WEIGHTS, ListOrder, Order, ReadyOrder, Span, Work
+
+Frequencies = Mapping[int, Sequence[float]]
+"""Rank -> relative frequency by timing.CLASSES; 1 where nothing is said."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """How links, and a worker's own time beside its layers, are taken.
+
+    Args:
+        shared: the messages of a worker share its wire; False: each has one for itself.
+        action_s: beside the layers, for each action.
+        apply_s: between the votes and the next step.
+    """
+
+    shared: bool = True
+    action_s: float = 0.0
+    apply_s: float = 0.0
+
+
+SHARED = Wires()
+
+FREE = Wires(shared=False)
+"""As timing.step_time takes them."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some steps in virtual time.
+
+    Args:
+        seconds: of each step: from one commit to the next.
+        spans: who did what when.
+        link_s: rank -> seconds that its wire was in use.
+    """
+
+    seconds: tuple[float, ...]
+    spans: tuple[Span, ...]
+    link_s: Mapping[int, float]
+
+    @property
+    def step_s(self) -> float:
+        """Of the last step, which has the publication of the one before in it."""
+        return self.seconds[-1]
+
+    @property
+    def compute_s(self) -> dict[int, float]:
+        """Rank -> seconds that it computed."""
+        found: defaultdict[int, float] = defaultdict(float)
+        for span in self.spans:
+            found[span.worker] += span.stop - span.start
+        return dict(found)
+
+
+def execute(
+    work: Work,
+    costs: CostModel,
+    *,
+    wires: Wires = SHARED,
+    rule: MemoryRule | None = None,
+    dealing: str = CONTIGUOUS,
+    steps: int = 1,
+    by_stage: bool = False,
+    frequencies: Frequencies | None = None,
+) -> Run:
+    """Runs steps in virtual time.
+
+    Args:
+        rule: sharding and mirrors; with it the reduction, its mirrors, one round of votes and the publication are
+            executed. None: a step is over when its last action is.
+        dealing: Placement.dealing, which says what is added up before it is sent.
+        by_stage: a worker begins the next step when all of its stage have done this one (staggered optimizer: Gandhi et
+            al., 2024), not when everybody has. Without `rule` only.
+        frequencies: of workers whose actions are listed.
+    """
+    assert steps >= 1 and not (by_stage and rule), (steps, by_stage, rule)
+    return _Engine(work, costs, wires, rule, dealing, steps, by_stage, frequencies or {}).run()
+
+
+class _Worker:
+    """A worker's state: its step, what it may begin, and whether it is busy."""
+
+    def __init__(self, rank: int, stage: int, speed: float) -> None:
+        self.rank, self.stage, self.speed = rank, stage, speed
+        self.busy = False
+        self.step = -1
+        self.left = 0
+        self.orders: dict[int, Order] = {}
+
+
+class _Engine:
+    def __init__(
+        self,
+        work: Work,
+        costs: CostModel,
+        wires: Wires,
+        rule: MemoryRule | None,
+        dealing: str,
+        steps: int,
+        by_stage: bool,
+        frequencies: Frequencies,
+    ) -> None:
+        self._work, self._costs, self._wires, self._steps, self._by_stage = work, costs, wires, steps, by_stage
+        self._clock = Clock()
+        self._workers = {
+            rank: _Worker(rank, s, costs.speed(rank)) for s, members in enumerate(work.stages) for rank in members
+        }
+        self._links = {rank: Link(self._clock, costs, shared=wires.shared) for rank in self._workers}
+        self._sums = None
+        if rule is not None:
+            self._sums = Sums(work, costs, rule, dealing, self._links, self._clock, self._part_over)
+        self._left_of = work.left()
+        self._missing: dict[tuple[int, Action], int] = {}  # (step, action) -> how much it waits for
+        self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not over
+        self._groups_left: dict[int, int] = {}  # step -> groups that are not over
+        self._available: dict[int, float] = {}  # layer -> when its parameters are there
+        self._ends: list[float] = []
+        self._spans: list[Span] = []
+        self._touched: set[int] = set()
+        self._layer_s = {
+            kind: [getattr(layer, name) for layer in costs.layers]
+            for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"))
+        }
+        self._stage_s = [costs.stage_s(*work.layer_cuts[s : s + 2]) for s in range(work.num_stages)]
+        self._frequency: dict[Action, float] = {}
+        for rank, by_class in frequencies.items():
+            todo = (work.lists or {}).get(rank, ())
+            self._frequency |= {a: by_class[c] for a, c in zip(todo, action_classes(todo), strict=True)}
+
+    def run(self) -> Run:
+        for worker in self._workers.values():
+            self._begin(worker, 0)
+        self._start_touched()
+        while self._clock.advance():
+            self._start_touched()
+        assert len(self._ends) == self._steps, "the work of a step can be done"
+        seconds = tuple(b - a for a, b in zip((0.0, *self._ends[:-1]), self._ends, strict=True))
+        return Run(seconds, tuple(self._spans), {rank: link.busy_s for rank, link in self._links.items()})
+
+    # ---- steps
+
+    def _order(self, worker: _Worker, step: int) -> Order:
+        """The order of a step's actions, with those in it that wait for nobody."""
+        if step not in worker.orders:
+            work = self._work
+            order: Order
+            if work.lists is not None:
+                order = ListOrder(work.lists[worker.rank])
+            else:
+                order = ReadyOrder(work.limits[worker.stage], work.turns)
+            worker.orders[step] = order
+            for unit, rank in enumerate(work.owners[worker.stage]):
+                if rank == worker.rank:
+                    for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if work.weight_share else ())):
+                        action = Action(worker.stage, kind, unit)
+                        if action not in work.done and not self._waits(step, action):
+                            order.add(action)
+        return worker.orders[step]
+
+    def _waits(self, step: int, action: Action) -> int:
+        """How many results an action still waits for."""
+        if (step, action) not in self._missing:
+            needed = self._needs(action)
+            self._missing[step, action] = sum(other not in self._work.done for other in needed)
+        return self._missing[step, action]
+
+    def _needs(self, action: Action) -> tuple[Action, ...]:
+        if action.kind == WEIGHTS:
+            return (Action(action.stage, BACKWARD, action.unit),)
+        return action.needs(self._work.num_stages)
+
+    def _begin(self, worker: _Worker, step: int) -> None:
+        worker.step, worker.left = step, self._left_of[worker.rank]
+        worker.orders.pop(step - 1, None)
+        self._order(worker, step)
+        self._touched.add(worker.rank)
+        if not worker.left:
+            self._worker_over(worker, step)
+
+    def _worker_over(self, worker: _Worker, step: int) -> None:
+        self._part_over(step, worker.stage if self._by_stage else 0)
+
+    def _part_over(self, step: int, group: int = 0) -> None:
+        """A worker has done its actions, or all entries are known."""
+        key = step, group
+        if key not in self._parts_left:
+            whole = len(self._work.stages[group]) if self._by_stage else len(self._workers)
+            self._parts_left[key] = whole + (self._sums is not None)
+        self._parts_left[key] -= 1
+        if self._parts_left[key]:
+            return
+        votes = self._costs.latency_s if self._sums is not None and len(self._workers) > 1 else 0.0
+        self._clock.at(self._clock.now + votes, self._group_over, step, group)
+
+    def _group_over(self, step: int, group: int) -> None:
+        groups = self._groups_left.get(step, self._work.num_stages if self._by_stage else 1) - 1
+        self._groups_left[step] = groups
+        if not groups:
+            self._ends.append(self._clock.now)
+        if step + 1 < self._steps:
+            self._clock.at(self._clock.now + self._wires.apply_s, self._next_step, step + 1, group)
+
+    def _next_step(self, step: int, group: int) -> None:
+        if self._sums is not None:
+            self._available = self._sums.publish()
+        for worker in self._workers.values():
+            if not self._by_stage or worker.stage == group:
+                self._begin(worker, step)
+
+    # ---- actions
+
+    def _start_touched(self) -> None:
+        for rank in sorted(self._touched):
+            worker = self._workers[rank]
+            if not worker.busy and worker.left and (action := self._order(worker, worker.step).take()) is not None:
+                self._start(worker, action)
+        self._touched.clear()
+
+    def _start(self, worker: _Worker, action: Action) -> None:
+        now, layers = self._clock.now, range(*self._work.layer_cuts[action.stage : action.stage + 2])
+        speed = worker.speed * self._frequency.get(action, 1.0)
+        if action.kind == FORWARD:
+            stop = now
+            if any(self._available.get(layer, 0.0) > now for layer in layers):
+                for layer in layers:
+                    stop = max(stop, self._available.get(layer, 0.0)) + self._layer_s[FORWARD][layer] / speed
+            else:
+                stop += self._stage_s[action.stage][0] / speed
+        else:
+            share = self._work.weight_share
+            part = share if action.kind == WEIGHTS else 1.0 - share
+            stop = now + self._stage_s[action.stage][1] * part / speed
+            if action.kind == BACKWARD and self._sums is not None:
+                self._tell_sums(worker, action, now, part / speed)
+        stop += self._wires.action_s
+        worker.busy = True
+        self._spans.append(Span(worker.rank, action, now, stop, worker.step))
+        self._clock.at(stop, self._finish, worker, worker.step, action)
+
+    def _tell_sums(self, worker: _Worker, action: Action, now: float, factor: float) -> None:
+        assert self._sums is not None
+        ends, time = [], now
+        for layer in reversed(range(*self._work.layer_cuts[action.stage : action.stage + 2])):
+            time += self._layer_s[BACKWARD][layer] * factor
+            ends.append((layer, time))
+        self._sums.backward_begins(worker.step, worker.rank, action.stage, action.unit, ends)
+
+    def _finish(self, worker: _Worker, step: int, action: Action) -> None:
+        worker.busy = False
+        worker.left -= 1
+        self._touched.add(worker.rank)
+        stage, unit = action.stage, action.unit
+        if action.kind == FORWARD:
+            self._result(step, Action(stage, BACKWARD, unit))
+            self._send(worker, step, Action(stage + 1, FORWARD, unit), boundary=stage)
+        elif action.kind == BACKWARD:
+            if self._work.weight_share:
+                self._result(step, Action(stage, WEIGHTS, unit))
+            self._send(worker, step, Action(stage - 1, BACKWARD, unit), boundary=stage - 1)
+        if not worker.left:
+            self._worker_over(worker, step)
+
+    def _send(self, worker: _Worker, step: int, to: Action, *, boundary: int) -> None:
+        """A unit's tensor, to the stage on the other side of a boundary, if somebody needs it there."""
+        if 0 <= to.stage < self._work.num_stages and to not in self._work.done:
+            num_bytes = self._costs.layers[self._work.layer_cuts[boundary + 1] - 1].boundary_bytes
+            self._links[worker.rank].send(num_bytes, self._result, step, to, urgent=True)
+
+    def _result(self, step: int, to: Action) -> None:
+        """One of the results that an action waits for is where it will run."""
+        if to in self._work.done:
+            return
+        rank = self._work.owners[to.stage][to.unit]
+        left = self._waits(step, to) - 1
+        self._missing[step, to] = left
+        if not left:
+            # The step's order may be made by this very call, which then finds the action ready by itself.
+            worker = self._workers[rank]
+            if step in worker.orders:
+                worker.orders[step].add(to)
+            else:
+                self._order(worker, step)
+            self._touched.add(rank)

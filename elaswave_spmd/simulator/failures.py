@@ -1,0 +1,171 @@
+"""When workers are lost and when they are there again: given, or drawn at a rate per device."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from elaswave_spmd.errors import PlanError
+
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """So many interruptions in so many days on so many devices.
+
+    Raises:
+        PlanError: a number that is not above 0 (no interruption at all is allowed).
+    """
+
+    count: float = 419
+    days: float = 54
+    devices: float = 16_384
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.count < math.inf and 0 < self.days < math.inf and 0 < self.devices < math.inf):
+            rule = "a failure rate is so many in some days on some devices"
+            raise PlanError(rule, got=str(self), fix="count: 419, days: 54, devices: 16384")
+
+    @property
+    def per_second(self) -> float:
+        """Of one device."""
+        return self.count / (self.days * DAY * self.devices)
+
+
+LLAMA3 = FailureRate()
+"""Unexpected interruptions of the Llama 3 405B training (Llama 3, 2024, table 5)."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A mesh of many devices: replicas x stages workers of `island` devices each.
+
+    Args:
+        devices: what there is; those that make up no whole replica stand by and are not used.
+        island: devices of one worker, which are lost together.
+        stages: of the pipeline.
+        units: of a worker in a step.
+
+    Raises:
+        PlanError: fewer devices than one replica has.
+    """
+
+    devices: int
+    island: int = 8
+    stages: int = 16
+    units: int = 16
+
+    def __post_init__(self) -> None:
+        if min(self.island, self.stages, self.units) < 1:
+            raise PlanError("a fleet has islands, stages and units", got=str(self), fix="1 or more of each")
+        if self.replicas < 2:
+            raise PlanError(
+                "a fleet has two replicas or more",
+                got=f"{self.devices} devices",
+                exists=f"{self.island * self.stages} devices in a replica",
+                fix=f"at least {2 * self.island * self.stages} devices",
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Workers of a stage."""
+        return self.devices // (self.island * self.stages)
+
+    @property
+    def workers(self) -> int:
+        """That are used. Worker w is of stage w % stages, replica w // stages."""
+        return self.replicas * self.stages
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What happens to a lost worker.
+
+    Args:
+        hours: until its machine is repaired.
+        spares: workers that stand by, as a part of those in use.
+        swap_s: until a spare, or a repaired machine, is booted and has its state.
+
+    Raises:
+        PlanError: a negative number, or no repair at all.
+    """
+
+    hours: float = 24.0
+    spares: float = 0.0
+    swap_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.hours < math.inf and 0 <= self.spares <= 1 and 0 <= self.swap_s < math.inf):
+            raise PlanError(
+                "repair takes time, and there are spares for none to all of the workers",
+                got=str(self),
+                fix="hours: 24, spares: 0.01, swap_s: 300",
+            )
+
+
+class Outage(NamedTuple):
+    """A worker's place in the mesh becomes empty (`out`), or is filled again."""
+
+    time: float
+    worker: int
+    out: bool
+
+
+Failures = Sequence[tuple[float, int]]
+"""(second, worker), in order of time."""
+
+
+def exponential(fleet: Fleet, rate: FailureRate, seconds: float, seed: int) -> Failures:
+    """Failures with exponential times between them, the same rate for each device, whatever has happened before."""
+    draw = np.random.default_rng(seed)
+    number = int(draw.poisson(rate.per_second * fleet.island * fleet.workers * seconds))
+    times = np.sort(draw.random(number)) * seconds
+    return list(zip(times.tolist(), draw.integers(0, fleet.workers, number).tolist(), strict=True))
+
+
+def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
+    """When places are empty. A spare takes a place after `swap_s`; without one it waits for the first repaired machine.
+
+    A failure of a place that is empty is none. Failures need not be in order.
+
+    Raises:
+        PlanError: a failure of a worker that there is not, or before the start.
+    """
+    if wrong := next(((t, w) for t, w in failures if not (0 <= w < fleet.workers and t >= 0)), None):
+        raise PlanError(
+            "a failure is of a worker of the fleet, at 0 s or later",
+            got=f"worker {wrong[1]} at {wrong[0]:g} s",
+            exists=f"workers 0 to {fleet.workers - 1}",
+        )
+    found: list[Outage] = []
+    spares = round(repair.spares * fleet.workers)
+    empty: set[int] = set()
+    waiting: deque[int] = deque()
+    events = [(time, 0, worker) for time, worker in failures]  # 0: fails, 1: a machine is repaired, 2: filled again
+    heapq.heapify(events)
+    while events:
+        time, kind, worker = heapq.heappop(events)
+        if kind == 2:
+            empty.discard(worker)
+            found.append(Outage(time, worker, False))
+            continue
+        if kind == 0:
+            if worker in empty:
+                continue
+            empty.add(worker)
+            found.append(Outage(time, worker, True))
+            heapq.heappush(events, (time + repair.hours * 3600, 1, -1))
+            waiting.append(worker)
+        else:
+            spares += 1
+        if spares and waiting:
+            spares -= 1
+            heapq.heappush(events, (time + repair.swap_s, 2, waiting.popleft()))
+    return found

@@ -1,0 +1,247 @@
+"""Goodput over weeks of failures, by policy: useful steps over those of a fleet that never fails.
+
+By classes of workers: what matters of a mesh is how many are missing in each stage, so that a million devices take
+seconds. A step is timing.bound, a lower bound; where a policy could do better than whole backwards it is given its own,
+lower one.
+
+Not modelled: links that break by themselves, failures that come together (a rack), slow workers, a scheduler's queue,
+and a growth of detection or restart with the number of devices: all in favour of every policy alike, and of those that
+stop everybody most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from elaswave_spmd.scheduling.actions import in_flight_limits
+from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.graph import StageWorkers, partition
+from elaswave_spmd.scheduling.timing import bound, stage_seconds
+from elaswave_spmd.simulator.failures import Fleet, Outage
+
+Missing = tuple[int, ...]
+"""By stage, how many workers are missing."""
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Seconds that are stated, not computed; the same for all who can go on.
+
+    Args:
+        regroup_s: everybody stands still after a loss: noticing it, agreeing, new groups.
+        join_s: the same when a worker comes.
+        restart_s: of the whole job.
+        checkpoint_s: training stands still for each checkpoint.
+        salvage: part of a step that is done again after a loss where the step is salvaged.
+    """
+
+    regroup_s: float = 10.0
+    join_s: float = 2.0
+    restart_s: float = 600.0
+    checkpoint_s: float = 5.0
+    salvage: float = 0.25
+
+
+class Scale:
+    """Seconds of a step of a fleet of which workers are missing."""
+
+    def __init__(self, fleet: Fleet, costs: CostModel) -> None:
+        self.fleet, self._costs = fleet, costs
+        self._num_units = fleet.replicas * fleet.units
+        self._known: dict[tuple[Missing, float], float] = {}
+        self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @cached_property
+    def healthy_cuts(self) -> tuple[int, ...]:
+        """Layers over the stages when nobody is missing."""
+        return self._partition((self.fleet.units,) * self.fleet.stages)
+
+    @cached_property
+    def healthy_s(self) -> float:
+        """A step when nobody is missing."""
+        return self.elastic_s((0,) * self.fleet.stages)
+
+    def _partition(self, most: tuple[int, ...]) -> tuple[int, ...]:
+        if most not in self._cuts:
+            self._cuts[most] = partition(self._costs, [StageWorkers(1, float(units), units) for units in most]).cuts
+        return self._cuts[most]
+
+    def _counts(self, missing: Missing) -> list[np.ndarray] | None:
+        """By stage, the units of its classes of workers, most first; None: a stage is empty."""
+        found = []
+        for out in missing:
+            left = self.fleet.replicas - out
+            if left < 1:
+                return None
+            few, more = divmod(self._num_units, left)
+            found.append(np.array(([few + 1] if more else []) + [few]))
+        return found
+
+    def elastic_s(self, missing: Missing, highest: float = 1.0) -> float:
+        """Units dealt over whom there is; layers as they were, or cut anew where that is faster.
+
+        Args:
+            highest: relative frequency that workers with more units than before may be set to, as far as a step needs
+                it to be as fast as with nobody missing.
+        """
+        counts = self._counts(missing)
+        if counts is None:
+            return math.inf
+        key = tuple(int(of[0]) for of in counts), highest  # who has most decides
+        if key not in self._known:
+            limits = in_flight_limits([self.fleet.replicas - out for out in missing])
+            every = {self._partition(key[0]), self._partition((self.fleet.units,) * self.fleet.stages)}
+            seconds = min(self._bound(cuts, counts, limits, highest) for cuts in every)
+            self._known[key] = max(seconds, self.healthy_s) if highest > 1 else seconds
+        return self._known[key]
+
+    def _bound(self, cuts: Sequence[int], counts: Sequence[np.ndarray], limits: Sequence[int], highest: float) -> float:
+        forward, backward, delays = stage_seconds(cuts, self._costs)
+        speeds = [np.where(of > self.fleet.units, highest, 1.0) for of in counts]
+        forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
+        backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
+        return bound(forward_s, backward_s, counts, delays, limits)
+
+    def rerouted_s(self, missing: Missing) -> float:
+        """Layers stay; bubbles of this step and the next take what was put off, so that only a stage's work counts."""
+        counts = self._counts(missing)
+        if counts is None:
+            return math.inf
+        forward, backward, _ = stage_seconds(self.healthy_cuts, self._costs)
+        busiest = max(float((f + b) * of[0]) for f, b, of in zip(forward, backward, counts, strict=True))
+        return max(self.healthy_s, busiest)
+
+
+class Survivor(Protocol):
+    """A policy as weeks see it."""
+
+    @property
+    def name(self) -> str:
+        """Short, for tables."""
+        ...
+
+    def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
+        """Useful part of the time."""
+        ...
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """Ours, and reroute (ReCycle): everybody goes on at the rate that those who are left have, after a short stall.
+
+    Modelled: the rate by stage, the stall, and what of the step is done again: the salvaged part (ours) or half of it.
+
+    Args:
+        reroute: units are rerouted, layers stay, backward is split and the optimizer staggered.
+        highest: relative frequency that workers with more units than before may be set to (ours).
+    """
+
+    name: str = "ours"
+    reroute: bool = False
+    highest: float = 1.0
+
+    def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
+        missing = [0] * scale.fleet.stages
+        again_s = (0.5 if self.reroute else stalls.salvage) * scale.healthy_s
+        meter = _Meter()
+        for time, worker, out in events:
+            if time >= seconds:
+                break
+            missing[worker % scale.fleet.stages] += 1 if out else -1
+            now = tuple(missing)
+            step_s = scale.rerouted_s(now) if self.reroute else scale.elastic_s(now, self.highest)
+            meter.event(time, scale.healthy_s / step_s, stalls.regroup_s + again_s if out else stalls.join_s)
+        return meter.until(seconds) / seconds
+
+
+@dataclass(frozen=True)
+class Drops:
+    """TorchFT: the replica of a lost worker stops until its place is filled; the others throw the step away.
+
+    Args:
+        regroups: workers of replicas that are not whole make up whole ones, `again_s` after a loss; a scheduler that
+            starts replicas anew would do that. False: a replica waits for its own worker.
+    """
+
+    name: str = "drop replica"
+    regroups: bool = False
+    again_s: float = 300.0
+
+    def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
+        fleet, meter = scale.fleet, _Meter()
+        holes: dict[int, int] = {}
+        empty = 0
+        stopped = 0  # replicas that were whole a moment ago
+        todo = sorted([*events, *self._regroupings(events)], key=lambda event: event.time)
+        for time, worker, out in todo:
+            if time >= seconds:
+                break
+            replica, stall_s = worker // fleet.stages, 0.0
+            if worker < 0:
+                stopped, stall_s = max(0, stopped - 1), stalls.join_s
+            elif out:
+                empty, stopped = empty + 1, stopped + self.regroups
+                if not holes.get(replica) or self.regroups:
+                    stall_s = stalls.regroup_s + scale.healthy_s / 2
+                holes[replica] = holes.get(replica, 0) + 1
+            else:
+                empty, holes[replica] = empty - 1, holes[replica] - 1
+                if not holes[replica]:
+                    del holes[replica]
+                    stall_s = stalls.join_s
+            gone = max(-(-empty // fleet.stages), stopped) if self.regroups else len(holes)
+            meter.event(time, max(0, fleet.replicas - gone) / fleet.replicas, stall_s)
+        return meter.until(seconds) / seconds
+
+    def _regroupings(self, events: Sequence[Outage]) -> list[Outage]:
+        return [Outage(e.time + self.again_s, -1, False) for e in events if e.out] if self.regroups else []
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """Every loss stops the whole job, which starts again from its checkpoint on as many whole replicas as there can be.
+
+    Checkpoints at Young's interval, sqrt(2 x checkpoint x time between failures), from 60 s on.
+    """
+
+    name: str = "restart"
+
+    def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
+        fleet, events = scale.fleet, [event for event in events if event.time < seconds]
+        losses = sum(event.out for event in events)
+        every = max(60.0, math.sqrt(2 * stalls.checkpoint_s * seconds / max(1, losses)))
+        useful, up_at, rate, empty = 0.0, 0.0, 1.0, 0
+        for time, _, out in events:
+            empty += 1 if out else -1
+            if out:
+                useful += max(0.0, time - up_at) // (every + stalls.checkpoint_s) * every * rate
+                up_at = time + stalls.restart_s
+            if time < up_at:  # whoever comes later is waited for until the next restart
+                rate = max(0, fleet.replicas - -(-empty // fleet.stages)) / fleet.replicas
+        last = max(0.0, seconds - up_at) * every / (every + stalls.checkpoint_s)
+        return (useful + last * rate) / seconds
+
+
+class _Meter:
+    """Adds up rate x time, without the stalls."""
+
+    def __init__(self) -> None:
+        self._useful, self._at, self._rate, self._stands_until = 0.0, 0.0, 1.0, 0.0
+
+    def until(self, time: float) -> float:
+        """Seconds of a whole fleet's work up to a time."""
+        self._useful += max(0.0, time - max(self._at, self._stands_until)) * self._rate
+        self._at = time
+        return self._useful
+
+    def event(self, time: float, rate: float, stall_s: float) -> None:
+        """From now on it goes at another rate, after a stall."""
+        self.until(time)
+        self._rate = rate
+        self._stands_until = max(self._stands_until, time + stall_s)

@@ -1,0 +1,90 @@
+"""A clock of virtual seconds, and a worker's way out to the others: who sends what when."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from elaswave_spmd.scheduling.costs import CostModel
+
+
+class Clock:
+    """Things to do, in the order of virtual time; of equal times in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = count()
+        self.now = 0.0
+
+    def at(self, time: float, do: Callable[..., None], *args: Any) -> None:
+        """Calls `do(*args)` at a time that has not passed."""
+        heapq.heappush(self._heap, (time, next(self._numbers), do, args))
+
+    def advance(self) -> bool:
+        """Does all that is due at the next time there is. Returns False when nothing is left."""
+        if not self._heap:
+            return False
+        self.now = self._heap[0][0]
+        while self._heap and self._heap[0][0] == self.now:
+            _, _, do, args = heapq.heappop(self._heap)
+            do(*args)
+        return True
+
+
+@dataclass
+class _Message:
+    left_s: float
+    then: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+class Link:
+    """What one worker sends. Activations and their gradients go first; a bulk transfer (gradient sums, entries,
+    parameters) that is under way waits for them and then goes on, as it does on sockets of their own that share a wire.
+
+    Args:
+        shared: False: every message has the wire for itself.
+    """
+
+    def __init__(self, clock: Clock, costs: CostModel, *, shared: bool) -> None:
+        self._clock, self._shared = clock, shared
+        self._bandwidth, self._latency_s = costs.bandwidth, costs.latency_s
+        self._urgent: deque[_Message] = deque()
+        self._bulk: deque[_Message] = deque()
+        self._current: _Message | None = None
+        self._is_urgent, self._since, self._version = False, 0.0, 0
+        self.busy_s = 0.0
+
+    def send(self, num_bytes: float, then: Callable[..., None], *args: Any, urgent: bool = False) -> None:
+        """Calls `then(*args)` when the message has arrived."""
+        seconds = num_bytes / self._bandwidth
+        self.busy_s += seconds
+        if not self._shared:
+            self._clock.at(self._clock.now + (self._latency_s + seconds), then, *args)
+            return
+        (self._urgent if urgent else self._bulk).append(_Message(seconds, then, args))
+        if self._current is None:
+            self._next()
+        elif urgent and not self._is_urgent and (left_s := self._current.left_s + self._since - self._clock.now) > 0:
+            self._current.left_s = left_s
+            self._bulk.appendleft(self._current)
+            self._next()
+
+    def _next(self) -> None:
+        self._is_urgent = bool(self._urgent)
+        self._current = (self._urgent or self._bulk).popleft()
+        self._since = self._clock.now
+        self._version += 1
+        self._clock.at(self._since + max(0.0, self._current.left_s), self._sent, self._version)
+
+    def _sent(self, version: int) -> None:
+        if version != self._version or self._current is None:
+            return  # it was put off meanwhile
+        message, self._current = self._current, None
+        self._clock.at(self._clock.now + self._latency_s, message.then, *message.args)
+        if self._urgent or self._bulk:
+            self._next()

@@ -1,0 +1,208 @@
+"""The least seconds of a step over all ways to group workers, cut layers and deal whole units.
+
+Workers of equal speed are alike. Two figures: `bound_s`, which no grouping and no order of actions falls below, and
+`best_s`, the least that the action lists of any grouping take, found by looking at groupings in the order of their
+bounds until none that is left can be better.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, product
+
+import numpy as np
+
+from elaswave_spmd.scheduling.costs import REPLICATED, CostModel, MemoryRule
+from elaswave_spmd.scheduling.dataflow import deal_stages, least_load
+from elaswave_spmd.scheduling.placement import CONTIGUOUS
+from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What is the least.
+
+    Args:
+        bound_s: no grouping, and no order of its actions, takes less.
+        best_s: of the action lists looked at.
+        assignment: that takes best_s.
+        proven: no lists of any grouping take less than best_s; False: the search was cut off.
+        looked_at: groupings whose lists were timed.
+    """
+
+    bound_s: float
+    best_s: float
+    assignment: Assignment
+    proven: bool
+    looked_at: int
+
+
+def optimum(
+    costs: CostModel,
+    ranks: Sequence[int],
+    num_units: int,
+    *,
+    stage_counts: Collection[int] | None = None,
+    rule: MemoryRule = REPLICATED,
+    memory_limit: float = math.inf,
+    dealing: str = CONTIGUOUS,
+    most: int = 400,
+) -> Optimum | None:
+    """Looks for it among all groupings of these workers; None: no grouping fits in memory.
+
+    Args:
+        ranks: who there is; which of equal ones is in which stage makes no difference.
+        stage_counts: numbers of stages that are allowed; None: any.
+        most: groupings whose lists are timed, at most.
+    """
+    search = _Search(costs, tuple(ranks), num_units, rule, memory_limit, dealing)
+    allowed = frozenset(range(1, min(len(ranks), len(costs.layers)) + 1) if stage_counts is None else stage_counts)
+    best, chosen, looked, least = math.inf, None, 0, math.inf
+    for bound_s, stages in search.by_bound(allowed):
+        least = min(least, bound_s)
+        if bound_s >= best or looked == most:
+            break
+        looked += 1
+        seconds, found = search.timed(stages)
+        if seconds < best:
+            best, chosen = seconds, found
+    else:
+        bound_s = math.inf
+    if chosen is None:
+        return None
+    return Optimum(least, best, chosen, bound_s >= best, looked)
+
+
+Stage = tuple[int, int, Counts]
+"""Layers [first, stop), and how many workers of each class."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    costs: CostModel
+    ranks: tuple[int, ...]
+    num_units: int
+    rule: MemoryRule
+    memory_limit: float
+    dealing: str
+
+    @cached_property
+    def classes(self) -> list[tuple[float, list[int]]]:
+        """(speed, ranks), the fastest first."""
+        speeds: dict[float, list[int]] = {}
+        for rank in self.ranks:
+            speeds.setdefault(self.costs.speed(rank), []).append(rank)
+        return sorted(speeds.items(), reverse=True)
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        return self.costs.prefix("forward_s") + self.costs.prefix("backward_s")
+
+    def by_bound(self, allowed: frozenset[int]) -> Iterator[tuple[float, tuple[Stage, ...]]]:
+        """All groupings into allowed numbers of stages, the least bound first (best-first search)."""
+        whole = tuple(len(ranks) for _, ranks in self.classes)
+        numbers = count()
+        heap: list[tuple[float, int, float, tuple[Stage, ...], Counts]] = []
+        most = max(allowed)
+        heapq.heappush(heap, (self.rest(0, whole), next(numbers), 0.0, (), whole))
+        while heap:
+            bound_s, _, sofar, stages, left = heapq.heappop(heap)
+            first = stages[-1][1] if stages else 0
+            if first == len(self.costs.layers):
+                yield bound_s, stages
+                continue
+            for stop, used in self.options(first, left):
+                number, others = len(stages) + 1, tuple(a - b for a, b in zip(left, used, strict=True))
+                ends = stop == len(self.costs.layers)
+                if (ends and (any(others) or number not in allowed)) or (not ends and number >= most):
+                    continue
+                this = max(sofar, self.stage_s(first, stop, used, left))
+                after = max(this, 0.0 if ends else self.rest(stop, others))
+                if after < math.inf:
+                    item = after, next(numbers), this, (*stages, (first, stop, used)), others
+                    heapq.heappush(heap, item)
+
+    def options(self, first: int, left: Counts) -> Iterator[tuple[int, Counts]]:
+        """Where the next stage may end and whom it may have."""
+        for used in product(*(range(n + 1) for n in left)):
+            if any(used):
+                last = used == left
+                for stop in range(len(self.costs.layers) if last else first + 1, len(self.costs.layers) + 1):
+                    yield stop, used
+
+    def stage_s(self, first: int, stop: int, used: Counts, left: Counts) -> float:
+        """No step with this stage takes less: the way of the first unit there and back, and all its units."""
+        if self.memory_limit < math.inf and self.memory(used, left)[first, stop] > self.memory_limit:
+            return math.inf
+        fastest = self.classes[0][0]
+        return float(self.total[first] / fastest + self.least(used)[0] * (self.total[stop] - self.total[first]))
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, Counts], float]:
+        return {}
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, int, int], np.ndarray]:
+        return {}
+
+    def rest(self, first: int, left: Counts) -> float:
+        """The least bound of layers [first, ...) on the workers that are left, in any number of stages."""
+        key = first, left
+        if key not in self._known:
+            found = math.inf
+            for stop, used in self.options(first, left):
+                this = self.stage_s(first, stop, used, left)
+                others = tuple(a - b for a, b in zip(left, used, strict=True))
+                if stop == len(self.costs.layers):
+                    found = found if any(others) else min(found, this)
+                elif this < found and any(others):
+                    found = min(found, max(this, self.rest(stop, others)))
+            self._known[key] = found
+        return self._known[key]
+
+    @cached_property
+    def _loads(self) -> dict[Counts, tuple[float, int]]:
+        return {}
+
+    def least(self, used: Counts) -> tuple[float, int]:
+        """(largest load, most units of a worker) of a stage with so many workers of each class."""
+        if used not in self._loads:
+            speeds = self.speeds(used)
+            load = least_load(self.num_units, speeds)
+            self._loads[used] = load, math.floor(load * speeds.max() + 1e-9)
+        return self._loads[used]
+
+    def speeds(self, used: Counts) -> np.ndarray:
+        """float64[workers] of a stage."""
+        return np.repeat([speed for speed, _ in self.classes], used)
+
+    def memory(self, used: Counts, left: Counts) -> np.ndarray:
+        """Bytes of a worker of a stage, where `left` workers are in it and in those after it; at least."""
+        size, units = sum(used), self.least(used)[1]
+        key = size, units, -(-sum(left) // size)
+        if key not in self._tables:
+            self._tables[key] = self.rule.stage_bytes(self.costs, size=size, units=units, in_flight=key[2])
+        return self._tables[key]
+
+    def timed(self, stages: Sequence[Stage]) -> tuple[float, Assignment]:
+        """What the lists of a grouping take, with units dealt by all aims or by the first."""
+        queues = [list(ranks) for _, ranks in self.classes]
+        members = tuple(
+            tuple(queue.pop(0) for queue, n in zip(queues, used, strict=True) for _ in range(n)) for *_, used in stages
+        )
+        cuts = (0, *(stop for _, stop, _ in stages))
+        speeds = [self.costs.speeds_of(ranks) for ranks in members]
+        found = []
+        for settle in (True, False):
+            counts = deal_stages(self.num_units, speeds, dealing=self.dealing, settle=settle).counts
+            assignment = Assignment(members, cuts, counts, self.dealing)
+            fits = max(memory_of(assignment, self.costs, self.rule)) <= self.memory_limit
+            seconds = step_time(assignment, self.costs, self.rule).seconds if fits else math.inf
+            found.append((seconds, assignment))
+        return min(found, key=lambda pair: pair[0])

@@ -1,0 +1,359 @@
+"""What systems do when workers are lost or slow, on one cost model. Each policy's docstring says what is modelled.
+
+Common to all: the same layers, workers, links and seconds; a step takes what timing.step_time gives (longest way
+through 1F1B lists with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
+its own; the same seconds to notice a loss and to tell everybody. Healthy, all run the same placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.timing import Assignment, step_time, traffic_bytes
+from elaswave_spmd.simulator.changes import Change, remaining_share
+from elaswave_spmd.simulator.engine import FREE, execute
+from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.work import Work, owners_of
+
+MOST_ACTIONS = 1 << 20
+"""Steps are timed on their lists up to this many actions: figures are not to mix bounds and lists."""
+
+_MOMENTS = (0.2, 0.5, 0.8)  # of a step, at which a loss is looked at
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Seconds that are stated, not computed. All elastic policies have the same detection.
+
+    Args:
+        detect_s: until a loss is noticed and everybody knows who is left.
+        restart_s: of a whole job: scheduler, processes, communicators, loading the checkpoint.
+        checkpoint_s: between two checkpoints; half of that is computed again after a restart.
+    """
+
+    detect_s: float = 1.0
+    restart_s: float = 600.0
+    checkpoint_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A healthy placement, and what happens to it.
+
+    Args:
+        placement: as it was.
+        costs: of healthy workers.
+        change: who is lost or slow.
+        remaining_steps: that a move has to pay for.
+        mirror_count: of dealt state.
+        memory_limit: bytes of each worker.
+    """
+
+    placement: Placement
+    costs: CostModel
+    change: Change
+    remaining_steps: int = 1000
+    mirror_count: int = 1
+    memory_limit: float = math.inf
+    constants: Constants = field(default_factory=Constants)
+
+    def __post_init__(self) -> None:
+        self.change.check(self.placement.mesh)
+
+    @cached_property
+    def healthy(self) -> Assignment:
+        """What ran before."""
+        return Assignment.of(self.placement)
+
+    @cached_property
+    def rule(self) -> MemoryRule:
+        """How state is dealt."""
+        return MemoryRule(self.placement.shardings.zero_level, self.mirror_count)
+
+    @cached_property
+    def after(self) -> CostModel:
+        """The costs afterwards."""
+        return self.change.costs(self.costs)
+
+    @cached_property
+    def before_s(self) -> float:
+        """A step before the change."""
+        return self.seconds(self.healthy, self.costs)
+
+    @cached_property
+    def share(self) -> float:
+        """Aggregate speed that is left, over what there was."""
+        return remaining_share(self.placement.mesh, self.costs, self.change)
+
+    def seconds(self, assignment: Assignment, costs: CostModel, rule: MemoryRule | None = None) -> float:
+        """Of a step, on its lists."""
+        return step_time(assignment, costs, rule or self.rule, most_actions=MOST_ACTIONS).seconds
+
+    def ratio(self, outcome: Outcome) -> float:
+        """(throughput after / before) / (aggregate speed after / before)."""
+        return outcome.throughput / (self.healthy.num_units / self.before_s) / self.share
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy comes to.
+
+    Args:
+        policy: its name.
+        step_s: a step afterwards; inf: it cannot go on.
+        units: of such a step.
+        recovery_s: the time that the change costs once, beyond slower steps: standing still, and work done again.
+        note: what happened, in a line.
+        decision: of our planner.
+    """
+
+    policy: str
+    step_s: float
+    units: int
+    recovery_s: float
+    note: str = ""
+    decision: Decision | None = None
+
+    @property
+    def throughput(self) -> float:
+        """Units per second."""
+        return self.units / self.step_s if self.units else 0.0
+
+
+class Policy(Protocol):
+    """An answer to a change."""
+
+    @property
+    def name(self) -> str:
+        """Short, for tables."""
+        ...
+
+    def answer(self, case: Case) -> Outcome:
+        """What it comes to."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ours:
+    """This project: `plan_change`, with its axes to choose from.
+
+    Modelled: units dealt by speed, layers and stages moved if that pays, frequencies; the step that a loss falls into,
+    salvaged action by action. Not modelled: the reduction's share of the salvage.
+
+    Args:
+        layers: layers may move.
+        stages: workers may change their stage, and the number of stages may change.
+        frequencies: what workers may be set to.
+    """
+
+    layers: bool = True
+    stages: bool = True
+    frequencies: FrequencyRange | None = None
+    name: str = "ours"
+
+    def answer(self, case: Case) -> Outcome:
+        decision = plan_change(
+            case.placement,
+            case.after,
+            case.remaining_steps if self.layers else 0,
+            stages=case.change.stages(case.placement.mesh),
+            memory_limit=case.memory_limit,
+            mirror_count=case.mirror_count,
+            stage_counts=None if self.stages and self.layers else (),
+            frequencies=self.frequencies,
+            goal_s=case.before_s,
+        )
+        chosen = decision.last if self.layers else decision.now
+        seconds = case.seconds(chosen.assignment, case.after)
+        if decision.frequency is not None:  # what the hints gain on the lists or the bound they were planned on
+            seconds *= decision.frequency.makespan_s / decision.frequency.makespan_before_s
+        recovery_s = decision.now.move.seconds
+        if case.change.gone:
+            now_s = case.seconds(decision.now.assignment, case.after)
+            recovery_s += case.constants.detect_s + mean_salvage_s(case.healthy, case.costs, case.change.gone, now_s)
+        return Outcome(self.name, seconds, case.healthy.num_units, recovery_s, "; ".join(decision.reasons), decision)
+
+
+def mean_salvage_s(healthy: Assignment, costs: CostModel, gone: Collection[int], now_s: float) -> float:
+    """Seconds that a loss costs its step, beyond what a step takes from then on; the mean over moments of the step.
+
+    Args:
+        now_s: of a step that runs on those who are left from its start.
+    """
+    whole = execute(Work.of(healthy), costs, wires=FREE)
+    whole_s, found = whole.step_s, []
+    for moment in _MOMENTS:
+        step = salvage(healthy, costs, gone, moment * whole_s, whole)
+        found.append(moment * whole_s if step is None else step.seconds - now_s)  # None: the step begins again
+    return max(0.0, sum(found) / len(found))
+
+
+@dataclass(frozen=True)
+class DropReplica:
+    """TorchFT, FT-HSDP: a lost worker's data-parallel replica (its column of the pipeline) pauses until it is whole.
+
+    Modelled: replicas that are left go on with their units, so the global batch shrinks; the step under way is thrown
+    away. A slow worker is waited for, or its replica dropped, whichever is faster. Not modelled: the optimizer's
+    different batch, and the healing of the replica.
+
+    Raises:
+        PlanError: stages of different sizes have no replicas.
+    """
+
+    name: str = "drop replica"
+
+    def answer(self, case: Case) -> Outcome:
+        columns = columns_of(case.healthy, self.name)
+        gone = {column for column, ranks in enumerate(columns) if set(ranks) & set(case.change.gone)}
+        slow = {column for column, ranks in enumerate(columns) if set(ranks) & {r for r, _ in case.change.slow}} - gone
+        found = [
+            _of_columns(self.name, case, [c for c in range(len(columns)) if c not in out])
+            for out in (gone, gone | slow)
+        ]
+        return max(found, key=lambda outcome: outcome.throughput)
+
+
+def _of_columns(name: str, case: Case, kept: Sequence[int]) -> Outcome:
+    """Some columns of the healthy mesh go on, each with its own units."""
+    old = case.healthy
+    recovery_s = case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
+    counts = tuple(tuple(of_stage[c] for c in kept) for of_stage in old.unit_counts)
+    if not kept or not sum(counts[0]):
+        return Outcome(name, math.inf, 0, recovery_s, "no replica is whole")
+    stages = tuple(tuple(members[c] for c in kept) for members in old.stages)
+    left = Assignment(stages, old.layer_cuts, counts, old.dealing)
+    seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
+    note = f"{len(kept)} of {len(old.stages[0])} replicas, {left.num_units} of {old.num_units} units a step"
+    return Outcome(name, seconds, left.num_units, recovery_s, note)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The whole job starts again from its checkpoint, on as many whole replicas as the workers that are left make up.
+
+    Modelled: any worker may take any place; units of a replica as before. Slow workers stay, or count as lost,
+    whichever is faster. Not modelled: waiting for the scheduler or for repair.
+    """
+
+    name: str = "restart"
+
+    def answer(self, case: Case) -> Outcome:
+        old, constants = case.healthy, case.constants
+        width = len(columns_of(old, self.name)[0])
+        slow = {rank for rank, _ in case.change.slow}
+        healthy = [r for members in old.stages for r in members if r not in slow and r not in case.change.gone]
+        found = []
+        for number in {len(healthy) // width, (len(healthy) + len(slow)) // width}:
+            columns = [(healthy + sorted(slow))[c * width : (c + 1) * width] for c in range(number)]
+            counts = old.unit_counts[0][:number]
+            if not number or not sum(counts):
+                continue
+            stages = tuple(zip(*columns, strict=True))
+            left = Assignment(stages, old.layer_cuts, (counts,) * width, old.dealing)
+            seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
+            lost_s = constants.detect_s + constants.restart_s + constants.checkpoint_s / 2
+            note = f"{number} replicas of {width}, from the checkpoint"
+            found.append(Outcome(self.name, seconds, sum(counts), lost_s if case.change.gone else 0.0, note))
+        if not found:
+            return Outcome(self.name, math.inf, 0, constants.restart_s, "no replica is whole")
+        return max(found, key=lambda outcome: outcome.throughput)
+
+
+@dataclass(frozen=True)
+class Reroute:
+    """ReCycle (Gandhi et al., SOSP 2024): units of a lost worker go to its data-parallel peers, layers stay.
+
+    Modelled, in virtual time: units rerouted to the least loaded peers; a worker takes what is ready, backwards first,
+    with 1F1B's limits; backward split in two halves (gradients of inputs, of weights), the second put off into bubbles;
+    an optimizer that is staggered by stages, so that this may reach into the next step; or whole backward, if that is
+    faster; but never faster than before the change, since without losses it runs plain 1F1B. A slow worker is waited
+    for, or treated as lost, whichever is faster. Memory is not limited, which is to its advantage. Not modelled: its
+    search for the best order, and stages that have lost everybody.
+
+    Args:
+        split: backward may be split; False: units are rerouted and no more.
+    """
+
+    split: bool = True
+    name: str = "reroute"
+
+    def answer(self, case: Case) -> Outcome:
+        gone = set(case.change.gone)
+        slow = {rank for rank, _ in case.change.slow}
+        found = [self._without(case, lost) for lost in ([gone, gone | slow] if slow else [gone])]
+        return min(found, key=lambda outcome: outcome.step_s)
+
+    def _without(self, case: Case, lost: Collection[int]) -> Outcome:
+        recovery_s = case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
+        if not lost:
+            return Outcome(self.name, case.seconds(case.healthy, case.after), case.healthy.num_units, recovery_s)
+        work = rerouted(case.healthy, case.after, lost)
+        if work is None:
+            return Outcome(self.name, math.inf, 0, recovery_s, "a stage has lost all its workers")
+        orders = [execute(work, case.after, wires=FREE).step_s]
+        if self.split:
+            halves = work.as_ready(weight_share=0.5)
+            orders.append(execute(halves, case.after, wires=FREE, steps=2, by_stage=True).step_s)
+        seconds = max(case.before_s, min(orders), _traffic(case, work))
+        more = sum(rank in lost for of_stage in owners_of(case.healthy) for rank in of_stage)
+        return Outcome(self.name, seconds, case.healthy.num_units, recovery_s, f"{more} units rerouted")
+
+
+def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Work | None:
+    """The healthy step with the units of some workers dealt over the others of their stages; None if there are none."""
+    owners, stages = [], []
+    for members, of_stage in zip(healthy.stages, owners_of(healthy), strict=True):
+        left = [rank for rank in members if rank not in lost]
+        if not left:
+            return None
+        count = {rank: of_stage.count(rank) for rank in left}
+        found = list(of_stage)
+        for unit, rank in enumerate(of_stage):
+            if rank not in count:
+                found[unit] = min(left, key=lambda r: ((count[r] + 1) / costs.speed(r), r))
+                count[found[unit]] += 1
+        owners.append(tuple(found))
+        stages.append(tuple(left))
+    most = max(-(-healthy.num_units // len(left)) for left in stages)
+    limits = tuple(min(limit + most, healthy.num_units) for limit in healthy.limits)
+    return Work(tuple(stages), healthy.layer_cuts, tuple(owners), None, limits, _turns(healthy))
+
+
+def _turns(assignment: Assignment) -> tuple[int, ...]:
+    """Of each unit, its place among those of its first worker: units of all workers take turns."""
+    seen: dict[int, int] = {}
+    found = []
+    for rank in owners_of(assignment)[0]:
+        found.append(seen.get(rank, 0))
+        seen[rank] = found[-1] + 1
+    return tuple(found)
+
+
+def _traffic(case: Case, work: Work) -> float:
+    rule, cuts = MemoryRule(case.rule.zero_level, 0), work.layer_cuts
+    sent = (traffic_bytes(case.costs, rule, cuts[s], cuts[s + 1], len(m), 1) for s, m in enumerate(work.stages))
+    return max(sent) / case.costs.bandwidth
+
+
+def columns_of(assignment: Assignment, policy: str) -> list[tuple[int, ...]]:
+    """The data-parallel replicas: one worker of each stage.
+
+    Raises:
+        PlanError: stages differ in size or in their units.
+    """
+    if len({len(members) for members in assignment.stages}) > 1 or len(set(assignment.unit_counts)) > 1:
+        raise PlanError(
+            f"policy {policy!r} has replicas: stages of equal size",
+            got=f"stages of {[len(members) for members in assignment.stages]} workers",
+            fix="begin with a mesh like dp4_pp4",
+        )
+    return list(zip(*assignment.stages, strict=True))

@@ -1,0 +1,247 @@
+"""Scenarios as data: what is simulated, read from YAML and checked before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elaswave_spmd.errors import ConfigError, MeshError
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.simulator.changes import Change
+from elaswave_spmd.simulator.failures import FailureRate, Fleet, Repair
+from elaswave_spmd.simulator.shapes import LLAMAS, alike, llama
+
+FOLDER = Path(__file__).parent / "scenarios"
+
+
+@dataclass(frozen=True)
+class EventCase:
+    """A mesh, and who is lost or slow.
+
+    Args:
+        name: of its row.
+        mesh: as on the command line.
+        units: of a step.
+        event: as on the command line; or else
+        lose: numbers of workers lost, a row each, drawn at random.
+        model: instead of the scenario's.
+    """
+
+    name: str
+    mesh: str
+    units: int
+    event: str | None = None
+    lose: tuple[int, ...] = ()
+    model: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lose", tuple(self.lose) if isinstance(self.lose, list) else self.lose)
+        where = f"case {self.name!r}"
+        try:
+            mesh = Mesh.initial(MeshShape.parse(str(self.mesh)))
+        except MeshError as error:
+            place = f"mesh of {where}"
+            raise _wrong("a case has a mesh", error.got, place, exists="dpN_ppM", fix="mesh: dp4_pp4") from None
+        _number(self.units, f"units of {where}", at_least=1, whole=True)
+        if (self.event is None) == (not self.lose):
+            got = "both" if self.lose else "neither"
+            fix = "event: fail 6, or lose: [1, 2]"
+            raise _wrong("a case has either an event or numbers to lose", got, where, fix=fix)
+        if self.event is not None:
+            Change.parse(str(self.event)).check(mesh)
+        for number in self.lose:
+            _number(number, f"lose of {where}", at_least=1, below=mesh.num_workers, whole=True)
+
+
+@dataclass(frozen=True)
+class Events:
+    """A scenario of single changes.
+
+    Args:
+        cases: its rows.
+        model: {alike: LAYERS} or {llama: NAME}, and arguments of shapes.alike or shapes.llama.
+        memory: room of a worker, as a multiple of what the fullest one needs on the healthy mesh; None: no limit.
+        zero: ZeRO level.
+        steps: that are left, which moves have to pay for.
+        optimum: work out the exact optimum beside the policies.
+        draws: of whom is lost.
+    """
+
+    title: str
+    cases: tuple[EventCase, ...]
+    about: str = ""
+    model: Mapping[str, Any] | None = None
+    memory: float | None = None
+    zero: int = 1
+    steps: int = 10_000
+    optimum: bool = False
+    draws: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cases, (list, tuple)) or not self.cases:
+            raise _wrong("a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., units: ...}]")
+        cases = tuple(c if isinstance(c, EventCase) else _make(EventCase, c, "a case") for c in self.cases)
+        object.__setattr__(self, "cases", cases)
+        for name in ("steps", "draws"):
+            _number(getattr(self, name), name, at_least=1, whole=True)
+        _number(self.zero, "zero", at_least=0, below=4, whole=True)
+        if self.memory is not None:
+            _number(self.memory, "memory", at_least=1)
+        for case in cases:
+            if case.model is None and self.model is None:
+                raise _wrong("a case has a model", "none", f"case {case.name!r}", fix="model: {llama: 7B}")
+            costs = model_of(case.model or self.model or {})
+            stages = MeshShape.parse(case.mesh).num_stages
+            if stages > len(costs.layers):
+                got = f"{stages} stages, {len(costs.layers)} layers"
+                raise _wrong("every stage has at least one layer", got, f"case {case.name!r}", fix="fewer stages")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """A scenario of weeks of failures; fields as in failures.Fleet, Repair and goodput.Stalls."""
+
+    title: str
+    devices: tuple[int, ...]
+    model: Mapping[str, Any]
+    about: str = ""
+    days: float = 54
+    failures: Mapping[str, float] | None = None
+    island: int = 8
+    stages: int = 16
+    units: int = 16
+    repair_hours: float = 24
+    swap_s: float = 300
+    spares: tuple[float, ...] = (0.0,)
+    regroup_s: float = 10
+    restart_s: float = 600
+    checkpoint_s: float = 5
+    highest_frequency: float = 1.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "spares"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, (list, tuple)) else (value,))
+        for name in ("island", "stages", "units"):
+            _number(getattr(self, name), name, at_least=1, whole=True)
+        for number in self.devices:
+            _number(number, "devices", at_least=1, whole=True)
+            Fleet(number, self.island, self.stages, self.units)
+        for spares in self.spares:
+            _number(spares, "spares", at_least=0)
+            _number(self.repair_hours, "repair_hours", at_least=0)
+            Repair(self.repair_hours, spares, _number(self.swap_s, "swap_s", at_least=0))
+        for name in ("regroup_s", "restart_s", "checkpoint_s"):
+            _number(getattr(self, name), name, at_least=0)
+        if not _number(self.days, "days", at_least=0):
+            raise _wrong("a scenario lasts", self.days, "days", fix="days: 54")
+        _number(self.highest_frequency, "highest_frequency", at_least=1)
+        object.__setattr__(self, "failures", dict(self.failures or {}))
+        rate = _make(FailureRate, self.failures, "failures")
+        assert isinstance(rate, FailureRate)
+        if len(model_of(self.model).layers) < self.stages:
+            raise _wrong("every stage has at least one layer", f"{self.stages} stages", "stages", fix="fewer stages")
+
+    @property
+    def rate(self) -> FailureRate:
+        """Of failures."""
+        return FailureRate(**dict(self.failures or {}))
+
+
+def names() -> list[str]:
+    """Scenarios that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Events | Goodput:
+    """A scenario by its name, or by the path of a YAML file.
+
+    Raises:
+        ConfigError: there is none, it is no YAML, or it contradicts itself.
+        PlanError: an event, a model or a fleet that cannot be.
+    """
+    path = FOLDER / f"{name}.yaml" if name in names() else Path(name).expanduser()
+    where = f"scenario={name}"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        got = name if isinstance(error, FileNotFoundError) else str(error)
+        fix = "one of these, or a YAML file"
+        raise _wrong("a scenario exists", got, where, exists=", ".join(names()), fix=fix) from None
+    except yaml.YAMLError as error:
+        raise _wrong("a scenario is YAML", " ".join(str(error).split()), where, fix="correct the file") from None
+    kinds = {"events": Events, "goodput": Goodput}
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or kind not in kinds:
+        raise _wrong("a scenario has a kind", kind or "none", where, exists=", ".join(kinds), fix="kind: events")
+    found = _make(kinds[kind], {key: value for key, value in data.items() if key != "kind"}, where)
+    assert isinstance(found, (Events, Goodput))
+    return found
+
+
+def model_of(model: Mapping[str, Any]) -> CostModel:
+    """The cost model that {alike: 24} or {llama: 7B, tokens: 4096} stands for. tflops: of one worker.
+
+    Raises:
+        ConfigError: neither, both, or arguments that are none.
+        PlanError: a model that there is not.
+    """
+    data = dict(model) if isinstance(model, Mapping) else {}
+    where = f"model: {model}"
+    if ("alike" in data) == ("llama" in data):
+        exists = f"alike: LAYERS, or llama: {', '.join(LLAMAS)}"
+        rule = "a model has layers that are alike, or a Llama shape"
+        raise _wrong(rule, model, "model", exists=exists, fix="alike: 24")
+    if unknown := sorted(data.keys() - _MODEL["alike" if "alike" in data else "llama"]):
+        raise _wrong("arguments of a model are known", unknown[0], where, fix="leave it out")
+    for name, value in data.items():
+        if name != "llama":
+            _number(value, f"{name} of the model", at_least=0, whole=name in ("alike", "tokens"))
+    if "alike" in data:
+        return alike(data.pop("alike"), **data)
+    if "tflops" in data:
+        data["flops"] = data.pop("tflops") * 1e12
+    return llama(str(data.pop("llama")), **data)
+
+
+_MODEL = {
+    "alike": {"alike", "forward_s", "backward_s", "bandwidth", "latency_s", "tokens"},
+    "llama": {"llama", "tokens", "tflops", "bandwidth", "latency_s"},
+}
+
+
+def _make(kind: type, data: object, where: str) -> object:
+    """A dataclass of a mapping with its fields' names."""
+    known = {field.name: field for field in fields(kind)}
+    needed = {name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
+    if not isinstance(data, Mapping):
+        raise _wrong("it is a mapping from names to values", data, where)
+    if unknown := [str(name) for name in data if name not in known]:
+        raise _wrong("its fields are known", unknown[0], where, exists=", ".join(known), fix="correct the name")
+    if missing := sorted(needed - data.keys()):
+        raise _wrong("all fields that are needed are there", f"no {missing[0]}", where, exists=", ".join(known))
+    try:
+        return kind(**data)
+    except TypeError as error:
+        raise _wrong("its values are of the right kind", str(error), where) from None
+
+
+def _number(value: object, name: str, *, at_least: float, below: float = math.inf, whole: bool = False) -> float:
+    good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if good and math.isfinite(value) and at_least <= value < below:  # type: ignore[operator,arg-type]
+        return value  # type: ignore[return-value]
+    kind = "a whole number" if whole else "a number"
+    limits = f"of {at_least:g} or more" + (f" and below {below:g}" if below < math.inf else "")
+    raise _wrong(f"{name.split(' of ')[0]} is {kind} {limits}", value, name)
+
+
+def _wrong(rule: str, got: object, where: str, *, exists: str = "", fix: str = "correct it") -> ConfigError:
+    return ConfigError(rule, got=got, where=where, exists=exists, fix=fix)

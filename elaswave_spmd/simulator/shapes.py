@@ -1,0 +1,134 @@
+"""Cost models that nobody measured: layers that are all alike, and Llama shapes on a device of a stated speed.
+
+Modelled seconds are floating-point operations over a sustained rate; what a table shows of them is a ratio, in which
+the rate cancels out but for links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost
+from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.sharding import Shardings
+
+_STATE, _VALUE, _GRADIENT = 12, 2, 4  # bytes of a parameter: fp32 master and two moments; bf16; fp32 sums
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of a Llama model: layers, width, width of the feed-forward part, heads of keys over heads, words."""
+
+    layers: int
+    width: int
+    hidden: int
+    key_share: float
+    words: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one transformer layer; norms left out."""
+        return int(self.width * self.width * (2 + 2 * self.key_share)) + 3 * self.width * self.hidden
+
+
+LLAMAS: Mapping[str, LlamaShape] = MappingProxyType(
+    {
+        "7B": LlamaShape(32, 4096, 11008, 1.0, 32000),
+        "13B": LlamaShape(40, 5120, 13824, 1.0, 32000),
+        "34B": LlamaShape(48, 8192, 22016, 1 / 8, 32000),
+        "405B": LlamaShape(126, 16384, 53248, 1 / 16, 128256),
+    }
+)
+"""Touvron et al., 2023 (7B, 13B; 34B as published with Code Llama); Llama 3, 2024 (405B)."""
+
+
+def alike(
+    layers: int,
+    *,
+    forward_s: float = 0.010,
+    backward_s: float = 0.020,
+    bandwidth: float = 25e9,
+    latency_s: float = 1e-5,
+    tokens: int = 4096,
+) -> CostModel:
+    """Layers that all take the same, the default of the emulated accelerator, with the bytes of a layer of Llama 7B.
+
+    Raises:
+        PlanError: no layer.
+    """
+    shape = LLAMAS["7B"]
+    one = _layer("", shape.layer_parameters, (forward_s, backward_s), shape.width, tokens)
+    return CostModel(tuple(replace(one, name=f"layer {i}") for i in range(layers)), bandwidth, latency_s)
+
+
+def llama(
+    name: str, *, tokens: int = 4096, flops: float = 160e12, bandwidth: float = 25e9, latency_s: float = 1e-5
+) -> CostModel:
+    """Embedding, transformer layers and head of a Llama model.
+
+    Forward takes 2 operations for each parameter and token and 2 x width x tokens for each token of causal attention,
+    backward twice that. 24 bytes for each token and unit of width stay between the two (fused attention, norms and the
+    product inside the feed-forward part computed again).
+
+    Args:
+        name: of LLAMAS.
+        tokens: of one unit.
+        flops: operations per second that one worker sustains.
+
+    Raises:
+        PlanError: no such model.
+    """
+    if name not in LLAMAS:
+        raise PlanError("a Llama shape is known", got=name, where="model", exists=", ".join(LLAMAS), fix="llama: 7B")
+    shape = LLAMAS[name]
+    attention = 2.0 * shape.width * tokens
+    inside = (2.0 * shape.layer_parameters + attention) * tokens / flops
+    head = 2.0 * shape.width * shape.words * tokens / flops
+    words = shape.width * shape.words
+    layers = [_layer("embed", words, (0.0, 0.0), shape.width, tokens, kept=0)]
+    layers += [
+        _layer(f"layer {i}", shape.layer_parameters, (inside, 2 * inside), shape.width, tokens)
+        for i in range(shape.layers)
+    ]
+    layers.append(_layer("head", words, (head, 2 * head), shape.width, tokens, kept=4))
+    return CostModel(tuple(layers), bandwidth, latency_s)
+
+
+def healthy(mesh: Mesh, costs: CostModel, num_units: int, *, zero: int = 1) -> Placement:
+    """A placement nobody has left yet: layers balanced over the stages by their seconds, units dealt evenly.
+
+    Raises:
+        PlanError: more stages than layers, or fewer units than one for each worker of the first stage.
+    """
+    sizes = [len(members) for members in mesh.stages]
+    if len(sizes) > len(costs.layers):
+        raise PlanError(
+            "every stage has at least one layer",
+            got=f"{len(sizes)} stages, {len(costs.layers)} layers",
+            where=f"mesh {mesh.shape}",
+            fix=f"at most pp{len(costs.layers)}, or layers={len(sizes)}",
+        )
+    if num_units < 1:
+        raise PlanError("a step has at least one unit", got=num_units, where=f"units={num_units}", fix="units=16")
+    cuts = balance_layers([layer.seconds for layer in costs.layers], sizes)
+    counts = tuple(even_counts(num_units, size) for size in sizes)
+    return Placement(mesh, num_units, cuts, counts, Shardings().with_zero(zero))
+
+
+def _layer(
+    name: str, parameters: int, seconds: tuple[float, float], width: int, tokens: int, kept: int = 24
+) -> LayerCost:
+    return LayerCost(
+        name,
+        *seconds,
+        state_bytes=_STATE * parameters,
+        value_bytes=_VALUE * parameters,
+        gradient_bytes=_GRADIENT * parameters,
+        activation_bytes=kept * tokens * width,
+        boundary_bytes=_VALUE * tokens * width,
+    )

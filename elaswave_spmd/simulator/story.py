@@ -1,0 +1,170 @@
+"""A change of the mesh as it goes on in time: the step it falls into, units at once, layers behind, hints last.
+
+Modelled: steps before and after on the engine, with wires, sums, mirrors and votes; detection; salvage of the step;
+state that moves in the background on what links have left over while steps go on. Not modelled: that the background
+transfer slows messages, and learners' own updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.rebalance import Decision, Hint
+from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.simulator.engine import SHARED, Run, Wires, execute
+from elaswave_spmd.simulator.policies import Case
+from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.trace import Timeline
+from elaswave_spmd.simulator.work import Work
+
+HEALTHY, SALVAGED, UNITS, LAYERS, HINTS = "healthy", "salvaged", "units dealt anew", "layers moved", "hints set"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps that are alike.
+
+    Args:
+        name: HEALTHY, SALVAGED, UNITS, LAYERS or HINTS.
+        steps: how many there are; 0: until the run ends.
+        step_s: of each.
+        start: of the first, in seconds.
+    """
+
+    name: str
+    steps: int
+    step_s: float
+    start: float
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened.
+
+    Args:
+        phases: one after another.
+        migration_s: seconds from the first step after the loss until layers are where they are to be; 0: none move.
+        blocking_s: what the same move takes if everybody waits for it.
+        timeline: of a few steps of each phase.
+    """
+
+    phases: tuple[Phase, ...]
+    migration_s: float
+    blocking_s: float
+    timeline: Timeline
+
+
+def tell(case: Case, decision: Decision, *, moment: float = 0.5, shown: int = 2, wires: Wires = SHARED) -> Story:
+    """Plays a decision.
+
+    Args:
+        moment: of the step at which workers are lost, as a part of it.
+        shown: steps of each phase that the timeline has, at most.
+    """
+    return _Teller(case, decision, shown, wires).tell(moment)
+
+
+class _Teller:
+    def __init__(self, case: Case, decision: Decision, shown: int, wires: Wires) -> None:
+        self._case, self._decision, self._shown, self._wires = case, decision, shown, wires
+        self._timeline = Timeline(f"{case.placement.mesh.shape}: {case.change} (virtual time)")
+        self._phases: list[Phase] = []
+        self._now = 0.0
+        self._step = 0
+
+    def tell(self, moment: float) -> Story:
+        case, decision = self._case, self._decision
+        self._timeline.name_rows(case.healthy.stages)
+        self._timeline.name_rows(decision.last.assignment.stages)
+        self._steps(HEALTHY, case.healthy, case.costs, self._shown)
+        if case.change.gone:
+            self._loss(moment)
+        for rank, speed in case.change.slow:
+            self._timeline.event(self._now, f"worker {rank} slows down to {speed:g} of its speed")
+        now, later = decision.now.assignment, decision.later
+        migration_s = blocking_s = 0.0
+        if later is None:
+            self._steps(UNITS, now, case.after, 0 if not decision.hints else self._shown)
+        else:
+            run = self._run(now, case.after)
+            idle = max(0.05, 1.0 - max(run.link_s.values(), default=0.0) / sum(run.seconds))
+            blocking_s = later.move.seconds
+            steps = max(1, math.ceil(blocking_s / idle / run.step_s))
+            self._timeline.event(self._now, f"{later.move.bytes:,.0f} B of state begin to move, in the background")
+            start = self._now
+            self._steps(UNITS, now, case.after, steps)
+            migration_s = self._now - start
+            self._timeline.event(self._now, "layers are promoted where they have caught up")
+            self._steps(LAYERS, later.assignment, case.after, 0 if not decision.hints else self._shown)
+        if decision.hints:
+            self._set(decision.hints)
+            table = {rank: hint.frequencies for hint in decision.hints for rank in hint.ranks}
+            self._steps(HINTS, decision.last.assignment, case.after, 0, table)
+        return Story(tuple(self._phases), migration_s, blocking_s, self._timeline)
+
+    def _run(
+        self,
+        assignment: Assignment,
+        costs: CostModel,
+        steps: int = 2,
+        frequencies: Mapping[int, tuple[float, ...]] | None = None,
+    ) -> Run:
+        return execute(
+            Work.of(assignment),
+            costs,
+            wires=self._wires,
+            rule=self._case.rule,
+            dealing=assignment.dealing,
+            steps=steps,
+            frequencies=frequencies,
+        )
+
+    def _steps(
+        self,
+        name: str,
+        assignment: Assignment,
+        costs: CostModel,
+        steps: int,
+        frequencies: Mapping[int, tuple[float, ...]] | None = None,
+    ) -> None:
+        """A phase; those of its steps that are not shown only pass."""
+        shown = min(steps or self._shown, self._shown)
+        run = self._run(assignment, costs, max(2, shown), frequencies)
+        begins = sum(run.seconds[:-shown])
+        some = [
+            span._replace(start=span.start - begins, stop=span.stop - begins, step=self._step + span.step)
+            for span in run.spans
+            if span.step >= len(run.seconds) - shown
+        ]
+        self._timeline.event(self._now, name if steps <= shown else f"{name}: {steps} steps, {shown} are shown")
+        self._timeline.actions(some, offset=self._now)
+        self._phases.append(Phase(name, steps, run.step_s, self._now))
+        self._now += sum(run.seconds[-shown:])
+        if steps > shown:
+            self._now += (steps - shown) * run.step_s
+        self._step += len(run.seconds)
+
+    def _loss(self, moment: float) -> None:
+        case, at = self._case, moment * self._case.before_s
+        found = salvage(case.healthy, case.costs, case.change.gone, at)
+        for rank in case.change.gone:
+            self._timeline.event(self._now + at, f"worker {rank} is lost")
+        detect_s, start = case.constants.detect_s, self._now
+        if found is None:
+            self._timeline.event(start + at, "a stage is lost: the step begins again")
+            self._now += at + detect_s
+            return
+        before = [span._replace(step=self._step) for span in found.kept]
+        after = [span._replace(step=self._step + 1) for span in found.rest]
+        self._timeline.actions(before, offset=start)
+        self._timeline.actions(after, offset=start + detect_s)
+        self._phases.append(Phase(SALVAGED, 1, found.seconds + detect_s, start))
+        self._now, self._step = start + found.seconds + detect_s, self._step + 2
+
+    def _set(self, hints: tuple[Hint, ...]) -> None:
+        for hint in hints:
+            for rank in hint.ranks:
+                self._timeline.frequency(self._now, rank, max(hint.frequencies))

@@ -1,0 +1,132 @@
+"""Traffic of a step beside activations: tree nodes to primaries, entries to mirrors, new parameters to the stage.
+
+As in timing.traffic_bytes, but message by message: a node leaves when its last unit's backward is through the layer.
+Each worker is the primary of an equal part of its stage's pages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.placement import CONTIGUOUS
+from elaswave_spmd.scheduling.tree import maximal_nodes
+from elaswave_spmd.simulator.links import Clock, Link
+from elaswave_spmd.simulator.work import Work
+
+
+class Sums:
+    """The reductions and publications of one step after another.
+
+    Args:
+        rule: what is sharded, and how many mirrors there are.
+        dealing: Placement.dealing; time-major: every leaf is sent by itself.
+        known: called with the step when all entries of all layers are with all their holders.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        costs: CostModel,
+        rule: MemoryRule,
+        dealing: str,
+        links: Mapping[int, Link],
+        clock: Clock,
+        known: Callable[[int], None],
+    ) -> None:
+        self._work, self._costs, self._rule = work, costs, rule
+        self._links, self._clock, self._known = links, clock, known
+        self._node_of: dict[tuple[int, int], int] = {}  # (stage, unit) -> a number
+        self._units_of: list[int] = []
+        self._nodes = [0] * work.num_stages
+        for stage, owners in enumerate(work.owners):
+            self._split(stage, owners, dealing)
+        self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> units
+        self._nodes_left: dict[tuple[int, int], int] = {}  # (step, layer) -> nodes
+        self._entries_left: dict[tuple[int, int], int] = {}
+        self._layers_left: dict[int, int] = {}
+        self._stage_of = [s for s in range(work.num_stages) for _ in range(*work.layer_cuts[s : s + 2])]
+
+    def _split(self, stage: int, owners: Sequence[int], dealing: str) -> None:
+        units: defaultdict[int, list[int]] = defaultdict(list)
+        for unit, rank in enumerate(owners):
+            units[rank].append(unit)
+        for mine in units.values():
+            nodes = maximal_nodes(mine, len(owners)) if dealing == CONTIGUOUS else [(u, u + 1) for u in mine]
+            for node in nodes:
+                for unit in range(*node):
+                    self._node_of[stage, unit] = len(self._units_of)
+                self._units_of.append(node[1] - node[0])
+            self._nodes[stage] += len(nodes)
+
+    def backward_begins(self, step: int, rank: int, stage: int, unit: int, ends: Sequence[tuple[int, float]]) -> None:
+        """A worker begins a unit's backward. ends: (layer, when it will be through it)."""
+        key = step, self._node_of[stage, unit]
+        left = self._missing.get(key, self._units_of[key[1]]) - 1
+        self._missing[key] = left
+        if not left:
+            for layer, time in ends:
+                self._clock.at(time, self._node_done, step, rank, stage, layer)
+
+    def _node_done(self, step: int, rank: int, stage: int, layer: int) -> None:
+        size = len(self._work.stages[stage])
+        if size == 1:
+            self._node_arrived(step, stage, layer)
+            return
+        num_bytes = self._costs.layers[layer].gradient_bytes * (size - 1) / size
+        self._links[rank].send(num_bytes, self._node_arrived, step, stage, layer)
+
+    def _node_arrived(self, step: int, stage: int, layer: int) -> None:
+        left = self._nodes_left.get((step, layer), self._nodes[stage]) - 1
+        self._nodes_left[step, layer] = left
+        if left:
+            return
+        members = self._work.stages[stage]
+        mirrors = self._mirrors(len(members))
+        if not mirrors:
+            self._layer_known(step)
+            return
+        self._entries_left[step, layer] = len(members)
+        for rank in members:
+            num_bytes = self._costs.layers[layer].gradient_bytes / len(members) * mirrors
+            self._links[rank].send(num_bytes, self._entry_arrived, step, layer)
+
+    def _mirrors(self, size: int) -> int:
+        """Of a page, on workers who compute for themselves."""
+        if self._rule.zero_level == 0:
+            return size - 1
+        workers = sum(map(len, self._work.stages))
+        return min(self._rule.mirror_count, (size if size > 1 else workers) - 1)
+
+    def _entry_arrived(self, step: int, layer: int) -> None:
+        self._entries_left[step, layer] -= 1
+        if not self._entries_left[step, layer]:
+            self._layer_known(step)
+
+    def _layer_known(self, step: int) -> None:
+        self._layers_left[step] = self._layers_left.get(step, len(self._stage_of)) - 1
+        if not self._layers_left[step]:
+            self._known(step)
+
+    def publish(self) -> dict[int, float]:
+        """Sends the parameters of a step that is applied now. Returns layer -> when its stage has all of them.
+
+        Links are idle when all entries are known; what the next step sends first is not taken into account.
+        """
+        found: dict[int, float] = {}
+        for stage, members in enumerate(self._work.stages):
+            size, time = len(members), self._clock.now
+            receivers = size - 1 - self._mirrors(size) if size > 1 and self._rule.zero_level else 0
+            for layer in range(*self._work.layer_cuts[stage : stage + 2]):
+                num_bytes = self._costs.layers[layer].value_bytes / size * receivers
+                if num_bytes:
+                    for rank in members:
+                        self._links[rank].send(num_bytes, _arrived)
+                    time += num_bytes / self._costs.bandwidth
+                    found[layer] = time + self._costs.latency_s
+        return found
+
+
+def _arrived() -> None:
+    """Nothing waits for the message itself: `publish` says when it is there."""

@@ -1,0 +1,229 @@
+"""Scenarios computed: each gives a Report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from time import perf_counter
+
+import numpy as np
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.costs import MemoryRule
+from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
+from elaswave_spmd.simulator.changes import Change
+from elaswave_spmd.simulator.failures import DAY, Fleet, Repair, exponential, outages
+from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls, Survivor
+from elaswave_spmd.simulator.optimum import Optimum, optimum
+from elaswave_spmd.simulator.policies import (
+    MOST_ACTIONS,
+    Case,
+    Constants,
+    DropReplica,
+    Ours,
+    Outcome,
+    Policy,
+    Reroute,
+    Restart,
+    mean_salvage_s,
+)
+from elaswave_spmd.simulator.report import Cell, Figure, Report, Table
+from elaswave_spmd.simulator.scenario import EventCase, Events, Goodput, model_of
+from elaswave_spmd.simulator.shapes import healthy
+from elaswave_spmd.simulator.templates import Templates
+
+Say = Callable[[str], None]
+
+FREQUENCIES = FrequencyRange(0.8, 1.1)
+"""What `ours + frequency` may set."""
+
+POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), DropReplica(), Templates(), Restart())
+ABLATION: tuple[Policy, ...] = (
+    Ours(layers=False, stages=False, name="units"),
+    Ours(stages=False, name="units + layers"),
+    Ours(name="units + layers + stages"),
+    Ours(frequencies=FREQUENCIES, name="all + frequency"),
+    Reroute(split=False, name="reroute, whole backward"),
+)
+
+_MEANS = (
+    "ratio: (throughput after / before) over (aggregate speed after / before); 1 is proportional",
+    "modelled: virtual time on the cost model above, no device ran",
+)
+
+
+def run_scenario(name: str, scenario: Events | Goodput, say: Say = lambda _: None) -> Report:
+    """Computes a scenario. `say` is told what is being worked on."""
+    return _events(name, scenario, say) if isinstance(scenario, Events) else _goodput(name, scenario, say)
+
+
+def cases_of(scenario: Events, row: EventCase) -> list[tuple[str, list[Case]]]:
+    """The rows that a case of a scenario stands for, and the cases that each is the mean of."""
+    costs = model_of(row.model or scenario.model or {})
+    mesh = Mesh.initial(MeshShape.parse(row.mesh))
+    placement = healthy(mesh, costs, row.units, zero=scenario.zero)
+    limit = math.inf
+    if scenario.memory is not None:
+        limit = scenario.memory * max(memory_of(Assignment.of(placement), costs, MemoryRule(scenario.zero)))
+
+    def case(change: Change) -> Case:
+        return Case(placement, costs, change, remaining_steps=scenario.steps, memory_limit=limit)
+
+    if row.event is not None:
+        return [(row.name, [case(Change.parse(row.event))])]
+    draw = np.random.default_rng(scenario.seed)
+    found = []
+    for number in row.lose:
+        drawn = [draw.choice(mesh.members, number, replace=False).tolist() for _ in range(scenario.draws)]
+        found.append((f"{row.name}, {number} lost", [case(Change(tuple(sorted(gone)))) for gone in drawn]))
+    return found
+
+
+def _events(name: str, scenario: Events, say: Say) -> Report:
+    ratios: list[tuple[Cell, ...]] = []
+    recovery: list[tuple[Cell, ...]] = []
+    ablation: list[tuple[Cell, ...]] = []
+    groupings: list[tuple[Cell, ...]] = []
+    for row in scenario.cases:
+        for label, cases in cases_of(scenario, row):
+            say(label)
+            first = cases[0]
+            head = (label, row.mesh, row.units, first.before_s, first.share)
+            answers = [[policy.answer(case) for policy in POLICIES] for case in cases]
+            means = _means(cases, answers)
+            least = _least(first) if scenario.optimum else None
+            allowed = [first.before_s / s / first.share for s in (least.best_s, least.bound_s)] if least else []
+            against = [means[0] / other if other else math.inf for other in means[1:3]]
+            ratios.append((*head, *allowed, *means, *against))
+            recovery.append((label, *(fmean(a[i].recovery_s for a in answers) for i in range(len(POLICIES)))))
+            if scenario.optimum:
+                by_axis = [[policy.answer(case) for policy in ABLATION] for case in cases]
+                ablation.append((label, *_means(cases, by_axis)))
+                groupings.append((label, *_grouping(answers[0][0], least)))
+    best = ("best of all groupings", "lower bound") if scenario.optimum else ()
+    names = tuple(policy.name for policy in POLICIES)
+    head = ("case", "mesh", "units", "step before s", "speed left")
+    columns = (*head, *best, *names, "ours / reroute", "ours / drop replica")
+    tables = [
+        Table("Throughput after a change, as a part of what the devices left allow", columns, tuple(ratios), _MEANS),
+        Table("Seconds that the change costs once", ("case", *names), tuple(recovery), (_stated(),)),
+    ]
+    figures = [_figure("ratio", "Throughput over aggregate speed left", columns, ratios, (*best[:1], *names))]
+    if ablation:
+        tables.append(Table("Groupings: workers of the stages, and where layers are cut", _GROUPINGS, tuple(groupings)))
+        steps = ("case", *(policy.name for policy in ABLATION))
+        tables.append(Table("Each axis added to the one before", steps, tuple(ablation), (_frequency_note(),)))
+        figures.append(_figure("axes", "Each axis added to the one before", steps, ablation, steps[1:]))
+    return Report(name, scenario.title, scenario.about, tuple(tables), tuple(figures))
+
+
+def _frequency_note() -> str:
+    limits = f"{FREQUENCIES.lowest:g} to {FREQUENCIES.highest:g}"
+    return f"frequency: within {limits} of the normal one; the speed that is left counts at 1"
+
+
+def _stated() -> str:
+    seconds = Constants()
+    return (
+        f"stated, not computed: detection {seconds.detect_s:g} s for all, restart {seconds.restart_s:g} s, "
+        f"a checkpoint every {seconds.checkpoint_s:g} s"
+    )
+
+
+_GROUPINGS = ("case", "ours", "layers", "best", "layers of the best", "groupings timed", "no other is better")
+
+
+def _grouping(ours: Outcome, least: Optimum | None) -> tuple[Cell, ...]:
+    """What we chose, and what is best."""
+    chosen = [ours.decision.last.assignment] if ours.decision else []
+    shown = []
+    for assignment in chosen + ([least.assignment] if least else []):
+        shown += ["-".join(str(len(members)) for members in assignment.stages), str(list(assignment.layer_cuts[1:]))]
+    return (*shown, *((least.looked_at, "proven" if least.proven else "search cut off") if least else (None,) * 4))
+
+
+def _means(cases: Sequence[Case], answers: Sequence[Sequence[Outcome]]) -> list[float]:
+    """By policy, the mean ratio over the draws."""
+    rows = [[case.ratio(outcome) for outcome in of_case] for case, of_case in zip(cases, answers, strict=True)]
+    return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+def _least(case: Case) -> Optimum | None:
+    """The exact optimum after the change."""
+    present = [rank for members in case.change.stages(case.placement.mesh) for rank in members]
+    return optimum(
+        case.after,
+        present,
+        case.healthy.num_units,
+        rule=case.rule,
+        memory_limit=case.memory_limit,
+        dealing=case.healthy.dealing,
+    )
+
+
+def _figure(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], wanted: Sequence[str]
+) -> Figure:
+    places = {column: columns.index(column) for column in wanted}
+    series = {column: [_value(row[i]) for row in rows] for column, i in places.items()}
+    return Figure(name, title, "", "ratio", tuple(str(row[0]) for row in rows), series)
+
+
+def _value(cell: Cell) -> float | None:
+    return float(cell) if isinstance(cell, (int, float)) and math.isfinite(cell) else None
+
+
+# ---- goodput
+
+
+def survivors(scenario: Goodput) -> tuple[Survivor, ...]:
+    """The policies of a goodput scenario."""
+    highest = scenario.highest_frequency
+    return (
+        GoesOn("ours"),
+        GoesOn(f"ours, frequency to {highest:g}", highest=highest),
+        GoesOn("reroute", reroute=True),
+        Drops("drop replica"),
+        Drops("drop replica, regrouped", regroups=True, again_s=scenario.swap_s),
+        Restarts(),
+    )
+
+
+def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
+    costs, policies = model_of(scenario.model), survivors(scenario)
+    stalls = Stalls(scenario.regroup_s, 2.0, scenario.restart_s, scenario.checkpoint_s, salvaged_share(scenario))
+    seconds = scenario.days * DAY
+    tables, figures = [], []
+    for spares in scenario.spares:
+        repair = Repair(scenario.repair_hours, spares, scenario.swap_s)
+        rows: list[tuple[Cell, ...]] = []
+        for devices in scenario.devices:
+            say(f"{devices:,} devices, {spares:.1%} spares")
+            began = perf_counter()
+            fleet = Fleet(devices, scenario.island, scenario.stages, scenario.units)
+            scale = Scale(fleet, costs)
+            events = outages(fleet, exponential(fleet, scenario.rate, seconds, scenario.seed), repair)
+            lost = sum(event.out for event in events if event.time < seconds)
+            found = [policy.goodput(scale, events, seconds, stalls) for policy in policies]
+            head = (devices, fleet.replicas, lost, scale.healthy_s, seconds / max(1, lost) / 60)
+            rows.append((*head, *found, perf_counter() - began))
+        names = tuple(policy.name for policy in policies)
+        head = ("devices", "replicas", "losses", "step s", "minutes between losses")
+        title = f"Goodput over {scenario.days:g} days, spares for {spares:.1%} of the workers"
+        notes = ("1: a fleet that never fails", f"repair takes {scenario.repair_hours:g} hours", _MEANS[1])
+        tables.append(Table(title, (*head, *names, "computed in s"), tuple(rows), notes))
+        series = {name: [_value(row[5 + i]) for row in rows] for i, name in enumerate(names)}
+        ticks = tuple(float(number) for number in scenario.devices)
+        figures.append(Figure(f"spares{spares:g}", title, "devices", "goodput", ticks, series, lines=True))
+    return Report(name, scenario.title, scenario.about, tuple(tables), tuple(figures))
+
+
+def salvaged_share(scenario: Goodput, replicas: int = 8) -> float:
+    """Part of a step that is done again where it is salvaged: in virtual time, on fewer replicas, which is too much."""
+    costs = model_of(scenario.model)
+    mesh = Mesh.initial(MeshShape.of(dp=replicas, pp=scenario.stages))
+    assignment = Assignment.of(healthy(mesh, costs, replicas * scenario.units))
+    whole_s = step_time(assignment, costs, most_actions=MOST_ACTIONS).seconds
+    return mean_salvage_s(assignment, costs, [mesh.stages[scenario.stages // 2][1]], whole_s) / whole_s

@@ -1,0 +1,112 @@
+"""Pipeline templates (Oobleck: Jang et al., SOSP 2023), as a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.graph import StageWorkers, partition
+from elaswave_spmd.scheduling.timing import Assignment, step_time, traffic_bytes
+from elaswave_spmd.simulator.policies import MOST_ACTIONS, Case, Outcome, columns_of
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Each replica is a pipeline of its own; one that loses workers goes on with the template for as many as it has.
+
+    Modelled: templates for half the healthy width (rounded up) and more, each with its best cuts for 1F1B on equal
+    workers; the workers of a pipeline that is too short for any go to the shortest others; units dealt over pipelines
+    so that the slowest takes least, the global batch stays. A slow worker is waited for, or dropped, whichever is
+    faster. State is whole in each pipeline, as there. Recovery: half a step again, and the busiest worker's new layers
+    over its link. Not modelled: bubbles between pipelines that synchronise layer by layer, memory.
+    """
+
+    name: str = "templates"
+
+    def answer(self, case: Case) -> Outcome:
+        columns = columns_of(case.healthy, self.name)
+        gone = set(case.change.gone)
+        slow = {rank for rank, _ in case.change.slow}
+        found = [self._without(case, columns, lost) for lost in ([gone, gone | slow] if slow else [gone])]
+        return min(found, key=lambda outcome: outcome.step_s)
+
+    def _without(self, case: Case, columns: Sequence[Sequence[int]], lost: set[int]) -> Outcome:
+        width = len(columns[0])
+        left = [[rank for rank in column if rank not in lost] for column in columns]
+        pipelines = _regrouped(left, -(-width // 2))
+        if not pipelines:
+            return Outcome(self.name, math.inf, 0, 0.0, "no pipeline is long enough")
+        slowest = [min(case.after.speed(rank) for rank in ranks) for ranks in pipelines]
+        sizes = [len(ranks) for ranks in pipelines]
+        chains = _Chains(case.costs)
+        counts = chains.deal(sizes, slowest, case.healthy.num_units)
+        rows = list(zip(sizes, counts, slowest, strict=True))
+        seconds = max(chains.seconds(size, units) / speed for size, units, speed in rows)
+        cuts = [chains.cuts(size) for size in sizes]
+        sent = max(
+            traffic_bytes(case.costs, MemoryRule(0, 0), a, b, len(pipelines), 1) for of in cuts for a, b in pairwise(of)
+        )
+        recovery_s = case.constants.detect_s + case.before_s / 2 + self._copying(case, pipelines, cuts) if lost else 0.0
+        note = f"pipelines of {sorted(sizes, reverse=True)[:8]} workers, units {list(counts)[:8]}"
+        return Outcome(self.name, max(seconds, sent / case.costs.bandwidth), case.healthy.num_units, recovery_s, note)
+
+    def _copying(self, case: Case, pipelines: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> float:
+        """Seconds that the worker with most new layers takes to get them."""
+        old, total = case.healthy, case.costs.prefix("state_bytes")
+        home = {rank: old.layer_cuts[s : s + 2] for s, members in enumerate(old.stages) for rank in members}
+        most = 0
+        for ranks, of_pipeline in zip(pipelines, cuts, strict=True):
+            for rank, (first, stop) in zip(ranks, pairwise(of_pipeline), strict=False):
+                a, b = home[rank]
+                kept = max(0, int(total[min(b, stop)] - total[max(a, first)])) if max(a, first) < min(b, stop) else 0
+                most = max(most, int(total[stop] - total[first]) - kept)
+        return most / case.costs.bandwidth
+
+
+def _regrouped(left: Sequence[Sequence[int]], shortest: int) -> list[list[int]]:
+    """Pipelines that have a template; of those too short, workers go to the shortest others, or make up new ones."""
+    pipelines = [list(ranks) for ranks in left if len(ranks) >= shortest]
+    spare = [rank for ranks in left if len(ranks) < shortest for rank in ranks]
+    while len(spare) >= shortest:
+        pipelines.append([spare.pop() for _ in range(shortest)])
+    for rank in spare if pipelines else ():
+        min(pipelines, key=len).append(rank)
+    return pipelines
+
+
+class _Chains:
+    """Pipelines of single workers of speed 1: templates, and what they take."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs.without([rank for rank, _ in costs.speeds])
+        self._cuts: dict[int, tuple[int, ...]] = {}
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def cuts(self, size: int) -> tuple[int, ...]:
+        """The template for so many workers; those beyond the number of layers have nothing to do."""
+        number = min(size, len(self._costs.layers))
+        if number not in self._cuts:
+            self._cuts[number] = partition(self._costs, [StageWorkers(1, 1.0)] * number).cuts
+        return self._cuts[number]
+
+    def seconds(self, size: int, units: int) -> float:
+        """Of so many units."""
+        if not units:
+            return 0.0
+        if (size, units) not in self._seconds:
+            cuts = self.cuts(size)
+            stages = tuple((rank,) for rank in range(len(cuts) - 1))
+            chain = Assignment(stages, cuts, ((units,),) * len(stages))
+            self._seconds[size, units] = step_time(chain, self._costs, most_actions=MOST_ACTIONS).pipeline_s
+        return self._seconds[size, units]
+
+    def deal(self, sizes: Sequence[int], speeds: Sequence[float], num_units: int) -> tuple[int, ...]:
+        """Units over pipelines, one after the other to the one that would be done first with one more."""
+        counts = [0] * len(sizes)
+        for _ in range(num_units):
+            after = [self.seconds(n, c + 1) / v for n, c, v in zip(sizes, counts, speeds, strict=True)]
+            counts[after.index(min(after))] += 1
+        return tuple(counts)

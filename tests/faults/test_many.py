@@ -1,0 +1,63 @@
+"""Many faults in one run, and more of them at once than it has copies: every bit is that of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.observe import read_metrics
+from tests.faults.fault_runs import Bits, chaos, run_with, said
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(200)]
+STEPS = 60
+Undisturbed = Callable[[int], Bits]
+
+
+def test_thirty_random_events_in_sixty_steps(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Three losses before the copies are complete again can happen: then the run begins again at a checkpoint."""
+    changes = run_with(
+        tmp_path,
+        "mesh=dp2_pp2",
+        "sharding=zero3",
+        "mirror.count=2",
+        "elastic.replace=true",
+        "checkpoint.every=5",
+        "timeouts.suspect=2",
+        f"train.steps={STEPS}",
+        "chaos=random",
+        "chaos.seed=7",  # draws an event in 30 of the 60 steps
+        "chaos.rate=0.5",
+    )
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    told = {kind: sum(map(len, changes.ranks(kind))) for kind in ("fail", "leave", "join")}
+    # Whom an event is for is drawn from the members: a worker that is gone before its turn takes its event with it.
+    assert min(told.values()) > 0 and sum(told.values()) >= 20, said(tmp_path)
+
+
+def test_all_but_one_killed_one_after_the_other(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    kills = [f"step: {step}, kind: kill, rank: {rank}, point: any" for step, rank in ((4, 2), (22, 0), (40, 3))]
+    settings = ["mesh=dp2_pp2", "sharding=zero2", "timeouts.suspect=4", f"train.steps={STEPS}"]
+    changes = run_with(tmp_path, *settings, chaos(*kills))
+    assert changes.ranks("fail") == [[2], [0], [3]] and not changes.of_kind("restart"), said(tmp_path)
+    assert read_metrics(tmp_path / "run")[-1].workers == 1
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
+def test_two_at_once_with_one_mirror_begin_again_at_the_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Each is a mirror of the other. Steps after the checkpoint are computed again: their lines are there already.
+
+    A newcomer comes when the checkpoint that the others began with is gone (checkpoint.keep is 2).
+    """
+    events = (
+        "step: 14, kind: kill, rank: [1, 2], point: backward",
+        "step: 24, kind: join, rank: 0, point: forward",
+    )
+    settings = ["mesh=dp4", "sharding=zero2", "mirror.count=1", "checkpoint.every=2", f"train.steps={STEPS}"]
+    changes = run_with(tmp_path, *settings, "timeouts.suspect=4", chaos(*events))
+    (restart,) = changes.of_kind("restart")
+    assert restart["step"] in range(2, 14, 2) and (restart["lost_after"], restart["workers"]) == (13, 2), said(tmp_path)
+    assert changes.ranks("join") == [[2]], said(tmp_path)
+    assert [line.step for line in read_metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)

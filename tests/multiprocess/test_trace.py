@@ -1,0 +1,93 @@
+"""Real runs with a timeline, and with frequencies that are set: the same bits as without."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from tests.multiprocess.real_runs import SMALL, Done, train, write_text
+
+pytestmark = pytest.mark.multiprocess
+EMULATED = ("runtime.device=emulated", "emulated.forward_ms=2", "emulated.backward_ms=4", "train.validate_every=0")
+KILL = "chaos.events=[{step: 4, kind: kill, rank: 1, point: backward}]"
+
+
+def run(folder: Path, *arguments: str) -> Done:
+    folder.mkdir()
+    write_text(folder)
+    done = train(folder, *SMALL, *arguments)
+    assert (done.code, done.err) == (0, ""), done.err
+    return done
+
+
+def bits(folder: Path) -> tuple[object, ...]:
+    lines = read_metrics(folder / "run")
+    return [(x.loss_hex, x.grad_norm_hex) for x in lines], read_summary(folder / "run")["weights_sha256"]
+
+
+def trace_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "run" / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_trace_shows_every_worker_and_changes_no_bit(tmp_path: Path) -> None:
+    run(tmp_path / "plain", "mesh=single")
+    run(tmp_path / "traced", "mesh=dp2_pp2", "sharding=zero2", "run.trace=true", KILL)
+    assert bits(tmp_path / "traced") == bits(tmp_path / "plain")
+    assert not list((tmp_path / "traced" / "run").glob("trace-*"))
+    events = trace_of(tmp_path / "traced")
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["controller", "worker 0", "worker 1", "worker 2", "worker 3"]
+    said = read_events(tmp_path / "traced" / "run")
+    span = 1e6 * (said[-1]["time"] - said[0]["time"])
+    timed = [e for e in events if e["ph"] != "M"]
+    assert all(e["ts"] >= 0 and e["ts"] + e.get("dur", 0) <= span + 5e6 for e in timed)
+    # The killed one is there as far as it had written; the others did the rest of the run.
+    steps = {
+        names[pid]: {e["args"]["step"] for e in timed if e["pid"] == pid and e.get("cat") == "backward"}
+        for pid in names
+        if pid != 1
+    }
+    assert steps["worker 1"] == {1, 2, 3} and steps["worker 0"] == set(range(1, 7))
+    # Every unit went forward and backward through every layer, in every undisturbed step.
+    for kind in ("forward", "backward"):
+        done = {
+            (e["args"]["unit"], e["args"]["layer"]) for e in timed if e.get("cat") == kind and e["args"]["step"] == 2
+        }
+        assert done == {(unit, layer) for unit in range(4) for layer in range(4)}
+    assert next(e["name"] for e in timed if e["pid"] == 1 and e["ph"] == "X").startswith("mesh epoch 0: dp2_pp2")
+    assert {"wait", "send"} <= {e.get("cat") for e in timed if names[e["pid"]] == "worker 2"}
+    assert all(e["args"]["bytes"] > 0 for e in timed if e.get("cat") == "send")
+    # The rows of one worker: what it does, it does one after the other.
+    for pid in names:
+        mine = sorted((e["ts"], e["dur"]) for e in timed if (e["pid"], e["tid"], e["ph"]) == (pid, 1, "X"))
+        assert all(a + d <= b + 1 for (a, d), (b, _) in itertools.pairwise(mine))
+
+
+def test_no_trace_unless_asked_for(tmp_path: Path) -> None:
+    run(tmp_path / "a", "mesh=dp2", "train.steps=2", "train.validate_every=0")
+    assert not list((tmp_path / "a" / "run").glob("*trace*"))
+
+
+def test_frequencies_follow_the_bubbles_and_change_no_bit(tmp_path: Path) -> None:
+    quick = ("schedule.every=2", "schedule.window=3", "schedule.patience=1", "train.steps=24")
+    uneven = ("mesh=dp3", "sharding=zero1", *EMULATED, *quick)  # 4 units: the first worker has two of them
+    run(tmp_path / "plain", *uneven)
+    run(tmp_path / "set", *uneven, "schedule.frequency=simulated", "run.trace=true")
+    assert bits(tmp_path / "set") == bits(tmp_path / "plain")
+    said = read_events(tmp_path / "set" / "run")
+    found = [e for e in said if e["event"] == "frequency"]
+    assert found and found[0]["frequencies"] == {"0": 1.0, "1": 0.5, "2": 0.5}
+    assert found[0]["modelled_energy"] < found[0]["modelled_energy_before"]
+    assert not [e for e in said if e["event"] == "slow"]
+    # The device has really become slower: 4 ms of backward take at least 8 ms until the next event.
+    began = 1e6 * (found[0]["time"] - said[0]["time"])
+    ended = 1e6 * (min(e["time"] for e in said if e["time"] > found[0]["time"]) - said[0]["time"])
+    programs = [e for e in trace_of(tmp_path / "set") if e.get("cat") == "backward" and e["pid"] == 3]
+    slowed = [e for e in programs if began < e["ts"] < ended - 1e5]
+    assert slowed and all(e["dur"] >= 4e3 / 0.5 * 0.999 for e in slowed)
+    assert {e["pid"] for e in trace_of(tmp_path / "set") if e["ph"] == "C"} == {2, 3, 4}

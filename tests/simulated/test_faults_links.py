@@ -1,0 +1,175 @@
+"""A link is lost while both ends live: what was on it is sent again in the next mesh epoch, with the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.runtime.describe import describe
+from elaswave_spmd.runtime.port import Incoming
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.testing import LocalCluster
+from elaswave_spmd.testing.faults import SENDER, AnyFault, Fault, MessageFault
+from elaswave_spmd.testing.wires import Link
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    expected,
+    meta_model,
+    one_thread,
+    outcome,
+    placement_of,
+)
+
+_LATER = 40  # turns at most until the sender, and then the controller, hears of it
+TO_PRIMARY = "Entry to its new primary"
+
+
+class Broken(LocalCluster):
+    """The first `count` messages of some kind go through; at the next one its link breaks.
+
+    What is on the link is lost, and so is all that is sent on it until the sender has its place in the next epoch.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        count: int,
+        seed: int,
+        run: Run,
+        mesh: str,
+        zero: int,
+        faults: Sequence[AnyFault] = (),
+        mirrors: int = 1,
+    ) -> None:
+        self._kind, self._left = kind, count
+        self._draw = random.Random(seed)
+        self.broken: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
+        self.lost: Counter[str] = Counter()
+        placement = placement_of(run, mesh, zero)
+        self.members = placement.mesh.num_workers
+        description = describe(meta_model(run.model), page_size=run.page_size)
+        holders = deal_holders(
+            description.layout,
+            placement.mesh.stages,
+            placement.layer_cuts,
+            replicated=not placement.shardings.optim.axes,
+            topology=placement.mesh.topology,
+            mirror_count=mirrors,
+            scatter=0,
+        )
+        super().__init__(
+            run.job(),
+            replace(placement, holders=holders),
+            description,
+            lambda: meta_model(run.model),
+            TRAIN,
+            VALIDATION,
+            seed=seed,
+            faults=faults,
+            policy=Policy(mirror_count=mirrors),
+        )
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        link, name = (sender, peer), type(message).__name__
+        if peer >= 0 and self._kind in (name, self._special(sender, peer, message)):
+            self._left -= 1
+            if self._left == 0:
+                self._break(link)
+        if link in self.broken and self._epoch_of(sender) == self.broken[link]:
+            self.lost[name] += 1
+            return
+        super().send(sender, peer, message, payload)
+
+    def _special(self, sender: int, peer: int, message: m.Message) -> str:
+        """A mirror gives a primary what it has from the one before, which is lost, and the new one has not."""
+        here, there = self._workers[sender].executor, self._workers.get(peer)
+        if not isinstance(message, m.Entry) or here is None or there is None or there.executor is None:
+            return ""
+        key, protocol = (message.layer, message.first, message.stop), there.executor.replica.protocol
+        runs = {run.key: run for run in here.placement.holder_runs(self._description.layout)[message.layer]}
+        lacks = message.step > protocol.version and not protocol.has_entry(message.step, key)
+        return TO_PRIMARY if key in runs and runs[key].primary == peer and lacks else ""
+
+    def _epoch_of(self, rank: int) -> int:
+        executor = self._workers[rank].executor
+        return executor.placement.mesh.epoch if executor is not None else 0
+
+    def _break(self, link: Link) -> None:
+        self.broken[link] = self._epoch_of(link[0])
+        for message in self._wires.flying.get(link, ()):
+            self.lost[type(m.decode(message.header)).__name__] += 1
+        self._wires.flying.get(link, []).clear()
+        soon = self._turn + self._draw.randint(0, _LATER)
+        self._notices.append((soon, lambda: self._tell(link)))
+
+    def _tell(self, link: Link) -> list:
+        """The sender sees it, before the controller hears it from there."""
+        if link[0] in self._workers:
+            self._workers[link[0]].port.inbox.append(Incoming(link[0], m.LinkClosed(*link)))
+        later = self._turn + self._draw.randint(1, _LATER)
+        self._notices.append((later, lambda: self._controller.relink(frozenset(link), "lost")))
+        return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "zero"),
+    [
+        ("Activation", "dp2_pp2", 2),
+        ("Activation", "pp3", 1),
+        ("ActivationGradient", "dp3_pp2", 1),
+        ("ActivationGradient", "pp3", 2),
+        ("NodeSum", "dp3", 0),
+        ("NodeSum", "dp3", 1),
+        ("NodeSum", "dp4", 3),
+        ("Entry", "dp3", 1),
+        ("Entry", "dp3_pp2", 2),
+        ("Publish", "dp3", 1),
+        ("Publish", "dp4", 3),
+        ("Vote", "dp2_pp2", 2),
+        ("Vote", "dp3", 0),
+    ],
+)
+@one_thread()
+def test_what_was_on_a_lost_link_comes_again(kind: str, mesh: str, zero: int) -> None:
+    run = Run(units=5, steps=4)
+    for seed in range(3):
+        cluster = Broken(kind, 1 + 7 * seed, seed, run, mesh, zero)
+        assert outcome(cluster.run()) == expected(run), seed
+        assert cluster.broken and cluster.lost[kind], "the link broke when there was something on it"
+        again = [epoch for epoch in cluster.result.epochs if "link" in epoch.kinds.values()]
+        assert len(again) == 1 and again[0].learners == 0 and again[0].placement.mesh.num_workers == cluster.members
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "mesh", "zero", "mirrors"),
+    [
+        ("PageState", 2, "dp3", 1, 1),
+        ("PageState", 3, "dp4", 3, 1),
+        ("Need", 2, "dp4", 3, 1),
+        ("NodeSum", 20, "dp3", 0, 1),
+        (TO_PRIMARY, 1, "dp3", 3, 2),
+    ],
+)
+@one_thread()
+def test_a_link_is_lost_after_a_worker(kind: str, count: int, mesh: str, zero: int, mirrors: int) -> None:
+    """While new mirrors learn, and sums and entries go to new primaries."""
+    run, broke = Run(units=5, steps=4), 0
+    for seed in range(4):
+        faults: list[AnyFault] = [Fault(2, "kill", 0, "backward")]
+        if kind == TO_PRIMARY:  # of its two mirrors one has the entry, and the other is to be the primary
+            faults = [MessageFault("kill", "Entry", SENDER, True, 29 + 3 * seed)]
+        cluster = Broken(kind, count, seed, run, mesh, zero, faults, mirrors)
+        assert outcome(cluster.run()) == expected(run), (seed, cluster.broken)
+        held = [run for runs in cluster._controller.placement.holders.values() for run in runs]  # pyright: ignore
+        assert not any(run.learners for run in held), "the copies are complete all the same"
+        broke += bool(cluster.broken)
+    assert broke, f"no link broke at a message of this kind: {kind}"

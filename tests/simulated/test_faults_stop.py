@@ -1,0 +1,142 @@
+"""Too few workers are left: they stop at the newest version, and what they save is all of it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.recovery.effects import Effect, Save
+from elaswave_spmd.recovery.writers import writers_of
+from elaswave_spmd.runtime.collect import collect_pages, is_complete
+from elaswave_spmd.runtime.describe import describe
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.testing import LocalCluster
+from elaswave_spmd.testing.faults import AnyFault, Fault
+from elaswave_spmd.testing.processes import Worker
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    meta_model,
+    one_thread,
+    outcome,
+    placement_of,
+    simulate,
+)
+
+RUN = Run(units=5, steps=12)
+
+
+class Saved(LocalCluster):
+    """A cluster of which all but one have to live on. Keeps what each worker saves, by mesh epoch."""
+
+    def __init__(self, mesh: str, zero: int, least: int, faults: Sequence[AnyFault], seed: int) -> None:
+        self.saves: list[Save] = []
+        self.saved: dict[int, list[m.FinalPages]] = {}  # mesh epoch -> pages
+        self.weights: dict[int, dict[str, np.ndarray]] = {}
+        placement = placement_of(RUN, mesh, zero)
+        self.layout = describe(meta_model(RUN.model), page_size=RUN.page_size).layout
+        holders = deal_holders(
+            self.layout,
+            placement.mesh.stages,
+            placement.layer_cuts,
+            replicated=not placement.shardings.optim.axes,
+            topology=placement.mesh.topology,
+            mirror_count=2,
+            scatter=0,
+        )
+        super().__init__(
+            RUN.job(),
+            replace(placement, holders=holders),
+            describe(meta_model(RUN.model), page_size=RUN.page_size),
+            lambda: meta_model(RUN.model),
+            TRAIN,
+            VALIDATION,
+            seed=seed,
+            faults=faults,
+            policy=Policy(mirror_count=2, min_workers=least),
+        )
+
+    def _begin(self, worker: Worker, place: m.Place) -> None:
+        super()._begin(worker, place)
+        assert worker.executor is not None
+        worker.executor.save = lambda: self._save(worker)
+
+    def _save(self, worker: Worker) -> None:
+        """What the writer of each run of pages has of it."""
+        assert worker.executor is not None
+        replica = worker.executor.replica
+        epoch, version = replica.protocol.epoch, replica.protocol.version
+        writers = writers_of(replica.placement.holder_runs(self.layout), self.layout)
+        for part in replica.state:
+            if writers[part.run.key] == worker.rank:
+                assert part.version == version == self.saves[-1].version
+                pages = m.FinalPages(*part.run.key)
+                self.saved.setdefault(epoch, []).append(pages)
+                collect_pages(self.layout, pages, part.master.clone(), self.weights.setdefault(epoch, {}))
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        self.saves += [effect for effect in effects if isinstance(effect, Save)]
+        super()._perform([effect for effect in effects if not isinstance(effect, Save)])
+
+    def until_saved(self) -> Save:
+        """Runs until nobody has anything to do any more."""
+        with pytest.raises(AssertionError, match="nothing moves"):
+            self.run()
+        living = [self._workers[rank] for rank in self._controller.members]
+        assert all("saved at step" in worker.waiting for worker in living), [worker.waiting for worker in living]
+        save = self.saves[-1]
+        keys = {(p.layer, p.first, p.stop) for p in self.saved[save.epoch]}
+        assert is_complete(self.layout, keys), "every page has been written"
+        return save
+
+
+def weights_after(steps: int) -> tuple:
+    """The weights of an undisturbed run of so many steps."""
+    return outcome(simulate(replace(RUN, steps=steps), placement_of(RUN, "single", 0))).weights
+
+
+@pytest.mark.parametrize("point", ["forward", "backward", "reduce", "norm", "apply", "publish"])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp3", 0), ("dp4", 1), ("dp2_pp2", 2), ("dp4", 3), ("dp3_pp2", 3)])
+@one_thread()
+def test_a_loss_that_leaves_too_few_saves_the_newest_version(mesh: str, zero: int, point: str) -> None:
+    for seed in range(2):
+        workers = placement_of(RUN, mesh, zero).mesh.num_workers
+        cluster = Saved(mesh, zero, workers, [Fault(4, "kill", seed, point)], seed)
+        save = cluster.until_saved()
+        assert save.version in (3, 4) and f"elastic.min_workers is {workers}" in save.reason
+        found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]
+        assert tuple(found) == weights_after(save.version)
+        losses = outcome(simulate(RUN, placement_of(RUN, "single", 0))).losses
+        assert tuple(cluster.result.losses) == losses[: len(cluster.result.losses)]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp4", 1), ("dp3_pp2", 2)])
+@one_thread()
+def test_one_more_is_lost_while_the_others_save(mesh: str, zero: int) -> None:
+    workers = placement_of(RUN, mesh, zero).mesh.num_workers
+    for seed in range(3):
+        faults = [Fault(4, "kill", 0, "backward"), Fault(4, "kill", 2, "backward")]
+        cluster = Saved(mesh, zero, workers, faults, seed)
+        save = cluster.until_saved()
+        found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]
+        assert tuple(found) == weights_after(save.version)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp2", 1), ("dp2_pp2", 2), ("pp3", 3), ("dp3", 0)])
+@one_thread()
+def test_all_are_asked_to_leave(mesh: str, zero: int) -> None:
+    for seed in range(3):
+        cluster = Saved(mesh, zero, 1, (), seed)
+        drain = cluster._controller.drain
+        cluster._notices += [(40, partial(drain, rank, "asked to leave")) for rank in cluster._controller.members]
+        save = cluster.until_saved()
+        assert 0 < save.version < RUN.steps and "0 stay" in save.reason and not cluster.result.epochs
+        found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]
+        assert tuple(found) == weights_after(save.version)

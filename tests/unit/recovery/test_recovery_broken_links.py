@@ -1,0 +1,95 @@
+"""Links that are lost while both ends live: one more link, then one of the two goes; a death is no lost link."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd.recovery.broken_links import BrokenLinks, Verdict
+
+
+def beats(links: BrokenLinks, *ranks: int) -> list[Verdict]:
+    return [verdict for rank in ranks for verdict in links.heartbeat(rank)]
+
+
+def test_a_pair_is_linked_again_once_and_then_the_higher_rank_goes() -> None:
+    links = BrokenLinks()
+    links.closed(2, 5)
+    (verdict,) = beats(links, 2, 5, 2, 5)
+    assert verdict == Verdict(frozenset((2, 5)), None)
+    assert verdict.reason == "the link between workers 2 and 5 was lost"
+    assert beats(links, 2, 5, 2, 5, 2, 5) == [], "said once"
+    links.closed(5, 2)
+    (verdict,) = beats(links, 2, 2, 5, 5)
+    assert verdict == Verdict(frozenset((2, 5)), 5)
+    assert verdict.reason == "the link between workers 2 and 5 was lost again"
+
+
+def test_a_report_counts_when_both_ends_have_shown_that_they_live() -> None:
+    links = BrokenLinks()
+    links.closed(0, 1)
+    assert beats(links, 0, 0, 0, 0, 0) == [] and beats(links, 1) == [], "one that its sender may not have survived"
+    assert [v.ends for v in beats(links, 1)] == [frozenset((0, 1))]
+
+
+def test_a_link_that_ends_with_a_process_is_none_that_was_lost() -> None:
+    links = BrokenLinks()
+    links.closed(0, 1)
+    links.closed(2, 1)
+    links.forget(1)
+    assert beats(links, 0, 1, 2, 0, 1, 2, 0, 1, 2) == []
+
+
+def test_both_directions_are_one_loss() -> None:
+    links = BrokenLinks()
+    links.closed(0, 1)
+    links.heartbeat(0)
+    links.closed(1, 0)
+    assert len(beats(links, 1, 0, 1, 0, 1)) == 1
+
+
+def test_pairs_are_counted_apart() -> None:
+    links = BrokenLinks()
+    for ends in ((0, 1), (1, 2), (0, 2)):
+        links.closed(*ends)
+    verdicts = beats(links, 0, 1, 2, 0, 1, 2)
+    assert [v.evicted for v in verdicts] == [None] * 3 and len({v.ends for v in verdicts}) == 3
+
+
+def test_who_has_lost_the_link_to_the_controller_goes_at_once() -> None:
+    """What the controller has said to it, or it to the controller, cannot be asked for again."""
+    links = BrokenLinks()
+    links.closed(3)
+    (verdict,) = beats(links, 0, 3, 3)
+    assert verdict == Verdict(frozenset((3,)), 3) and verdict.reason == "its link to the controller was lost"
+
+
+def test_a_link_has_two_ends() -> None:
+    for ends in ((), (1, 1), (1, 2, 3)):
+        with pytest.raises(AssertionError):
+            BrokenLinks().closed(*ends)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["closed", "beat", "forget"]), st.integers(0, 3), st.integers(0, 3))))
+def test_nobody_is_judged_without_two_heartbeats_of_each_end(story: list[tuple[str, int, int]]) -> None:
+    """Against the whole history."""
+    links = BrokenLinks()
+    reported: dict[frozenset[int], list[int]] = {}
+    judged: list[frozenset[int]] = []
+    for what, a, b in story:
+        if what == "closed" and a != b:
+            links.closed(a, b)
+            reported.setdefault(frozenset((a, b)), [])
+        elif what == "forget":
+            links.forget(a)
+            reported = {ends: seen for ends, seen in reported.items() if a not in ends}
+        elif what == "beat":
+            for seen in reported.values():
+                seen.append(a)
+            for verdict in links.heartbeat(a):
+                seen = reported.pop(verdict.ends)
+                assert all(seen.count(rank) >= 2 for rank in verdict.ends)
+                assert verdict.evicted == (max(verdict.ends) if verdict.ends in judged else None)
+                judged.append(verdict.ends)
+            assert not any(all(seen.count(rank) >= 2 for rank in ends) for ends, seen in reported.items())

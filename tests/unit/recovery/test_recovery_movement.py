@@ -1,0 +1,147 @@
+"""How much state a change moves, against what is on the map, and a lower bound that is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.recovery.decide import next_stages
+from elaswave_spmd.recovery.movement import least_elements, moved_elements
+from elaswave_spmd.recovery.next_epoch import next_placement
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, all_runs, promote, with_learners
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.refill import refill
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from tests.unit.recovery.controller_cases import LAYOUT, placement
+
+PAGE = 64
+
+
+def layout_of(*sizes: int) -> ModelLayout:
+    """A layer for each number of elements; pages of 128, so that some last pages are short."""
+    uses = [LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (size,)),)) for i, size in enumerate(sizes)]
+    return lay_out(uses, page_size=2 * PAGE)
+
+
+def dealt(layout: ModelLayout, stages: tuple[int, ...], cuts: tuple[int, ...], zero: int, mirrors: int) -> Placement:
+    shardings = Shardings().with_zero(zero)
+    mesh = Mesh.initial(MeshShape.of_stages(stages))
+    holders = deal_holders(
+        layout,
+        mesh.stages,
+        cuts,
+        replicated=not shardings.optim.axes,
+        topology=mesh.topology,
+        mirror_count=mirrors,
+        scatter=0,
+    )
+    units = max(stages)
+    counts = tuple((units - size + 1, *(1,) * (size - 1)) for size in stages)
+    return Placement(mesh, units, cuts, counts, shardings, holders=holders)
+
+
+def test_what_learners_get_is_counted_once_for_each_and_the_loss_page_never() -> None:
+    layout = layout_of(300, 64)  # pages of 128, 128 and 64 elements (300 is rounded up to 320); one of 64; the loss
+    loss = layout.layers[1].loss_block
+    assert loss is not None
+    one, two = frozenset((0,)), frozenset((1, 2))
+    holders: HolderMap = {
+        0: (HolderRun(0, 0, 1, 0, one), HolderRun(0, 1, 3, 0, one, two)),
+        1: (HolderRun(1, 0, 1, 0, one), HolderRun(1, loss.first_page, loss.first_page + 1, 0, one, two)),
+    }
+    assert moved_elements(holders, layout) == 2 * (128 + 64)
+
+
+def test_a_map_without_learners_moves_nothing() -> None:
+    found = placement(2, 1)
+    assert moved_elements(found.holder_runs(LAYOUT), LAYOUT) == 0
+
+
+def test_a_newcomer_is_to_have_its_share_though_no_holder_is_missing() -> None:
+    """Without mirrors, two workers of four pages each become three: the third one has at least two of the eight."""
+    layout = layout_of(8 * 128)
+    before = dealt(layout, (2,), (0, 1), zero=1, mirrors=0)
+    after = next_placement(before, layout, 1, ((0, 1, 2),), lambda _: None)
+    target = target_of(before.holder_runs(layout), after, layout, 0)
+    found = replace(after, holders=with_learners(before.holder_runs(layout), target))
+    there = replace(after, holders=target)
+    assert found.holders is not None
+    assert least_elements(found.holders, there, layout) == 2 * 128 == moved_elements(found.holders, layout)
+
+
+def test_a_lost_mirror_is_copied_once_and_that_is_the_least() -> None:
+    layout = layout_of(1024, 512)
+    before = dealt(layout, (4,), (0, 2), zero=1, mirrors=1)
+    holders, homeless = promote(before.holder_runs(layout), {1})
+    after = next_placement(before, layout, 1, ((0, 2, 3),), lambda _: None)
+    target = target_of(holders, after, layout, 1)
+    found = replace(after, holders=with_learners(holders, target))
+    there = replace(after, holders=target)
+    alone = sum(run.num_pages for run in all_runs(holders) if len(run.holders) == 1)
+    assert not homeless and found.holders is not None and alone
+    assert least_elements(found.holders, there, layout) >= 128 * (alone - 1), "the loss page may be among them"
+    assert moved_elements(found.holders, layout) == least_elements(found.holders, there, layout)
+
+
+def target_of(holders: HolderMap, after: Placement, layout: ModelLayout, mirrors: int) -> HolderMap:
+    return refill(
+        holders,
+        layout,
+        after.mesh.stages,
+        after.layer_cuts,
+        replicated=not after.shardings.optim.axes,
+        topology=after.mesh.topology,
+        mirror_count=mirrors,
+        scatter=0,
+    )
+
+
+@settings(max_examples=150)
+@given(
+    sizes=st.lists(st.integers(1, 12).map(lambda n: 64 * n), min_size=2, max_size=4),
+    stages=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    zero=st.sampled_from([0, 1, 3]),
+    mirrors=st.integers(0, 2),
+    lost=st.sets(st.integers(0, 7), max_size=2),
+    newcomers=st.integers(0, 3),
+)
+def test_the_bound_is_one_and_both_are_those_of_the_map(
+    sizes: list[int], stages: list[int], zero: int, mirrors: int, lost: set[int], newcomers: int
+) -> None:
+    layout = layout_of(*sizes)
+    cuts = (0, len(sizes)) if len(stages) == 1 else (0, 1, len(sizes))
+    before = dealt(layout, tuple(stages), cuts, zero, mirrors)
+    gone = lost & set(before.mesh.members)
+    ranks = range(100, 100 + newcomers)
+    now = next_stages(before.mesh.stages, gone, ranks, len(stages))
+    holders, homeless = promote(before.holder_runs(layout), gone)
+    if homeless or not now:
+        return
+    after = next_placement(before, layout, 1, now, lambda _: None)
+    target = target_of(holders, after, layout, mirrors)
+    found = replace(after, holders=with_learners(holders, target))
+    there = replace(after, holders=target)
+    assert found.holders is not None
+    moved, least = moved_elements(found.holders, layout), least_elements(found.holders, there, layout)
+    missing = {
+        (run.layer, page, rank)
+        for then, run in zip(all_runs(target), all_runs(found.holders), strict=True)
+        for page in range(run.first, run.stop)
+        for rank in then.holders - run.holders
+        if layout.layers[run.layer].block_of(page).kind == "state"
+    }
+    spans = [layout.layers[layer].span(page, page + 1) for layer, page, _ in missing]
+    assert moved == sum(stop - start for start, stop in spans)
+    assert 0 <= least <= moved
+
+
+def test_domains_are_those_of_the_launcher() -> None:
+    found = placement(2, 1)
+    after = next_placement(found, LAYOUT, 1, ((0, 1), (2, 9)), lambda rank: (f"host {rank}",))
+    assert after.mesh.topology.path(9) == ("host 9",) and isinstance(after.mesh.topology, Topology)
+    assert (after.mesh.epoch, after.layer_cuts, after.unit_counts) == (1, found.layer_cuts, ((3, 2), (3, 2)))

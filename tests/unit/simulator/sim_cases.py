@@ -1,0 +1,41 @@
+"""Small meshes and changes that the tests of the simulator share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.simulator.changes import Change
+from elaswave_spmd.simulator.policies import Case
+from elaswave_spmd.simulator.shapes import healthy
+from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt
+
+
+@st.composite
+def assignments(draw) -> tuple[Assignment, CostModel]:
+    """Ragged stages, uneven layers and speeds, both dealings, links that take time."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    seconds = draw(st.lists(st.floats(0.1, 5), min_size=len(sizes), max_size=len(sizes) + 3))
+    costs = costs_of(
+        seconds,
+        bandwidth=100.0,
+        latency_s=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        boundary_bytes=draw(st.integers(0, 80)),
+        gradient_bytes=draw(st.integers(0, 60)),
+        value_bytes=draw(st.integers(0, 60)),
+    )
+    costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
+    return dealt(sizes, draw(st.integers(1, 12)), costs, draw(st.sampled_from(["contiguous", "time-major"]))), costs
+
+
+def case_of(
+    mesh: str, units: int, event: str, seconds: Sequence[float] = (3.0,) * 8, *, steps: int = 10_000, **sizes: int
+) -> Case:
+    """A change of a mesh whose links are fast."""
+    costs = costs_of(seconds, bandwidth=1e12, **sizes)
+    placement = healthy(Mesh.initial(MeshShape.parse(mesh)), costs, units)
+    return Case(placement, costs, Change.parse(event), remaining_steps=steps)

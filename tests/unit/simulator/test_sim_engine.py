@@ -1,0 +1,231 @@
+"""The virtual-time engine: equal to timing's longest way where that is exact, by hand and by brute force beyond it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.timing import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
+from elaswave_spmd.simulator.engine import FREE, Wires, execute
+from elaswave_spmd.simulator.links import Clock, Link
+from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.work import WEIGHTS, Work
+from tests.unit.scheduling.planning_cases import costs_of, dealt
+from tests.unit.simulator.sim_cases import assignments
+
+
+@given(assignments())
+@settings(max_examples=80)
+def test_with_free_wires_a_step_takes_the_longest_way_through_its_lists(case):
+    assignment, costs = case
+    graph, seconds, delays = timed_graph(assignment, costs)
+    run = execute(Work.of(assignment), costs, wires=FREE)
+    ends = dict(zip(graph.order, graph.ends(seconds, delays), strict=True))
+    assert run.step_s == pytest.approx(max(ends.values()))
+    assert {span.action: span.stop for span in run.spans} == pytest.approx(ends)
+    twice = execute(Work.of(assignment), costs, wires=FREE, steps=2)
+    assert twice.seconds == pytest.approx((run.step_s, run.step_s))
+
+
+@given(assignments())
+@settings(max_examples=60)
+def test_spans_are_what_workers_do(case):
+    """Each action once, by its owner, one at a time, after all that it needs; shared wires only add."""
+    assignment, costs = case
+    work = Work.of(assignment)
+    free, shared = execute(work, costs, wires=FREE), execute(work, costs)
+    assert shared.step_s >= free.step_s * (1 - 1e-9)
+    for run in (free, shared):
+        stop = {span.action: span.stop for span in run.spans}
+        assert len(stop) == len(run.spans) == 2 * work.num_stages * work.num_units
+        by_worker: dict[int, list[tuple[float, float]]] = {}
+        for span in run.spans:
+            assert work.owners[span.action.stage][span.action.unit] == span.worker
+            by_worker.setdefault(span.worker, []).append((span.start, span.stop))
+            assert all(stop[needed] <= span.start + 1e-9 for needed in span.action.needs(work.num_stages))
+        for mine in by_worker.values():
+            mine.sort()
+            assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(mine))
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.booleans()), max_size=8), st.integers(0, 3))
+def test_a_wire_sends_urgent_messages_first_and_goes_on_with_the_others(messages, latency):
+    """Against a wire that is looked at byte by byte."""
+    clock, arrived = Clock(), {}
+    link = Link(clock, CostModel((LayerCost("a", 1, 1),), 1.0, float(latency)), shared=True)
+
+    def arrive(number: int) -> None:
+        arrived[number] = clock.now
+
+    def send(number: int) -> None:
+        link.send(messages[number][1], arrive, number, urgent=messages[number][2])
+
+    for number, (time, _, _) in enumerate(messages):
+        clock.at(float(time), send, number)
+    while clock.advance():
+        pass
+    assert arrived == {number: time + latency for number, time in byte_by_byte(messages).items()}
+    assert link.busy_s == sum(size for _, size, _ in messages)
+
+
+def byte_by_byte(messages) -> dict[int, int]:
+    """When the last byte of each message leaves, at a byte a second."""
+    urgent, bulk, left, found = deque(), deque(), {}, {}
+    for now in range(100):
+        for number, (time, size, is_urgent) in enumerate(messages):
+            if time == now:
+                (urgent if is_urgent else bulk).append(number)
+                left[number] = size
+        queue = urgent or bulk
+        if queue:
+            left[queue[0]] -= 1
+            if not left[queue[0]]:
+                found[queue.popleft()] = now + 1
+    return found
+
+
+def one_stage(gradient: int, value: int, latency: float = 0.0) -> tuple[Work, CostModel]:
+    """Two workers with a unit each of one layer of 1 + 2 s, at a byte a second."""
+    costs = CostModel((LayerCost("a", 1, 2, gradient_bytes=gradient, value_bytes=value),), 1.0, latency)
+    return Work.of(Assignment(((0, 1),), (0, 1), ((1, 1),))), costs
+
+
+@pytest.mark.parametrize(
+    "zero, mirrors, latency, first, second",
+    [
+        (1, 0, 0.0, 3 + 2, 1 + 3 + 2),  # half of the sum to the other one; half of the parameters before the next step
+        (1, 1, 0.0, 3 + 2 + 2, 3 + 2 + 2),  # the entry to the mirror; it has applied the step and needs nothing
+        (0, 0, 0.0, 3 + 2 + 2, 3 + 2 + 2),  # replicated: everybody is a mirror
+        (1, 1, 1.0, 3 + 2 + 1 + 2 + 1 + 1, 10),  # and each of the three messages takes a second more
+    ],
+)
+def test_sums_entries_votes_and_parameters_by_hand(zero, mirrors, latency, first, second):
+    work, costs = one_stage(4, 2, latency)
+    run = execute(work, costs, rule=MemoryRule(zero, mirrors), steps=3)
+    assert run.seconds == pytest.approx((first, second, second))
+
+
+def test_sums_leave_while_the_backward_goes_on():
+    """The last layer's sum has left when the first layer's backward ends."""
+    layers = tuple(LayerCost(name, 1, 2, gradient_bytes=4) for name in "ab")
+    work = Work.of(Assignment(((0, 1),), (0, 2), ((1, 1),)))
+    run = execute(work, CostModel(layers, 2.0), rule=MemoryRule(1, 0))
+    assert run.step_s == pytest.approx(6 + 1) and run.link_s == {0: 2.0, 1: 2.0}
+
+
+def test_activations_do_not_wait_for_sums():
+    """Worker 0 sums nothing up before the end; worker 1 sends its gradient to stage 0 beside a long sum."""
+    layers = (LayerCost("a", 1, 2, boundary_bytes=1), LayerCost("b", 1, 2, gradient_bytes=200))
+    assignment = Assignment(((0,), (1, 2)), (0, 1, 2), ((2,), (1, 1)))
+    costs = CostModel(layers, 1.0)
+    shared = execute(Work.of(assignment), costs, rule=MemoryRule(1, 0))
+    bare = execute(Work.of(assignment), costs)
+    assert [s for s in shared.spans if s.worker == 0] == [s for s in bare.spans if s.worker == 0]
+    assert shared.step_s == pytest.approx(6 + 101), "100 bytes of the second unit's sum, and one of its gradient first"
+
+
+@given(assignments(), st.sampled_from([0, 1, 2]), st.integers(0, 2))
+@settings(max_examples=60)
+def test_a_step_takes_as_long_as_its_busiest_wire_and_as_its_actions(case, zero, mirrors):
+    assignment, costs = case
+    rule = MemoryRule(zero, mirrors)
+    run = execute(Work.of(assignment), costs, rule=rule, dealing=assignment.dealing, steps=2)
+    plain = execute(Work.of(assignment), costs)
+    assert min(run.seconds) >= plain.step_s * (1 - 1e-9)
+    assert sum(run.seconds) >= max(run.link_s.values()) * (1 - 1e-9)
+    nothing = costs_of([layer.seconds for layer in costs.layers]).with_speeds(dict(costs.speeds))
+    idle = execute(Work.of(assignment), nothing, rule=rule, dealing=assignment.dealing)
+    assert idle.step_s == pytest.approx(step_time(assignment, nothing).pipeline_s)
+
+
+def test_frequencies_change_seconds_by_class():
+    assignment = dealt([1, 1], 4, costs_of([3.0, 3.0]))
+    work, costs = Work.of(assignment), costs_of([3.0, 3.0])
+    plain = execute(work, costs)
+    slow = execute(work, costs, frequencies={rank: (0.5,) * len(CLASSES) for rank in (0, 1)})
+    assert slow.step_s == pytest.approx(2 * plain.step_s)
+    drain = execute(work, costs, frequencies={0: (1.0, 1.0, 1.0, 0.5)})
+    assert (plain.step_s, drain.step_s) == (15, 18), "two backwards from second 10 on, of 4 s each"
+
+
+def test_each_action_may_take_a_little_more():
+    assignment = dealt([1], 3, costs_of([3.0]))
+    wires = Wires(action_s=0.25, apply_s=0.5)
+    assert execute(Work.of(assignment), costs_of([3.0]), wires=wires, steps=2).seconds == pytest.approx((10.5, 11.0))
+
+
+@given(assignments(), st.booleans())
+@settings(max_examples=60)
+def test_without_lists_workers_take_what_is_ready(case, split):
+    assignment, costs = case
+    work = Work.of(assignment).as_ready(weight_share=0.5 if split else 0.0)
+    run = execute(work, costs, wires=FREE)
+    kinds = Counter(span.action.kind for span in run.spans)
+    every = work.num_stages * work.num_units
+    assert kinds == {FORWARD: every, BACKWARD: every} | ({WEIGHTS: every} if split else {})
+    forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
+    speeds = [costs.speeds_of(members) for members in assignment.stages]
+    rows = [[seconds / v for seconds, v in zip(kind, speeds, strict=True)] for kind in (forward, backward)]
+    counts = [[of.count(rank) for rank in m] for of, m in zip(work.owners, work.stages, strict=True)]
+    if not split:
+        assert run.step_s >= bound(*rows, [np.array(c) for c in counts], delays, work.limits) * (1 - 1e-9)
+    for stage, members in enumerate(work.stages):
+        for rank in members:
+            mine = [span for span in run.spans if span.worker == rank and span.action.kind != WEIGHTS]
+            flights = [1 if s.action.kind == FORWARD else -1 for s in sorted(mine, key=lambda s: s.start)]
+            assert max((sum(flights[: i + 1]) for i in range(len(flights))), default=0) <= work.limits[stage]
+
+
+@given(assignments())
+@settings(max_examples=40)
+def test_steps_that_overlap_by_stages_are_never_slower(case):
+    assignment, costs = case
+    work = Work.of(assignment)
+    after = execute(work, costs, wires=FREE, steps=3)
+    overlapping = execute(work, costs, wires=FREE, steps=3, by_stage=True)
+    assert sum(overlapping.seconds) <= sum(after.seconds) * (1 + 1e-9)
+    busiest = max(overlapping.compute_s.values())
+    assert sum(overlapping.seconds) >= busiest * (1 - 1e-9)
+
+
+# ---- salvage
+
+
+@given(assignments(), st.floats(0, 1.1), st.data())
+@settings(max_examples=60)
+def test_salvage_does_what_is_missing_and_only_that(case, moment, data):
+    assignment, costs = case
+    able = [rank for members in assignment.stages if len(members) > 1 for rank in members]
+    gone = [data.draw(st.sampled_from(able))] if able else [assignment.stages[0][0]]
+    whole_s = execute(Work.of(assignment), costs, wires=FREE).step_s
+    found = salvage(assignment, costs, gone, moment * whole_s)
+    if not able:
+        assert found is None
+        return
+    assert found is not None and found.longer_s >= 0 and found.whole_s == pytest.approx(whole_s)
+    kept = {span.action for span in found.kept if span.worker not in gone}
+    again = [span.action for span in found.rest]
+    everything = {
+        Action(stage, kind, unit)
+        for stage in range(assignment.num_stages)
+        for unit in range(assignment.num_units)
+        for kind in (FORWARD, BACKWARD)
+    }
+    assert len(again) == len(set(again)) and kept.isdisjoint(again) and kept | set(again) == everything
+    assert all(span.worker not in gone and span.start >= moment * whole_s - 1e-9 for span in found.rest)
+
+
+def test_a_loss_at_the_end_costs_the_lost_units_again():
+    """Two workers, two units each of 3 s: one is lost when all is done; the other one does its units again."""
+    costs = costs_of([3.0])
+    found = salvage(dealt([2], 4, costs), costs, [1], 6.0)
+    assert found is not None and found.longer_s == pytest.approx(6.0)
+    start = salvage(dealt([2], 4, costs), costs, [1], 0.0)
+    assert start is not None and start.seconds == pytest.approx(12.0)
