@@ -189,12 +189,15 @@ class Losses:
         raise RunError(str(loss.exited or f"worker {loss.rank}: {loss.reason}"))
 
     def _raise_if_killed(self, exits: Sequence[Exited] = ()) -> None:
-        """If a worker was killed, that is the cause, and what others say a consequence."""
+        """If a worker was killed, that is the cause, and what others say a consequence.
+
+        Who is known to be lost has been killed by us, for certain.
+        """
         if not exits:
             self._launcher.signal(-1, 0)  # kills nobody; its answer comes after the notices of all who have ended
             exits = [loss.exited for loss in self._supervision.losses() if loss.exited]
         for exited in exits:
-            if exited.signal is not None:
+            if exited.signal is not None and exited.rank in self._workers:
                 raise RunError(str(exited))
 
 

@@ -38,7 +38,7 @@ class Rescheduler:
     Args:
         base: what is known of the layers before anything is measured.
         steps: of the run.
-        evict_below: a worker of a smaller relative speed than this is drained; 0: none.
+        evict_below: a worker of a smaller relative speed than this is drained, if `min_workers` stay; 0: none.
         perform: does what the protocol says.
         frequencies: those of the workers' devices; None: they stay as they are.
     """
@@ -54,11 +54,12 @@ class Rescheduler:
         *,
         mirror_count: int = 1,
         evict_below: float = 0.0,
+        min_workers: int = 1,
         frequencies: Frequencies | None = None,
     ) -> None:
         self._settings, self._base, self._steps = settings, base, steps
         self._protocol, self._observer, self._perform = protocol, observer, perform
-        self._mirror_count, self._evict_below = mirror_count, evict_below
+        self._mirror_count, self._evict_below, self._min_workers = mirror_count, evict_below, min_workers
         self._frequencies = frequencies or Frequencies(settings, observer)
         self._profile = ProfileSmoother(len(base.layers), window=settings.window)
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
@@ -93,6 +94,7 @@ class Rescheduler:
             perform,
             mirror_count=settings.mirror.count,
             evict_below=elastic.evict_slower_than,
+            min_workers=elastic.min_workers,
             frequencies=frequencies,
         )
 
@@ -215,7 +217,7 @@ class Rescheduler:
         for rank in members:
             self._too_slow[rank] = self._too_slow[rank] + 1 if costs.speed(rank) < self._evict_below else 0
         slowest = min(members, key=costs.speed)
-        if len(members) < 2 or self._too_slow[slowest] < self._settings.patience:
+        if len(members) <= self._min_workers or self._too_slow[slowest] < self._settings.patience:
             return False
         self._too_slow.clear()
         self._perform(self._protocol.drain(slowest, f"slower than elastic.evict_slower_than={self._evict_below:g}"))

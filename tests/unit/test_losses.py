@@ -32,8 +32,9 @@ class World:
         self.relinked: list[tuple[set[int], str]] = []
         self.signs: list[str] = []
         self.ended: list[int] = []
+        self.found: list[Loss] = []
         supervision = SimpleNamespace(
-            losses=lambda: [],
+            losses=lambda: self.found,
             last_sign=lambda rank: f"of {rank}",
             forget=lambda rank: None,
             end=self.ended.append,
@@ -99,6 +100,15 @@ def test_an_exception_is_a_lost_device_until_it_repeats_in_the_same_step() -> No
     with pytest.raises(WorkerError) as caught:
         world.losses.failed(Failed(1, "ValueError: second", 5))
     assert (caught.value.rank, caught.value.report) == (0, "Traceback ...\nValueError: first")
+
+
+def test_that_the_first_one_was_ended_for_certain_does_not_hide_the_bug() -> None:
+    world = World()
+    world.losses.failed(Failed(0, "ValueError: first", 5))
+    ended = Exited(0, 70, None, 9)
+    world.found.append(Loss(0, str(ended), 1.0, ended))
+    with pytest.raises(WorkerError, match="ValueError: first"):
+        world.losses.failed(Failed(1, "ValueError: second", 5))
 
 
 def test_exceptions_in_different_steps_are_different_devices() -> None:

@@ -21,7 +21,9 @@ UNITS, LAYERS = 12, 6
 class World:
     """A run of 100 steps. `speeds`: rank -> how fast it is; a layer takes 10 ms forward and 20 ms backward."""
 
-    def __init__(self, sizes: Sequence[int], *, evict_below: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, sizes: Sequence[int], *, evict_below: float = 0.0, min_workers: int = 1, **settings: Any
+    ) -> None:
         self.placement: Placement = placed(sizes, UNITS, LAYERS)
         self.protocol = SimpleNamespace(
             placement=self.placement, settled=True, rebalance=self.rebalance, drain=self.drain
@@ -45,6 +47,7 @@ class World:
             cast(Any, observer),
             lambda effects: None,
             evict_below=evict_below,
+            min_workers=min_workers,
         )
 
     def save(self, text: str) -> None:
@@ -141,6 +144,14 @@ def test_who_stays_too_slow_is_let_go() -> None:
     assert world.drained == []
     world.train(20)
     assert world.drained[0] == 2 and set(world.drained) == {2}
+
+
+@pytest.mark.parametrize("sizes", [[1], [3]])
+def test_nobody_is_let_go_that_the_run_needs(sizes: list[int]) -> None:
+    world = World(sizes, evict_below=0.9, min_workers=sum(sizes))
+    world.speeds[0] = 0.1
+    world.train(60)
+    assert world.drained == []
 
 
 def test_units_are_dealt_by_speed_after_a_change_of_members() -> None:
