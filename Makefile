@@ -17,7 +17,7 @@ train: $(STAMP)
 	$(BIN)/python train.py $(TRAIN_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
