@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
 
 _MOST_DOUBLINGS = 6
+_SHORT_STEP_S = 0.05
 _SLOW, _FAST = 0.8, 0.9  # a worker is said to be slow below the one, and not any more above the other
 
 
@@ -144,19 +145,20 @@ class Rescheduler:
     def _look(self, step: int) -> None:
         costs = self.costs
         self.save()
+        decision = plan_change(
+            self._protocol.placement,
+            costs,
+            max(0, self._steps - step),
+            mirror_count=self._mirror_count,
+            memory_limit=self._settings.memory_limit or math.inf,
+            stage_counts=None if self._settings.graph and self._settings.stages else (),
+        )
+        if decision.before.seconds < _SHORT_STEP_S:  # what differs in it is noise, and nothing to gain
+            return
         self._tell_of_slow(costs)
         if self._evicts(costs):
             return
-        goal = self._goal(
-            plan_change(
-                self._protocol.placement,
-                costs,
-                max(0, self._steps - step),
-                mirror_count=self._mirror_count,
-                memory_limit=self._settings.memory_limit or math.inf,
-                stage_counts=None if self._settings.graph and self._settings.stages else (),
-            )
-        )
+        goal = self._goal(decision)
         if goal is None:
             self._asked, self._content = None, self._content + 1
             if self._content >= self._settings.patience:  # hints come last

@@ -138,7 +138,7 @@ def test_events_become_tables_and_files(tmp_path):
     said: list[str] = []
     found = run_scenario("mine", scenario.load(written(tmp_path, EVENTS)), said.append)
     assert said == ["one", "drawn, 1 lost", "drawn, 2 lost"]
-    ratios, recovery, axes = found.tables
+    ratios, recovery, axes, *_ = found.tables
     assert [row[0] for row in ratios.rows] == said == [row[0] for row in axes.rows]
     assert {"ours", "reroute", "drop replica", "templates", "restart", "best of all groupings"} <= set(ratios.columns)
     best, ours = (ratios.columns.index(name) for name in ("best of all groupings", "ours"))
