@@ -29,7 +29,7 @@ class ScheduleSettings:
     """
 
     dataflow: bool = True
-    graph: bool = False
+    graph: bool = True
     stages: bool = False
     memory_limit: float | None = None
     every: int = 5

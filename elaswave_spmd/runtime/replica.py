@@ -262,8 +262,11 @@ class Replica:
         if not inside:
             self._early.append((sender, message, payload))  # of an epoch in which it is learned here
             return
-        if message.step < max(self._since[key] for key in inside):
-            return  # it was to be learned here before, and is again: entries since then did not come here
+        # It was to be learned here before, and is again: entries since then did not come here. Or it is what a lost
+        # primary sent, and the entries that would bring it up to date have been used: the new primary teaches anew.
+        # (What a living one sends comes before its next vote, and so is never behind.)
+        if message.step < max(self.protocol.version, *(self._since[key] for key in inside)):
+            return
         norms = np.frombuffer(message.norms, "<f4").tolist()
         if (layer, first, stop) == self._loss_key:
             known, loss = payload.tolist()

@@ -45,7 +45,7 @@ def test_a_slow_worker_gets_fewer_units(tmp_path: Path, still: tuple[object, ...
 
 
 def test_layers_move_to_where_they_cost_least(tmp_path: Path, still: tuple[object, ...]) -> None:
-    costly = "mesh=pp2", "sharding=zero1", "schedule.graph=true", "emulated.layer_costs=[0.5,1,1,6]"
+    costly = "mesh=pp2", "sharding=zero1", "emulated.layer_costs=[0.5,1,1,6]"
     events = run(tmp_path / "pp", *costly)
     assert [e for e in events if e["event"] == "rebalance" and "layers by cost" in str(e["reason"])]
     # What was measured can be planned with: then nothing has to move.

@@ -172,7 +172,8 @@ def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
     done = train(shared, *arguments, "chaos.events=[{step: 19, kind: kill, rank: [0, 1, 2]}]")
     assert done.code == 0, done.err
     found = event(shared / "again", "restart")
-    assert found["step"] in range(2, 19) and found["lost_after"] == 18 and found["workers"] == 1
+    # Each ends itself: the first two may be gone, with all copies of a run, before the third has got that far.
+    assert found["step"] in range(2, 19) and found["lost_after"] == 18 and found["workers"] in (1, 2)
     assert "restart: all holders of" in done.out
     assert event(shared / "again", "resume")["step"] == found["step"]
     assert bits(shared / "again") == bits(shared / "undisturbed")

@@ -108,7 +108,7 @@ def test_one_odd_step_changes_nothing() -> None:
 
 
 def test_layers_follow_their_costs() -> None:
-    world = World([1, 1], dataflow=False, graph=True)
+    world = World([1, 1], dataflow=False)
     world.costs[5] = 4.0
     world.train(40)
     assert world.goals[0].layer_cuts[1] > LAYERS // 2 and "layers by cost" in world.goals[0].why
