@@ -13,7 +13,10 @@ beside it on the same cores, and then the stall proper: of the step in which the
 copies were promoted, and of all together. `pause` is how long all members waited between two steps for the new mesh:
 from the last one's answer until they had their places.
 
-It fails if a step was discarded or a unit computed again, and if a loss differs between launches.
+A change is planned for the end of a step. Where a member has begun the next one before it is told, that step is
+salvaged, and units of it may be computed again: their number is told.
+
+It fails if a step was discarded, and if a loss differs between launches.
 """
 
 from __future__ import annotations
@@ -68,9 +71,6 @@ class Launch:
         said = []
         if [line["step"] for line in self.metrics] != list(range(1, len(self.metrics) + 1)):
             said.append("a step is missing from metrics.jsonl, or there twice")
-        redone = sum(event["units_redone"] for event in self.events if event["event"] in _KINDS)
-        if redone:
-            said.append(f"{redone} units were computed again")
         said += [f"worker {e['ranks']} was lost: {e['reason']}" for e in self.events if e["event"] == "fail"]
         return said
 
@@ -181,6 +181,7 @@ def _pieces(
         ),
         "stall: all steps until it has settled": extra(at + 1, window.last),
         "steps until it has settled": window.last - at,
+        "units computed again": sum(event["units_redone"] for event in (changed, *copies)),
     }
 
 
@@ -204,7 +205,7 @@ def main() -> int:
     changes = [measure(launch) for launch in done]
     for kind, title in ((JOIN, "A worker joins, 3 to 4"), (LEAVE, "A worker leaves, 4 to 3")):
         pieces = list(itertools.chain.from_iterable(change[kind] for change in changes))
-        columns = ["ms, but for the last line", "median", "90th percentile", "most"]
+        columns = ["ms, but for the last two lines", "median", "90th percentile", "most"]
         result.table(f"{title}: {len(pieces)} times", columns, shown_parts(pieces))
         result.data[kind] = pieces
     result.data["problems"] = problems

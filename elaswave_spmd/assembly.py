@@ -87,7 +87,9 @@ def plan_run(
         costs.check(len(description.layout.layers), where=f"schedule.profile={settings.schedule.profile}")
         layer_costs = [layer.seconds for layer in costs.layers]
     mesh = Mesh.initial(shape, topology)
-    placement = place(mesh, description.layout, shardings, job.num_units, layer_costs=layer_costs)
+    placement = place(
+        mesh, description.layout, shardings, job.num_units, layer_costs=layer_costs, page_layout=settings.schedule.pages
+    )
     placement = _with_mirrors(placement, description.layout, settings)
     return RunPlan(settings, data, job, description, placement, costs or _unmeasured(settings, job, description.layout))
 

@@ -184,7 +184,8 @@ class Rescheduler:
     def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:
         here = self._protocol.placement
         why = f"{what}: {1e3 * before:.0f} to {1e3 * after:.0f} ms a step expected"
-        goal = Goal(there.stages, there.layer_cuts, there.unit_counts, why)
+        blocking = self._settings.moves == "blocking"
+        goal = Goal(there.stages, there.layer_cuts, there.unit_counts, why, blocking)
         same = (here.mesh.stages, here.layer_cuts, here.unit_counts)
         return None if (goal.stages, goal.layer_cuts, goal.unit_counts) == same else goal
 

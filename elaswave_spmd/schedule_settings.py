@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from elaswave_spmd import checks
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.sharding.pages import INTERLEAVED, PAGE_LAYOUTS
 
+MOVES = ("live", "blocking")
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq", "ascend")
 _DEVICE_OF = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu", "ascend": "npu"}
 
@@ -21,6 +23,9 @@ class ScheduleSettings:
     Looked at every `every` steps, on medians over `window` steps. A change is made if a step is expected to gain at
     least the part `min_gain` of its time, in `patience` looks in a row, and if that pays for what it moves; the
     next change takes twice as many looks, until members come or go.
+    `moves`: live, or with training standing still while state is copied. `pages`: how state is dealt over a stage,
+    page by page of each layer or in one piece per worker. The second of each is there to be compared with.
+
     `profile`: costs.json of an earlier run of this model, to plan the first mesh with. `bandwidth` (bytes/s) and
     `latency` (s) of a link, for what moving costs.
 
@@ -36,6 +41,8 @@ class ScheduleSettings:
     window: int = 5
     min_gain: float = 0.1
     patience: int = 3
+    moves: str = "live"
+    pages: str = INTERLEAVED
     profile: str | None = None
     bandwidth: float = 1e9
     latency: float = 1e-4
@@ -51,6 +58,8 @@ class ScheduleSettings:
         for name in ("every", "window", "patience"):
             checks.whole(f"schedule.{name}", getattr(self, name), at_least=1)
         checks.put(self, min_gain=checks.number("schedule.min_gain", self.min_gain, at_least=0, below=1))
+        checks.choice("schedule.moves", self.moves, MOVES)
+        checks.choice("schedule.pages", self.pages, PAGE_LAYOUTS)
         if self.profile is not None:
             checks.put(self, profile=checks.text("schedule.profile", self.profile))
         checks.put(self, bandwidth=checks.number("schedule.bandwidth", self.bandwidth, above=0))

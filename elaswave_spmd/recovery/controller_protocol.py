@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery import next_epoch
-from elaswave_spmd.recovery.decide import Stages, deal_evenly, disown, dispensable, graduate, next_stages
+from elaswave_spmd.recovery.decide import Stages, deal_evenly, dispensable, next_stages
 from elaswave_spmd.recovery.effects import (
     Committed,
     Done,
@@ -43,9 +43,8 @@ from elaswave_spmd.recovery.messages import (
 )
 from elaswave_spmd.recovery.next_epoch import Goal
 from elaswave_spmd.recovery.salvage import salvage_plan
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, RunKey, adopt, promote, to_rows, with_learners
+from elaswave_spmd.scheduling.holders import HolderMap, RunKey, adopt, promote, with_learners
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.refill import refill
 from elaswave_spmd.sharding.pages import ModelLayout
 
 
@@ -105,6 +104,7 @@ class ControllerProtocol:
     _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
     _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
+    _paused: bool = False  # training stands still in this epoch, until all have learned
     _target: HolderMap | None = None  # what the learners of this epoch learn for
     _goal: Goal | None = None  # where to go when they have; given up when members come or go
 
@@ -236,7 +236,7 @@ class ControllerProtocol:
         return [] if self.changing else self._finish_change()
 
     def _next_boundary(self) -> int:
-        return min(self.version + 1, self.steps)
+        return self.version if self._paused else min(self.version + 1, self.steps)
 
     def _begin(self, after: int) -> list[Effect]:
         """PREPARE of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
@@ -263,7 +263,8 @@ class ControllerProtocol:
         held = {rank: next_epoch.of_step(status, version + 1) for rank, status in change.statuses.items()}
         clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
         stops = self._stops(version)
-        holders, alone = self._holders_now()
+        learned = self._learned - self._gone.keys()
+        holders, alone = next_epoch.good_holders(self._holders(), learned, self._damaged)
         free = dispensable(holders, self._gone, () if stops else self._leaving)
         leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
         gone = {**self._gone, **leaving}
@@ -293,6 +294,7 @@ class ControllerProtocol:
         kinds, reasons = next_epoch.what_happens(self._gone, leaving, newcomers, self._relinked)
         begun = EpochBegun(placement, kinds, reasons, version, next_epoch.redone(work, held), learners, why, target)
         self._change, self._newcomers, self._saving = None, [], stops
+        self._paused = bool(learners and clean and self._goal is not None and self._goal.blocking)
         for table in (self._gone, self._learned, self._damaged, self._relinked):
             table.clear()
         effects: list[Effect] = self._send_all(self._place_message(version, work))
@@ -307,14 +309,6 @@ class ControllerProtocol:
             effects += self._begin(after=self._next_boundary())
         return effects
 
-    def _holders_now(self) -> tuple[HolderMap, list[HolderRun]]:
-        """The map with those who have caught up and without damaged copies; and the runs of which no copy is good."""
-        holders, alone = graduate(self._holders(), self._learned - self._gone.keys()), []
-        for rank, runs in self._damaged.items():
-            holders, lost = disown(holders, rank, runs)
-            alone += lost
-        return holders, alone
-
     def _stops(self, version: int) -> str:
         """Why the run is to stop at a version; empty: it goes on. After the last step nobody is needed any more."""
         if version == self.steps:
@@ -326,16 +320,7 @@ class ControllerProtocol:
         """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
         target = self._target if adoptable else None
         if target is None:
-            target = refill(
-                current,
-                self.layout,
-                aim.mesh.stages,
-                aim.layer_cuts,
-                replicated=not aim.shardings.optim.axes,
-                topology=aim.mesh.topology,
-                mirror_count=copies,
-                scatter=self.policy.mirror_scatter,
-            )
+            target = next_epoch.target_of(aim, current, self.layout, copies, self.policy.mirror_scatter)
         found = with_learners(current, target)
         learners = sum(len(run.learners) for runs in found.values() for run in runs)
         settled = not learners and (adoptable or (found == target and self._goal is None))
@@ -343,13 +328,11 @@ class ControllerProtocol:
         return (adopt(found, target), 0) if settled else (found, learners)
 
     def _place_message(self, version: int, work: tuple[Work, ...] | None) -> Place:
-        p, saves = self.placement, bool(self._saving)
-        again = version and not saves and self.validates_at(version) and self._validated < version
-        # Of the first epoch everybody has worked the holders out alone, but only we know of several failure domains.
-        known = not p.mesh.epoch and len({path for _, path in p.mesh.topology.domains}) == 1
-        rows = to_rows(p.holders) if p.holders is not None and not known else ()
-        of_mesh = p.mesh.stages, p.layer_cuts, p.unit_counts, dict(self.addresses)
-        return Place(p.mesh.epoch, *of_mesh, rows, version, work, version if again else -1, saves)
+        again = version and not self._saving and self.validates_at(version) and self._validated < version
+        validate = version if again else -1
+        return next_epoch.place_message(
+            self.placement, self.addresses, version, work, validate, saves=bool(self._saving), pauses=self._paused
+        )
 
     def _send_all(self, message: Message) -> list[Effect]:
         return [Send(rank, message) for rank in self.placement.mesh.members]

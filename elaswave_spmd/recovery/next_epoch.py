@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.decide import Stages, deal_evenly
-from elaswave_spmd.recovery.messages import Status, StepHeld, Work
+from elaswave_spmd.recovery.decide import Stages, deal_evenly, disown, graduate
+from elaswave_spmd.recovery.messages import Place, Status, StepHeld, Work
 from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, RunKey, to_rows
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.scheduling.redeal import redeal
+from elaswave_spmd.scheduling.refill import refill
+from elaswave_spmd.sharding.pages import INTERLEAVED, ModelLayout
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`. And why."""
+    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`. And why.
+
+    `blocking`: training stands still while state is learned there.
+    """
 
     stages: Stages
     layer_cuts: tuple[int, ...]
     unit_counts: tuple[tuple[int, ...], ...]
     why: str = ""
+    blocking: bool = False
 
 
 def next_placement(
@@ -57,6 +65,55 @@ def placement_at(goal: Goal | None, placement: Placement) -> Placement:
     mesh = placement.mesh if goal.stages == placement.mesh.stages else placement.mesh.with_stages(goal.stages)
     mesh = replace(mesh, epoch=placement.mesh.epoch)
     return replace(placement, mesh=mesh, layer_cuts=goal.layer_cuts, unit_counts=goal.unit_counts, holders=None)
+
+
+def target_of(aim: Placement, current: HolderMap, layout: ModelLayout, mirror_count: int, scatter: int) -> HolderMap:
+    """The holders to go to for a placement, from those that there are."""
+    deal = refill if aim.page_layout == INTERLEAVED else partial(redeal, page_layout=aim.page_layout)
+    return deal(
+        current,
+        layout,
+        aim.mesh.stages,
+        aim.layer_cuts,
+        replicated=not aim.shardings.optim.axes,
+        topology=aim.mesh.topology,
+        mirror_count=mirror_count,
+        scatter=scatter,
+    )
+
+
+def good_holders(
+    holders: HolderMap, learned: Iterable[int], damaged: Mapping[int, Iterable[RunKey]]
+) -> tuple[HolderMap, list[HolderRun]]:
+    """The map with those who have caught up and without damaged copies; and the runs of which no copy is good.
+
+    Args:
+        damaged: rank -> runs of which its copy is not what it had written.
+    """
+    found, alone = graduate(holders, set(learned)), []
+    for rank, runs in damaged.items():
+        found, lost = disown(found, rank, runs)
+        alone += lost
+    return found, alone
+
+
+def place_message(
+    placement: Placement,
+    addresses: Mapping[int, str],
+    version: int,
+    work: tuple[Work, ...] | None,
+    validate: int,
+    *,
+    saves: bool,
+    pauses: bool,
+) -> Place:
+    """The PLACE of an epoch; arguments as its fields."""
+    mesh = placement.mesh
+    # Of the first epoch everybody has worked the holders out alone, but only we know of several failure domains.
+    known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
+    rows = to_rows(placement.holders) if placement.holders is not None and not known else ()
+    of_mesh = mesh.stages, placement.layer_cuts, placement.unit_counts, dict(addresses)
+    return Place(mesh.epoch, *of_mesh, rows, version, work, validate, saves, pauses)
 
 
 def of_step(status: Status, step: int) -> StepHeld | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 
 from elaswave_spmd.runtime.buffers import ValueBuffer
@@ -30,3 +31,8 @@ def state_bytes(replica: Replica, values: Mapping[int, ValueBuffer], job: Job) -
         "optim": held["optimizer"] + (0 if master_is_params else held["master"]),
         "mirrors": held.get("mirror_optimizer", 0) + (0 if in_place else held.get("mirror_master", 0)),
     }
+
+
+def peak_rss() -> int:
+    """The largest resident size that this process has had, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

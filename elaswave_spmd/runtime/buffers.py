@@ -87,6 +87,11 @@ class ValueBuffer:
         # Looked at before every action, changed a few times a step: so it is worked out here.
         self._common_version = version if (self._versions == version).all() else None
 
+    @property
+    def versions(self) -> np.ndarray:
+        """Of each page; -1: none. Not to be changed."""
+        return self._versions
+
     def is_at(self, version: int) -> bool:
         """Whether every page is at exactly this version."""
         return self._common_version == version or not len(self._versions)

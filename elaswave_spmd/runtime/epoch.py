@@ -19,6 +19,7 @@ class Epoch:
         work: who runs what of step version + 1; None: nothing of it was begun, the placement holds for it too.
         validate: the version whose validation is to be run again, or -1.
         save: write the state of `version` and begin no other step.
+        pause: begin no other step before the next PREPARE.
     """
 
     placement: Placement
@@ -26,6 +27,7 @@ class Epoch:
     work: tuple[Work, ...] | None = None
     validate: int = -1
     save: bool = False
+    pause: bool = False
 
     @classmethod
     def of(cls, healthy: Placement, place: Place) -> Epoch:
@@ -44,4 +46,4 @@ class Epoch:
             unit_counts=place.unit_counts,
             holders=from_rows(place.holders) if place.holders else healthy.holders,
         )
-        return cls(placement, place.version, place.work, place.validate, place.save)
+        return cls(placement, place.version, place.work, place.validate, place.save, place.pause)

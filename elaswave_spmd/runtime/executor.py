@@ -7,12 +7,12 @@ placement, and when a step may be applied in the protocol.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 
 from elaswave_spmd.keyed import Init
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.accounting import state_bytes
+from elaswave_spmd.runtime.accounting import peak_rss, state_bytes
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
@@ -84,7 +84,7 @@ class Executor:
         self._planned: tuple[int, tuple[m.Work, ...]] | None = None  # (step, its salvage plan)
         self._prepare: m.Prepare | None = None
         self._place: Epoch | None = None
-        self._validate_due, self._saves = -1, False
+        self._validate_due, self._saves, self._pauses = -1, False, False
         self._validated = self._final_sent = -1
         self._enter(first)
 
@@ -117,7 +117,8 @@ class Executor:
         if self._units.take(placement, self._stage) or epoch.work is None:
             self._begun = None  # it was through other layers; or nobody had anything of it, and units are dealt anew
         runs = placement.holder_runs(self.layout, self._stages_of_interest())
-        self._epoch_version, self._validate_due, self._saves = epoch.version, epoch.validate, epoch.save
+        self._epoch_version, self._validate_due = epoch.version, epoch.validate
+        self._saves, self._pauses = epoch.save, epoch.pause
         self.replica.bind(placement, runs, epoch.version, self._validate_due >= 0)
         self._planned = (epoch.version + 1, epoch.work) if epoch.work is not None else None
         self._actions: tuple[Action, ...] | None = None
@@ -218,10 +219,10 @@ class Executor:
                     raise Stopped
                 if self.version >= self._epoch_version:
                     self.replica.teach()
-                ends = self.version == self.job.steps
-                if self._prepare is not None and (self._prepare.after <= self.version or ends or self._promised):
+                now = self.version == self.job.steps or self._promised or self._pauses
+                if self._prepare is not None and (now or self._prepare.after <= self.version):
                     self._answer(self._prepare)
-                if self._promised:  # STATUS said that nothing of the next step was begun
+                if self._promised or self._pauses:  # STATUS said, or says later, that nothing of the next was begun
                     yield from self._until(lambda: self._prepare is not None, "the mesh epoch after step", self.version)
                     continue
             if self.version == self.job.steps:
@@ -238,7 +239,7 @@ class Executor:
         for part in self.replica.state:
             if part.run.primary == self.rank:
                 self._port.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
-        self._port.send(CONTROLLER, m.Finished(self.rank, self.placement.mesh.epoch, self.state_bytes(), _peak_rss()))
+        self._port.send(CONTROLLER, m.Finished(self.rank, self.placement.mesh.epoch, self.state_bytes(), peak_rss()))
 
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
         if self._planned is None or self._planned[0] < step:
@@ -254,7 +255,8 @@ class Executor:
             yield from self._salvage(step, self._todo)
         for layer in self._layers:
             if self.values[layer].dropped_at != step - 1:
-                yield from self._units.until_at(layer, step - 1)
+                settled = partial(self.replica.needs_no_more, layer, step - 1)
+                yield from self._until(settled, "parameters of layer", layer)
         self.replica.computed(step)
         yield from self._until(lambda: self.version >= step, "votes of step", step)
         self._boundaries.forget(step)
@@ -394,7 +396,3 @@ class Executor:
     def state_bytes(self) -> dict[str, int]:
         """Bytes of training state on this worker between steps; gradients at their peak within a step."""
         return state_bytes(self.replica, self.values, self.job)
-
-
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

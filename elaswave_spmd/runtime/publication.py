@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -82,14 +82,16 @@ class Publisher:
                 self._install_readers(message, self._payload(part), layers)
 
     def answer(self, peer: int, need: Need) -> bool:
-        """Publishes again to one worker what it lacks. Returns whether all of it was here, at that version."""
+        """Publishes again to one worker what it lacks. Returns whether all of it was here, at that version or the next."""
         layout, answered = self._layout.layers[need.layer], 0
         for part in self._state.layers.get(need.layer, ()):
             first, stop = max(part.run.first, need.first), min(part.run.stop, need.stop)
-            if part.version == need.step and first < stop:
+            # State that was learned of somebody ahead may be a step ahead of this worker: of no use for computing, but
+            # then all entries of that step are there, and nobody has to.
+            if part.version in (need.step, need.step + 1) and first < stop:
                 a, b = layout.span(first, stop)
                 values = self._payload(part)[a - part.start : b - part.start]
-                self._send(peer, Publish(need.step, need.layer, first, stop), values)
+                self._send(peer, Publish(part.version, need.layer, first, stop), values)
                 answered += stop - first
         return answered == need.stop - need.first
 
@@ -108,12 +110,27 @@ class Publisher:
             self._values[publish.layer].install(publish.first, publish.stop, payload, publish.step)
         self._install_readers(publish, payload)
 
+    def will_reach(self, layer: int, version: int, filed: Iterable[Publish]) -> bool:
+        """Whether each page of a layer's compute buffer is at this version or a later one, or will be by one of these."""
+        versions = self._values[layer].versions.copy()
+        for publish in filed:
+            if publish.layer == layer:
+                versions[publish.first : publish.stop] = publish.step
+            for reader, shift in self._readers_in(publish):
+                if reader == layer:
+                    versions[publish.first + shift : publish.stop + shift] = publish.step
+        return bool((versions >= version).all())
+
     def _install_readers(self, publish: Publish, values: Tensor, layers: Collection[int] | None = None) -> None:
+        for layer, shift in self._readers_in(publish):
+            if layer in self._values and (layers is None or layer in layers):
+                self._values[layer].install(publish.first + shift, publish.stop + shift, values, publish.step)
+
+    def _readers_in(self, publish: Publish) -> Iterator[tuple[int, int]]:
+        """Layers that read these pages, and by how much the pages of each lie further on there."""
         block = self._layout.layers[publish.layer].block_of(publish.first)
         for layer, reader in self._layout.readers.get((publish.layer, block.first_page), ()):
-            if layer in self._values and (layers is None or layer in layers):
-                shift = reader.first_page - block.first_page
-                self._values[layer].install(publish.first + shift, publish.stop + shift, values, publish.step)
+            yield layer, reader.first_page - block.first_page
 
 
 def _blocks_of(layout: LayerLayout, first: int, stop: int) -> list[Block]:

@@ -158,6 +158,10 @@ class Replica:
             if not self._values[layer].is_at(version):
                 self._publisher.asks(self._holder_runs, layer, version)
 
+    def needs_no_more(self, layer: int, version: int) -> bool:
+        """Whether nothing at `version` is to come for a layer's compute buffer: it is there, or a step ahead already."""
+        return self._values[layer].is_at(version) or self._publisher.will_reach(layer, version, self._published)
+
     def teach(self) -> None:
         """Between two steps: the state of primary runs goes to those who are to learn them."""
         version = self.protocol.version

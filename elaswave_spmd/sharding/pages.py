@@ -22,6 +22,7 @@ from functools import cached_property
 
 from elaswave_spmd.errors import LayoutError
 
+INTERLEAVED, CONTIGUOUS = PAGE_LAYOUTS = ("interleaved", "contiguous")
 ALIGNMENT = 64
 """Elements. Every parameter starts at a multiple: at least 64 bytes in bf16 and in fp32."""
 
@@ -301,7 +302,7 @@ def _block(
     return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source)
 
 
-def deal_pages(pages_of_layer: Sequence[int], num_workers: int, layout: str = "interleaved") -> list[list[int]]:
+def deal_pages(pages_of_layer: Sequence[int], num_workers: int, layout: str = INTERLEAVED) -> list[list[int]]:
     """Cuts each layer's pages among a stage's workers: worker w takes pages [cuts[w], cuts[w + 1]) of a layer.
 
     interleaved: every layer is dealt over all workers (principle 5: moving a layer between stages of n workers is n
@@ -311,10 +312,10 @@ def deal_pages(pages_of_layer: Sequence[int], num_workers: int, layout: str = "i
 
     Returns: one list of num_workers + 1 cuts per layer.
     """
-    if layout not in ("interleaved", "contiguous"):
-        raise LayoutError("a page layout has a known name", got=layout, exists="interleaved, contiguous")
+    if layout not in PAGE_LAYOUTS:
+        raise LayoutError("a page layout has a known name", got=layout, exists=", ".join(PAGE_LAYOUTS))
     n = num_workers
-    if layout == "contiguous":
+    if layout != INTERLEAVED:
         bounds = _even_cuts(sum(pages_of_layer), n, 0)
         cuts, before = [], 0
         for pages in pages_of_layer:

@@ -26,6 +26,7 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
 from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.sharding.pages import INTERLEAVED, PAGE_LAYOUTS
 from elaswave_spmd.testing.cluster import LocalCluster
 from elaswave_spmd.testing.faults import RECEIVER, SENDER, AnyFault, Cell
 from elaswave_spmd.testing.processes import LostStateError, Trained
@@ -47,6 +48,7 @@ class Schedule:
         hosts: failure domains that the workers are spread over.
         dealt: pages, layers and units as dealt to a new mesh; else at random.
         uneven: some workers and links are slow.
+        pages: how state is dealt over a stage.
         faults: what happens.
     """
 
@@ -59,6 +61,7 @@ class Schedule:
     hosts: int = 1
     dealt: bool = True
     uneven: bool = False
+    pages: str = INTERLEAVED
     faults: tuple[AnyFault, ...] = ()
 
     @classmethod
@@ -77,7 +80,7 @@ class Schedule:
         workers = sum(MeshShape.parse(mesh).stage_sizes)
         faults, longer = draw_faults(r, workers, run.steps)
         if moving:
-            faults, longer = draw_moves(r, faults), longer + 2
+            faults, longer = draw_moves(r, faults, halting=seed % 3 == 0), longer + 2
         return cls(
             seed=seed,
             run=replace(run, steps=run.steps + longer),
@@ -88,6 +91,7 @@ class Schedule:
             hosts=r.choice((1, 1, 1, 2)),
             dealt=r.random() < 0.5,
             uneven=r.random() < 0.5,
+            pages=PAGE_LAYOUTS[moving and seed % 5 == 0],
             faults=draw_ahead(r, faults),
         )
 
@@ -98,7 +102,7 @@ class Schedule:
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         if self.hosts > 1:
             mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
-        found = place(mesh, layout, shardings, self.run.units)
+        found = place(mesh, layout, shardings, self.run.units, page_layout=self.pages)
         draw = random.Random(f"placement {self.seed}")
         if not self.dealt:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
@@ -110,6 +114,7 @@ class Schedule:
             topology=mesh.topology,
             mirror_count=self.mirror_count,
             scatter=self.scatter,
+            page_layout=self.pages,
         )
         if not self.dealt and shardings.optim.axes:
             holders = _drawn_holders(draw, holders, mesh.members, self.mirror_count)

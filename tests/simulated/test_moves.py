@@ -10,7 +10,7 @@ from elaswave_spmd.testing.faults import ThenFault
 from elaswave_spmd.testing.schedules import Schedule, run, run_many
 from elaswave_spmd.testing.tiny import TinyRun
 
-MOVE = ThenFault("rebalance", settled=True)
+MOVE, HALT = ThenFault("rebalance", settled=True), ThenFault("halt", settled=True)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -25,8 +25,27 @@ def test_moves_change_no_bit(mesh: str, zero: int) -> None:
     assert moves >= 4, f"{moves} moves came to their end"
 
 
+@pytest.mark.parametrize(("move", "pages"), [(HALT, "interleaved"), (MOVE, "contiguous"), (HALT, "contiguous")])
+@pytest.mark.parametrize("mesh", ["dp2_pp2", "stages3-2"])
+def test_ways_to_move_that_are_there_to_be_compared(mesh: str, move: ThenFault, pages: str) -> None:
+    schedule = Schedule(0, TinyRun(steps=8), mesh, zero=1, pages=pages, faults=(move, move, move))
+    moves = 0
+    for order in range(4):
+        ended = run(replace(schedule, seed=order, uneven=order % 2 == 1))
+        assert (ended.how, ended.failure, ended.struck) == ("bits", "", 3), (order, ended.detail)
+        moves += ended.moves
+    assert moves >= 4, f"{moves} moves came to their end"
+
+
 @pytest.mark.parametrize("first", range(1000, 1160, 40))
 def test_random_schedules_with_moves(first: int) -> None:
     tally = run_many(range(first, first + 40), moving=True)
     assert not tally.failures
     assert tally.ends["bits"] > 20 and tally.moves > 2
+
+
+@pytest.mark.parametrize("seed", [300134, 300595])
+def test_a_copy_that_is_a_step_ahead_of_its_worker(seed: int) -> None:
+    """Who taught had applied a step, and was lost before anybody else had: nobody waits for the version before."""
+    ended = run(Schedule.draw(seed, moving=True))
+    assert (ended.how, ended.failure) == ("bits", ""), ended.detail

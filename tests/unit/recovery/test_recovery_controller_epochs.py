@@ -16,6 +16,7 @@ from elaswave_spmd.recovery.messages import (
     Stop,
     ValidationLoss,
 )
+from elaswave_spmd.recovery.next_epoch import Goal
 from elaswave_spmd.scheduling.holders import from_rows
 from tests.unit.recovery.controller_cases import LAYOUT, STEPS, answer, holders_of, make, places, prepares, started
 
@@ -269,3 +270,36 @@ def test_a_run_that_lost_a_worker_after_its_last_step_is_finished_by_the_others(
 
 def test_the_layout_of_these_cases_has_state_in_every_layer() -> None:
     assert all(layer.num_state_pages for layer in LAYOUT.layers)
+
+
+# ---- moves
+
+
+def test_a_blocking_move_has_training_stand_still_until_all_have_learned() -> None:
+    protocol = started(zero=1)
+    commit(protocol, 3)
+    goal = Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.unit_counts, "a test", blocking=True)
+    assert {p.after for p in prepares(protocol.rebalance(goal)).values()} == {4}
+    effects = answer(protocol, 4)
+    assert all(place.pause and place.layer_cuts == (0, 1, 3) for place in places(effects).values())
+    learners = {rank for run in holders_of(protocol) for rank in run.learners}
+    assert learners and not prepares(effects)
+    for rank in learners:
+        commit(protocol, 4)
+        effects = protocol.learned(Learned(rank, protocol.placement.mesh.epoch))
+    assert {p.after for p in prepares(effects).values()} == {4}, "nobody has begun another step"
+    assert all(not p.pause and p.layer_cuts == (0, 2, 3) for p in places(answer(protocol, 4)).values())
+
+
+def test_a_live_move_does_not_stop_training() -> None:
+    protocol = started(zero=1)
+    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.unit_counts))
+    assert not any(place.pause for place in places(answer(protocol, 1)).values())
+
+
+def test_a_loss_ends_the_standing_still() -> None:
+    protocol = started(zero=1)
+    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.unit_counts, blocking=True))
+    answer(protocol, 1)
+    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
+    assert not any(place.pause for place in places(answer(protocol, 1)).values())

@@ -32,6 +32,7 @@ from elaswave_spmd.scheduling.holders import (
 )
 from elaswave_spmd.scheduling.mirrors import copyset_width, copysets, deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.scheduling.redeal import redeal
 from elaswave_spmd.scheduling.refill import refill
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
@@ -69,6 +70,9 @@ class Case:
 
     def refill(self, holders: HolderMap) -> HolderMap:
         return refill(holders, self.layout, self.stages, self.cuts, **self._rules)
+
+    def redeal(self, holders: HolderMap, page_layout: str) -> HolderMap:
+        return redeal(holders, self.layout, self.stages, self.cuts, page_layout=page_layout, **self._rules)
 
     @property
     def _rules(self) -> dict:
@@ -141,6 +145,10 @@ def check(case: Case, holders: HolderMap) -> None:
         assert max(loads) - min(loads) <= 1, "primaries are even within one page"
 
 
+def pages_of(run: HolderRun) -> list[tuple[int, int]]:
+    return [(run.layer, page) for page in range(run.first, run.stop)]
+
+
 def refines(new: HolderMap, old: HolderMap) -> bool:
     """Whether every atom of `new` lies in one of `old`."""
     return all(any(was.first <= run.first and run.stop <= was.stop for was in old[run.layer]) for run in all_runs(new))
@@ -159,6 +167,32 @@ def test_a_placement_with_explicit_holders_hands_them_out():
     assert placement.holder_runs(layout) == holders
     assert placement.holder_runs(layout, [1]) == {layer: holders[layer] for layer in placement.layers_of_stage(1)}
     assert all(not run.mirrors for run in all_runs(dealt.holder_runs(layout)))
+
+
+# ---- dealt anew, as a baseline
+
+
+@given(cases(), cases(), st.sampled_from(["interleaved", "contiguous"]))
+@settings(deadline=None, max_examples=150)
+def test_redealt_map(case: Case, other: Case, page_layout: str):
+    mesh = Mesh.initial(MeshShape.of_stages([len(case.workers)]))
+    before = deal_holders(
+        case.layout,
+        mesh.stages,
+        (0, len(case.layout.layers)),
+        replicated=other.replicated,
+        topology=case.topology,
+        mirror_count=other.mirror_count,
+        scatter=other.scatter,
+    )
+    found = case.redeal(before, page_layout)
+    check(case, found)
+    assert refines(found, before) and refines(found, case.deal(page_layout))
+    assert {page: run.primary for run in all_runs(found) for page in pages_of(run)} == {
+        page: run.primary for run in all_runs(case.deal(page_layout)) for page in pages_of(run)
+    }
+    assert case.redeal(found, page_layout) == found, "nothing is to be done"
+    assert adopt(with_learners(before, found), found) == found
 
 
 # ---- a new mesh

@@ -1,0 +1,59 @@
+"""The holder map to go to as if the mesh were new, wherever state lies now: the baseline that `refill` is compared with.
+
+With contiguous pages, as ZeRO implementations deal them, a layer that moves shifts every boundary of its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from elaswave_spmd.mesh import Topology
+from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
+from elaswave_spmd.scheduling.mirrors import Stages, deal_holders
+from elaswave_spmd.sharding.pages import ModelLayout
+
+
+def redeal(
+    holders: HolderMap,
+    layout: ModelLayout,
+    stages: Stages,
+    layer_cuts: Sequence[int],
+    *,
+    replicated: bool,
+    topology: Topology,
+    mirror_count: int,
+    scatter: int,
+    page_layout: str,
+) -> HolderMap:
+    """The map of a new mesh, on the atoms of the map there is, split where the new one needs it. Without learners.
+
+    A map that is one already stays as it is.
+
+    Args:
+        holders: the map there is, of all layers.
+        replicated, topology, mirror_count, scatter, page_layout: as for `deal_holders`.
+    """
+    dealt = deal_holders(
+        layout,
+        stages,
+        layer_cuts,
+        replicated=replicated,
+        topology=topology,
+        mirror_count=mirror_count,
+        scatter=scatter,
+        page_layout=page_layout,
+    )
+    return {layer: tuple(_on_atoms(runs, holders[layer])) for layer, runs in dealt.items()}
+
+
+def _on_atoms(dealt: Sequence[HolderRun], atoms: Sequence[HolderRun]) -> Iterator[HolderRun]:
+    """The dealt runs, cut wherever an atom ends. Both are in page order and cover the same pages."""
+    place = 0
+    for run in dealt:
+        first = run.first
+        while first < run.stop:
+            while atoms[place].stop <= first:
+                place += 1
+            stop = min(run.stop, atoms[place].stop)
+            yield HolderRun(run.layer, first, stop, run.primary, run.holders)
+            first = stop
