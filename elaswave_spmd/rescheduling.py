@@ -105,7 +105,8 @@ class Rescheduler:
         return self._profile.costs(self._base)
 
     def measured(self, message: Measured) -> None:
-        """A worker tells what its layers took in a step."""
+        """A worker tells what its layers took in a step, and what they keep."""
+        self._base = self._base.with_memory(message.memory)
         scale = self._frequencies.scale(message.rank, message.step)
         if scale is None:
             return

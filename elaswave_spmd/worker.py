@@ -23,6 +23,7 @@ from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.frequency import FrequencyCell
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
+from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.layer_times import Row
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
@@ -132,7 +133,7 @@ class Worker:
         if self._trace is not None:
             executor.trace(self._trace.action)
         self.checkpoints.attach(executor.replica, plan.description.layout)
-        executor.measured = self._send_times
+        executor.measured = self._send_costs
         port.controller_gone = lambda: self._orphaned(executor)
         executor.save = self.checkpoints.save
         # A fault strikes at the first attempt of its step only, not when a resumed run comes to the step again.
@@ -172,9 +173,9 @@ class Worker:
             self._trace.mark(f"step {step} applied")
         self.chaos.visit(point, step)
 
-    def _send_times(self, step: int, rows: tuple[Row, ...]) -> None:
-        if rows:
-            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows)))
+    def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...]) -> None:
+        if rows or memory:
+            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory)))
 
     def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""

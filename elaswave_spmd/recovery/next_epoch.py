@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,7 +83,7 @@ def target_of(aim: Placement, current: HolderMap, layout: ModelLayout, mirror_co
 
 
 def good_holders(
-    holders: HolderMap, learned: Iterable[int], damaged: Mapping[int, Iterable[RunKey]]
+    holders: HolderMap, learned: Iterable[int], damaged: Mapping[int, Collection[RunKey]]
 ) -> tuple[HolderMap, list[HolderRun]]:
     """The map with those who have caught up and without damaged copies; and the runs of which no copy is good.
 

@@ -64,6 +64,7 @@ class EmulatedPrograms(StagePrograms):
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
         y = self._output(layer, unit, x, keys, batch)
         self._saved[layer, unit] = Saved(x, y, keys)
+        self.memory.note(layer, x.nbytes, y.nbytes)
         if layer == self._last:
             self._losses[unit] = y
         _sleep_until(ends)

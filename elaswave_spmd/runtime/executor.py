@@ -16,6 +16,7 @@ from elaswave_spmd.runtime.accounting import peak_rss, state_bytes
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.layer_times import Row
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Visit, pass_by
@@ -69,8 +70,8 @@ class Executor:
         self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
         self._saved = saved
         self.halts = False  # set from outside: it begins no other step, and `run` raises Stopped instead
-        self.measured: Callable[[int, tuple[Row, ...]], None] = lambda step, rows: None
-        """Told after every step what its layer programs took."""
+        self.measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = lambda step, rows, memory: None
+        """Told after every step what its layer programs took, and what new ones keep."""
         self.save: Callable[[], None] = lambda: None  # called when the run is about to stop: write the state as it is
         self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
         self._units = UnitRunner(
@@ -260,7 +261,7 @@ class Executor:
         self.replica.computed(step)
         yield from self._until(lambda: self.version >= step, "votes of step", step)
         self._boundaries.forget(step)
-        self.measured(step, self._units.times.take())
+        self.measured(step, self._units.times.take(), self._units.programs.memory.take())
 
     def _begin(self, step: int) -> None:
         if self._todo is None:

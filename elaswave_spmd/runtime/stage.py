@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -19,6 +20,7 @@ from elaswave_spmd.keyed import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.runtime.job import Job
+from elaswave_spmd.runtime.layer_memory import LayerMemory
 from elaswave_spmd.sharding.pages import ModelLayout
 
 Loss = Callable[[Tensor, Batch], Tensor]
@@ -75,6 +77,7 @@ class StagePrograms:
         self._last = num_layers - 1
         self._saved: dict[tuple[int, int], Saved] = {}
         self._losses: dict[int, Tensor] = {}
+        self.memory = LayerMemory()
 
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
         """The layers to run from now on; what was saved for others is given up.
@@ -113,6 +116,11 @@ class StagePrograms:
         x = x.detach()
         if x.is_floating_point():
             x.requires_grad_()
+        run = partial(self._run_saving, layer, unit, x, keys, batch)
+        y = run() if layer in self.memory else self.memory.weigh(layer, x, self._values[layer].flat, run)
+        return y.detach()
+
+    def _run_saving(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         if self._checkpointing:
             with torch.no_grad():
                 y = self._run(layer, unit, x, keys, batch)
@@ -120,7 +128,7 @@ class StagePrograms:
         else:
             y = self._run(layer, unit, x, keys, batch)
             self._saved[layer, unit] = Saved(x, y, keys)
-        return y.detach()
+        return y
 
     def backward(
         self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None

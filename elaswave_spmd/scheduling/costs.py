@@ -132,6 +132,13 @@ class CostModel:
         """The same costs with these speeds of these workers; others keep theirs."""
         return replace(self, speeds=tuple({**self._speed_of, **speeds}.items()))
 
+    def with_memory(self, rows: Iterable[tuple[int, int, int]]) -> CostModel:
+        """The same costs with what was weighed: (layer, activation_bytes, boundary_bytes). Bytes are the same anywhere."""
+        layers = list(self.layers)
+        for layer, kept, output in rows:
+            layers[layer] = replace(layers[layer], activation_bytes=kept, boundary_bytes=output)
+        return self if tuple(layers) == self.layers else replace(self, layers=tuple(layers))
+
     def without(self, ranks: Collection[int]) -> CostModel:
         """The same costs without these workers."""
         gone = frozenset(ranks)

@@ -51,6 +51,7 @@ def test_layers_move_to_where_they_cost_least(tmp_path: Path, still: tuple[objec
     # What was measured can be planned with: then nothing has to move.
     found = CostModel.from_json((tmp_path / "pp" / "run" / "costs.json").read_text())
     assert found.layers[3].seconds > 2 * found.layers[1].seconds
+    assert all(layer.activation_bytes and layer.boundary_bytes for layer in found.layers), "weighed on the workers"
     events = run(tmp_path / "planned", *costly, f"schedule.profile={tmp_path / 'pp' / 'run' / 'costs.json'}")
     assert not [e for e in events if e["event"] == "rebalance"]
     assert bits(tmp_path / "planned") == bits(tmp_path / "pp") == still

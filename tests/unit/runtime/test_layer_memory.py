@@ -1,0 +1,61 @@
+"""What a layer keeps for its backward is weighed once, and weighing changes no bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.runtime.layer_memory import LayerMemory
+
+ROWS, WIDTH, HIDDEN = 3, 8, 32
+
+
+class Block(nn.Module):
+    """A layer whose parameters are views of one flat buffer, as they are in a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = torch.randn(WIDTH * HIDDEN, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(self.values.view(HIDDEN, WIDTH))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return torch.relu(torch.exp(nn.functional.linear(x_BD, self.weight)) @ self.weight)
+
+
+def unit(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def test_what_is_kept_is_the_input_and_what_autograd_saves_but_no_parameter_and_not_the_output() -> None:
+    block, memory, x = Block(), LayerMemory(), unit(1)
+    y = memory.weigh(5, x, block.values, lambda: block(x))
+    # exp saves its output, which the matmul saves, too; relu saves the layer's output, the next layer's input.
+    assert memory.take() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
+    assert 5 in memory and 4 not in memory and memory.take() == ()
+
+
+def test_without_a_graph_only_the_input_is_kept() -> None:
+    block, memory, x = Block(), LayerMemory(), unit(1)
+    with torch.no_grad():
+        memory.weigh(0, x, block.values, lambda: block(x))
+    assert memory.take() == ((0, x.nbytes, 4 * ROWS * WIDTH),)
+
+
+def test_a_layer_is_told_of_once() -> None:
+    memory = LayerMemory()
+    memory.note(1, 10, 20)
+    memory.note(1, 11, 21)
+    assert memory.take() == ((1, 10, 20),)
+    memory.note(1, 12, 22)
+    assert memory.take() == ()
+
+
+def test_weighing_changes_no_bit() -> None:
+    gradients = []
+    for weighs in (True, False):
+        block, x = Block(), unit(2)
+        y = LayerMemory().weigh(0, x, block.values, lambda b=block, x=x: b(x)) if weighs else block(x)
+        y.square().sum().backward()
+        gradients.append((x.grad, block.weight.grad))
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
