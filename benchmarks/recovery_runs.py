@@ -30,7 +30,7 @@ _WARM_STEPS = 5
 SIZES: dict[str, Any] = {
     "mesh": {"dp": WORKERS},
     "sharding": {"name": "zero1"},
-    "model": {"name": "gpt_tiny", "target": "gpt", "layers": 4, "d_model": 64, "heads": 4},
+    "model": {"name": "gpt_tiny", "target": "gpt", "layers": 3, "d_model": 96, "heads": 4},
     "unit": {"size": 2},
     "train": {"steps": 1_000_000, "global_batch": 24, "seq_len": 32, "validate_every": 0},
     "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},

@@ -30,7 +30,10 @@ from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.sharding import check_spec, specs_of
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.pages import INTERLEAVED, ModelLayout
+
+_ATOM_ELEMENTS = 1 << 16
+"""Mirrors of a worker's pages of a layer are spread in pieces of at least this size: each is a message, in every step."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings)
         mirror_count=settings.mirror.count,
         scatter=settings.mirror.scatter,
         page_layout=placement.page_layout,
+        # What a contiguous layout is dealt as after a change, it is from the first.
+        least_pages=max(1, _ATOM_ELEMENTS // layout.page_size) if placement.page_layout == INTERLEAVED else 1,
     )
     return replace(placement, holders=holders)
 

@@ -201,8 +201,8 @@ class Place(Message, frozen=True):
     `holders` are rows of scheduling.holders (empty: the healthy deal of the mesh). `version` is the highest of any
     member, and `work` says who runs what of step version + 1 (None: nothing of it was begun, and the placement holds
     for it too). `validate`: the version whose validation is to be run again, or -1. `save`: the run is about to stop:
-    write the state of `version` and begin no other step. `pause`: begin none before the next PREPARE, as training stands still
-    while state is learned.
+    write the state of `version` and begin no other step. `pause`: begin none before the next PREPARE, as training
+    stands still while state is learned.
     """
 
     epoch: int

@@ -82,7 +82,7 @@ class Publisher:
                 self._install_readers(message, self._payload(part), layers)
 
     def answer(self, peer: int, need: Need) -> bool:
-        """Publishes again to one worker what it lacks. Returns whether all of it was here, at that version or the next."""
+        """Publishes again to one worker what it lacks. Returns whether all was here, at that version or the next."""
         layout, answered = self._layout.layers[need.layer], 0
         for part in self._state.layers.get(need.layer, ()):
             first, stop = max(part.run.first, need.first), min(part.run.stop, need.stop)
@@ -111,7 +111,7 @@ class Publisher:
         self._install_readers(publish, payload)
 
     def will_reach(self, layer: int, version: int, filed: Iterable[Publish]) -> bool:
-        """Whether each page of a layer's compute buffer is at this version or a later one, or will be by one of these."""
+        """Whether each page of a layer's compute buffer is at this version or later, or will be by one of these."""
         versions = self._values[layer].versions.copy()
         for publish in filed:
             if publish.layer == layer:

@@ -159,7 +159,7 @@ class Replica:
                 self._publisher.asks(self._holder_runs, layer, version)
 
     def needs_no_more(self, layer: int, version: int) -> bool:
-        """Whether nothing at `version` is to come for a layer's compute buffer: it is there, or a step ahead already."""
+        """Whether nothing at `version` is to come for a layer's compute buffer: all is there, or a step ahead."""
         return self._values[layer].is_at(version) or self._publisher.will_reach(layer, version, self._published)
 
     def teach(self) -> None:

@@ -133,7 +133,7 @@ class CostModel:
         return replace(self, speeds=tuple({**self._speed_of, **speeds}.items()))
 
     def with_memory(self, rows: Iterable[tuple[int, int, int]]) -> CostModel:
-        """The same costs with what was weighed: (layer, activation_bytes, boundary_bytes). Bytes are the same anywhere."""
+        """The same costs with what was weighed: (layer, activation_bytes, boundary_bytes), the same anywhere."""
         layers = list(self.layers)
         for layer, kept, output in rows:
             layers[layer] = replace(layers[layer], activation_bytes=kept, boundary_bytes=output)

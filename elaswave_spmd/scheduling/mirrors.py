@@ -38,6 +38,7 @@ def deal_holders(
     mirror_count: int,
     scatter: int,
     page_layout: str = "interleaved",
+    least_pages: int = 1,
 ) -> HolderMap:
     """The map of a new mesh.
 
@@ -51,6 +52,7 @@ def deal_holders(
         topology: failure domains of at least the members.
         mirror_count: mirrors of each page, where there are that many other workers.
         scatter: the most peers that mirror one worker's pages; 0: at most 4. At least `mirror_count` counts.
+        least_pages: runs are not cut in smaller atoms than that: each is a message of its own.
     """
     choice = MirrorChoice(stages, topology, mirror_count, scatter)
     dealt: list[list[HolderRun]] = []
@@ -62,7 +64,7 @@ def deal_holders(
             sets = {rank: everybody for rank in members}
         else:
             sets = _copyset_holders(members, topology, choice.count, choice.width(stage))
-        dealt.append(list(_in_atoms(primaries, sets)))
+        dealt.append(list(_in_atoms(primaries, sets, least_pages)))
     found: dict[int, list[HolderRun]] = {layer: [] for layer in range(layer_cuts[-1])}
     if any(len(members) <= choice.count for members in stages):
         for runs in dealt:
@@ -74,21 +76,23 @@ def deal_holders(
 
 
 def _in_atoms(
-    primaries: Iterator[tuple[int, int, int, int]], sets: Mapping[int, Sequence[frozenset[int]]]
+    primaries: Iterator[tuple[int, int, int, int]], sets: Mapping[int, Sequence[frozenset[int]]], least_pages: int
 ) -> Iterator[HolderRun]:
-    """Each run cut in as many atoms as its primary has holder sets, which take turns page by page over all layers.
+    """Each run cut in as many atoms as its primary has holder sets, or as are large enough; sets take turns.
 
-    Since primaries of a stage have equally many pages, and the mirrors in one place of all the copysets are a
-    permutation of the stage, the mirrored pages come out as even as the primaries' pages.
+    Where no run is too small, they take turns page by page over all layers: since primaries of a stage have equally
+    many pages, and the mirrors in one place of all the copysets are a permutation of the stage, the mirrored pages come
+    out as even as the primaries' pages.
     """
     dealt: Counter[int] = Counter()
     for layer, first, stop, primary in primaries:
         own = sets[primary]
         turn, at = dealt[primary], first
-        for size in even_counts(stop - first, min(len(own), stop - first)):
+        large_enough = max(1, (stop - first) // least_pages)
+        for size in even_counts(stop - first, min(len(own), stop - first, large_enough)):
             yield HolderRun(layer, at, at + size, primary, own[turn % len(own)])
             turn, at = turn + 1, at + size
-        dealt[primary] += stop - first
+        dealt[primary] += large_enough if large_enough < len(own) else stop - first
 
 
 def _copyset_holders(

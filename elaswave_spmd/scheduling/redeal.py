@@ -1,4 +1,4 @@
-"""The holder map to go to as if the mesh were new, wherever state lies now: the baseline that `refill` is compared with.
+"""The holder map to go to as if the mesh were new, wherever state lies now: what `refill` is compared with.
 
 With contiguous pages, as ZeRO implementations deal them, a layer that moves shifts every boundary of its stage.
 """

@@ -65,8 +65,9 @@ class Case:
     mirror_count: int
     scatter: int
 
-    def deal(self, page_layout: str = "interleaved") -> HolderMap:
-        return deal_holders(self.layout, self.stages, self.cuts, page_layout=page_layout, **self._rules)
+    def deal(self, page_layout: str = "interleaved", least_pages: int = 1) -> HolderMap:
+        rules = {**self._rules, "page_layout": page_layout, "least_pages": least_pages}
+        return deal_holders(self.layout, self.stages, self.cuts, **rules)
 
     def refill(self, holders: HolderMap) -> HolderMap:
         return refill(holders, self.layout, self.stages, self.cuts, **self._rules)
