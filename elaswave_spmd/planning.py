@@ -24,7 +24,7 @@ _ARGUMENTS: dict[str, str | None] = {
     "mesh": None,
     "event": "",
     "profile": "",
-    "units": "16",
+    "units": "",
     "layers": "",
     "steps": "1000",
     "sharding": "zero1",
@@ -36,6 +36,7 @@ _ARGUMENTS: dict[str, str | None] = {
     "json": "false",
 }
 _LAYERS = "18"
+_UNITS_EACH = 4
 _SHOWN = 16  # stages of a placement
 
 USAGE = """usage: {program} plan mesh=NAME [name=value ...]     what would be done after an event; nothing is run
@@ -43,7 +44,8 @@ USAGE = """usage: {program} plan mesh=NAME [name=value ...]     what would be do
   mesh=dp4_pp4           the mesh as it is: dpN_ppM, stages3-2
   event='fail 6'         fail RANK ..., slow RANK SPEED, join COUNT; several with ';'
   profile=costs.json     measured costs of a run; without it layers are all alike (10 + 20 ms, the bytes of Llama 7B)
-  layers=18 units=16     layers of the model, with embedding and head; units of a step
+  layers=18              layers of the model, with embedding and head
+  units=16               units of a step; {each} for each worker of the largest stage where nothing is said
   steps=1000             steps that are left: what a move has to pay for
   sharding=zero1         zero0 to zero3; mirror=1: mirrors of each page
   memory=BYTES           of each worker; stages=false: workers stay in their stage
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         UserError: a mesh, an event or a profile that cannot be; a plan that does not fit in memory.
     """
     if {"-h", "--help"} & set(arguments):
-        print(USAGE.format(program=program), end="")
+        print(USAGE.format(program=program, each=_UNITS_EACH), end="")
         return 0
     values = named_arguments.read(arguments, _ARGUMENTS, "plan")
     plan = make(values)
@@ -106,8 +108,9 @@ def make(values: dict[str, str]) -> Plan:
     mesh = Mesh.initial(MeshShape.parse(values["mesh"]))
     costs, source = _costs(values, mesh)
     zero = _zero(values)
+    units = values["units"] or str(_UNITS_EACH * max(len(members) for members in mesh.stages))
     case = Case(
-        healthy(mesh, costs, named_arguments.whole(values, "units", 1), zero=zero),
+        healthy(mesh, costs, named_arguments.whole({"units": units}, "units", 1), zero=zero),
         costs,
         Change.parse(values["event"]) if values["event"] else Change(),
         remaining_steps=named_arguments.whole(values, "steps", 0),
@@ -182,7 +185,7 @@ def lines(plan: Plan) -> list[str]:
     ]
     later = decision.later
     moves = decision.now.move.bytes > 0
-    title = "new placement" if later is None else "first, at once"
+    title = "new placement" if later is None else "new placement, at once"
     found += ["", f"{title}: {decision.now.time}", *_placement(decision.now.assignment)]
     if later is not None:
         found += ["", f"new placement, when its state is there: {later.time}", *_placement(later.assignment)]
@@ -195,8 +198,8 @@ def lines(plan: Plan) -> list[str]:
     before, now, after = plan.before.seconds, decision.now.time.seconds, decision.last.time.seconds
     found += [
         "",
-        f"step: {before:.4g} s before, {now:.4g} s at once, {after:.4g} s in the end",
-        f"throughput: {before / after:.3f} of before, with {case.share:.3f} of the speed: {plan.ratio:.3f}",
+        f"step: expected to take {before:.4g} s before, {now:.4g} s at once, {after:.4g} s in the end",
+        f"throughput: {before / after:.3f} of before, with {case.share:.3f} of the aggregate speed: {plan.ratio:.3f}",
     ]
     found += [f"why: {reason}" for reason in decision.reasons]
     found += [f"hint: {hint}" for hint in decision.hints[:_SHOWN]]

@@ -11,15 +11,19 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from elaswave_spmd import named_arguments
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.simulator import report, scenario, tables
+from elaswave_spmd.simulator.trace import Timeline
 
 _WIDTH = 200  # where there is no terminal: a line of a log is one line
 
-USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [json=true]
+USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [trace=CASE] [json=true]
 
   scenario=NAME    {names}; or a YAML file, of which those are examples:
                    {folder}
-  out=FOLDER       write JSON, an HTML page with the figures in it, and the figures as PNG
+  out=FOLDER       write JSON, an HTML page with the figures in it, the figures as PNG, and a timeline of one case
+                   for ui.perfetto.dev
+  trace=CASE       the case of the timeline; the first one where none is named
   json=true        print one line of JSON, no tables
 
 Everything is modelled: virtual time on a cost model that the scenario states. Figures need matplotlib:
@@ -38,15 +42,19 @@ def main(arguments: Sequence[str], program: str) -> int:
         names = ", ".join(scenario.names())
         print(USAGE.format(program=program, names=names, folder=scenario.FOLDER, pip=report.PIP_LINE), end="")
         return 0
-    known = {"scenario": None, "out": "", "json": "false"}
+    known = {"scenario": None, "out": "", "trace": "", "json": "false"}
     values = named_arguments.read(arguments, known, "simulate")
     as_json = named_arguments.flag(values, "json")
     name = values["scenario"]
     chosen = scenario.load(name)
-    errors = Console(stderr=True)
+    if values["trace"] and not values["out"]:
+        rule, fix = "a timeline is written to a folder", f"out=FOLDER trace='{values['trace']}'"
+        raise ConfigError(rule, got="no out", where=f"trace={values['trace']}", fix=fix)
+    stem, errors = Path(name).stem, Console(stderr=True)
     with errors.status("") as status:
-        found = tables.run_scenario(Path(name).stem, chosen, lambda what: status.update(f"simulating: {what}"))
-    written = found.write(Path(values["out"]).expanduser()) if values["out"] else []
+        timeline = tables.timeline_of(chosen, values["trace"]) if values["out"] else None
+        found = tables.run_scenario(stem, chosen, lambda what: status.update(f"simulating: {what}"))
+    written = _written(found, timeline, Path(values["out"]).expanduser()) if values["out"] else []
     if as_json:
         print(json.dumps(found.as_json(), allow_nan=False))
     else:
@@ -56,6 +64,11 @@ def main(arguments: Sequence[str], program: str) -> int:
     if written and found.figures and not report.can_draw():
         print(f"figures need matplotlib, so there are none: {report.PIP_LINE}", file=sys.stderr)
     return 0
+
+
+def _written(found: report.Report, timeline: Timeline | None, folder: Path) -> list[Path]:
+    paths = found.write(folder)
+    return paths if timeline is None else [*paths, timeline.write(folder / f"{found.name}_trace.json")]
 
 
 def show(found: report.Report, console: Console) -> None:

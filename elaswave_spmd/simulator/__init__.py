@@ -5,7 +5,8 @@ from elaswave_spmd.simulator.engine import FREE, Run, Wires, execute
 from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls
 from elaswave_spmd.simulator.optimum import Optimum, optimum
-from elaswave_spmd.simulator.policies import Case, Constants, DropReplica, Ours, Outcome, Policy, Reroute, Restart
+from elaswave_spmd.simulator.policies import Case, Constants, DropReplica, Ours, Outcome, Policy, Restart
+from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.salvage import Salvaged, salvage
 from elaswave_spmd.simulator.shapes import alike, healthy, llama
 from elaswave_spmd.simulator.story import Phase, Story, tell

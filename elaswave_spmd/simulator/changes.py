@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.errors import PlanError
@@ -119,7 +118,8 @@ class Change:
 def remaining_share(mesh: Mesh, costs: CostModel, change: Change) -> float:
     """Aggregate speed of the workers that are left, over that of those there were."""
     now = change.costs(costs)
-    left: Sequence[int] = [rank for rank in mesh.members if rank not in set(change.gone)]
+    gone = frozenset(change.gone)
+    left = [rank for rank in mesh.members if rank not in gone]
     return (float(now.speeds_of(left).sum()) + change.joined) / float(costs.speeds_of(mesh.members).sum())
 
 

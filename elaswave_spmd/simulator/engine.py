@@ -169,7 +169,7 @@ class _Engine:
             if work.lists is not None:
                 order = ListOrder(work.lists[worker.rank])
             else:
-                order = ReadyOrder(work.limits[worker.stage], work.turns)
+                order = ReadyOrder(work.limits[worker.stage], work.turns, WEIGHTS if work.weight_share else BACKWARD)
             worker.orders[step] = order
             for unit, rank in enumerate(work.owners[worker.stage]):
                 if rank == worker.rank:

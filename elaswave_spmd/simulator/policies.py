@@ -2,7 +2,9 @@
 
 Common to all: the same layers, workers, links and seconds; a step takes what timing.step_time gives (longest way
 through 1F1B lists with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
-its own; the same seconds to notice a loss and to tell everybody. Healthy, all run the same placement.
+its own; the same seconds to notice a loss and to tell everybody. Healthy, all run the same placement, with its mirrors;
+afterwards only we have any. Steps are those that a policy comes to in the end. Other systems' policies are modelled
+after their papers, not run: nothing here is a measurement of their code. Newcomers are of our policy only.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
 from elaswave_spmd.scheduling.frequency import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
-from elaswave_spmd.scheduling.timing import Assignment, step_time, traffic_bytes
+from elaswave_spmd.scheduling.timing import Assignment, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.salvage import salvage
-from elaswave_spmd.simulator.work import Work, owners_of
+from elaswave_spmd.simulator.work import Work
 
 MOST_ACTIONS = 1 << 20
 """Steps are timed on their lists up to this many actions: figures are not to mix bounds and lists."""
@@ -146,8 +148,10 @@ class Policy(Protocol):
 class Ours:
     """This project: `plan_change`, with its axes to choose from.
 
-    Modelled: units dealt by speed, layers and stages moved if that pays, frequencies; the step that a loss falls into,
-    salvaged action by action. Not modelled: the reduction's share of the salvage.
+    Modelled: units dealt by speed, layers and stages moved if that pays, frequencies: all by `plan_change`, which runs
+    make their plans with; the step that a loss falls into, salvaged action by action. Not modelled: the reduction's
+    share of the salvage, and the slower steps until layers have moved (`story.tell` has these). It cannot go on where
+    no partition fits in memory.
 
     Args:
         layers: layers may move.
@@ -161,17 +165,20 @@ class Ours:
     name: str = "ours"
 
     def answer(self, case: Case) -> Outcome:
-        decision = plan_change(
-            case.placement,
-            case.after,
-            case.remaining_steps if self.layers else 0,
-            stages=case.change.stages(case.placement.mesh),
-            memory_limit=case.memory_limit,
-            mirror_count=case.mirror_count,
-            stage_counts=None if self.stages and self.layers else (),
-            frequencies=self.frequencies,
-            goal_s=case.before_s,
-        )
+        try:
+            decision = plan_change(
+                case.placement,
+                case.after,
+                case.remaining_steps if self.layers else 0,
+                stages=case.change.stages(case.placement.mesh),
+                memory_limit=case.memory_limit,
+                mirror_count=case.mirror_count,
+                stage_counts=None if self.stages and self.layers else (),
+                frequencies=self.frequencies,
+                goal_s=case.before_s,
+            )
+        except PlanError as error:  # a case has been checked: what is left is memory
+            return Outcome(self.name, math.inf, 0, case.constants.detect_s, f"{error.rule}: {error.got}")
         chosen = decision.last if self.layers else decision.now
         seconds = case.seconds(chosen.assignment, case.after)
         if decision.frequency is not None:  # what the hints gain on the lists or the bound they were planned on
@@ -203,7 +210,7 @@ class DropReplica:
 
     Modelled: replicas that are left go on with their units, so the global batch shrinks; the step under way is thrown
     away. A slow worker is waited for, or its replica dropped, whichever is faster. Not modelled: the optimizer's
-    different batch, and the healing of the replica.
+    different batch, the healing of the replica, and memory.
 
     Raises:
         PlanError: stages of different sizes have no replicas.
@@ -241,7 +248,7 @@ class Restart:
     """The whole job starts again from its checkpoint, on as many whole replicas as the workers that are left make up.
 
     Modelled: any worker may take any place; units of a replica as before. Slow workers stay, or count as lost,
-    whichever is faster. Not modelled: waiting for the scheduler or for repair.
+    whichever is faster. Not modelled: waiting for the scheduler or for repair, and memory.
     """
 
     name: str = "restart"
@@ -266,82 +273,6 @@ class Restart:
         if not found:
             return Outcome(self.name, math.inf, 0, constants.restart_s, "no replica is whole")
         return max(found, key=lambda outcome: outcome.throughput)
-
-
-@dataclass(frozen=True)
-class Reroute:
-    """ReCycle (Gandhi et al., SOSP 2024): units of a lost worker go to its data-parallel peers, layers stay.
-
-    Modelled, in virtual time: units rerouted to the least loaded peers; a worker takes what is ready, backwards first,
-    with 1F1B's limits; backward split in two halves (gradients of inputs, of weights), the second put off into bubbles;
-    an optimizer that is staggered by stages, so that this may reach into the next step; or whole backward, if that is
-    faster; but never faster than before the change, since without losses it runs plain 1F1B. A slow worker is waited
-    for, or treated as lost, whichever is faster. Memory is not limited, which is to its advantage. Not modelled: its
-    search for the best order, and stages that have lost everybody.
-
-    Args:
-        split: backward may be split; False: units are rerouted and no more.
-    """
-
-    split: bool = True
-    name: str = "reroute"
-
-    def answer(self, case: Case) -> Outcome:
-        gone = set(case.change.gone)
-        slow = {rank for rank, _ in case.change.slow}
-        found = [self._without(case, lost) for lost in ([gone, gone | slow] if slow else [gone])]
-        return min(found, key=lambda outcome: outcome.step_s)
-
-    def _without(self, case: Case, lost: Collection[int]) -> Outcome:
-        recovery_s = case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
-        if not lost:
-            return Outcome(self.name, case.seconds(case.healthy, case.after), case.healthy.num_units, recovery_s)
-        work = rerouted(case.healthy, case.after, lost)
-        if work is None:
-            return Outcome(self.name, math.inf, 0, recovery_s, "a stage has lost all its workers")
-        orders = [execute(work, case.after, wires=FREE).step_s]
-        if self.split:
-            halves = work.as_ready(weight_share=0.5)
-            orders.append(execute(halves, case.after, wires=FREE, steps=2, by_stage=True).step_s)
-        seconds = max(case.before_s, min(orders), _traffic(case, work))
-        more = sum(rank in lost for of_stage in owners_of(case.healthy) for rank in of_stage)
-        return Outcome(self.name, seconds, case.healthy.num_units, recovery_s, f"{more} units rerouted")
-
-
-def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Work | None:
-    """The healthy step with the units of some workers dealt over the others of their stages; None if there are none."""
-    owners, stages = [], []
-    for members, of_stage in zip(healthy.stages, owners_of(healthy), strict=True):
-        left = [rank for rank in members if rank not in lost]
-        if not left:
-            return None
-        count = {rank: of_stage.count(rank) for rank in left}
-        found = list(of_stage)
-        for unit, rank in enumerate(of_stage):
-            if rank not in count:
-                found[unit] = min(left, key=lambda r: ((count[r] + 1) / costs.speed(r), r))
-                count[found[unit]] += 1
-        owners.append(tuple(found))
-        stages.append(tuple(left))
-    most = max(-(-healthy.num_units // len(left)) for left in stages)
-    limits = tuple(min(limit + most, healthy.num_units) for limit in healthy.limits)
-    return Work(tuple(stages), healthy.layer_cuts, tuple(owners), None, limits, _turns(healthy))
-
-
-def _turns(assignment: Assignment) -> tuple[int, ...]:
-    """Of each unit, its place among those of its first worker: units of all workers take turns."""
-    seen: dict[int, int] = {}
-    found = []
-    for rank in owners_of(assignment)[0]:
-        found.append(seen.get(rank, 0))
-        seen[rank] = found[-1] + 1
-    return tuple(found)
-
-
-def _traffic(case: Case, work: Work) -> float:
-    rule, cuts = MemoryRule(case.rule.zero_level, 0), work.layer_cuts
-    sent = (traffic_bytes(case.costs, rule, cuts[s], cuts[s + 1], len(m), 1) for s, m in enumerate(work.stages))
-    return max(sent) / case.costs.bandwidth
 
 
 def columns_of(assignment: Assignment, policy: str) -> list[tuple[int, ...]]:

@@ -148,7 +148,7 @@ def draw(figure: Figure, form: str) -> bytes:
     from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
 
     bars = len(figure.ticks) * max(3, len(figure.series))
-    canvas: Any = Canvas(figsize=(8.0 if figure.lines else max(6.0, 0.28 * bars), 4.2), layout="constrained")
+    canvas: Any = Canvas(figsize=(8.0 if figure.lines else min(24.0, max(7.0, 0.28 * bars)), 4.2), layout="constrained")
     axes = canvas.subplots()
     axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
     axes.grid(axis="y", alpha=0.3)
@@ -157,7 +157,7 @@ def draw(figure: Figure, form: str) -> bytes:
             points = [(x, y) for x, y in zip(figure.ticks, values, strict=True) if y is not None]
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
         numbers = [float(tick) for tick in figure.ticks]
-        if max(numbers) > 100 * min(numbers) > 0:
+        if max(numbers) > 10 * min(numbers) > 0:
             axes.set_xscale("log")
     else:
         width = 0.8 / len(figure.series)
@@ -165,7 +165,7 @@ def draw(figure: Figure, form: str) -> bytes:
             places = [x + width * (i - (len(figure.series) - 1) / 2) for x in range(len(figure.ticks))]
             axes.bar(places, [value or 0.0 for value in values], width, label=name)
         axes.set_xticks(range(len(figure.ticks)), [_folded(str(tick)) for tick in figure.ticks], fontsize=8)
-    axes.legend(fontsize=8)
+    canvas.legend(loc="outside right upper", fontsize=8)
     out = BytesIO()
     canvas.savefig(out, format=form, dpi=130)
     return out.getvalue()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "scenarios"
 
 @dataclass(frozen=True)
 class EventCase:
-    """A mesh, and who is lost or slow.
+    """A mesh of whole replicas, and who is lost or slow.
 
     Args:
         name: of its row.
@@ -41,22 +41,31 @@ class EventCase:
     model: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lose", tuple(self.lose) if isinstance(self.lose, list) else self.lose)
         where = f"case {self.name!r}"
-        try:
-            mesh = Mesh.initial(MeshShape.parse(str(self.mesh)))
-        except MeshError as error:
-            place = f"mesh of {where}"
-            raise _wrong("a case has a mesh", error.got, place, exists="dpN_ppM", fix="mesh: dp4_pp4") from None
+        _text(self.name, f"name of {where}")
+        object.__setattr__(self, "lose", _several(self.lose, f"lose of {where}"))
+        mesh = self._checked_mesh(where)
         _number(self.units, f"units of {where}", at_least=1, whole=True)
         if (self.event is None) == (not self.lose):
             got = "both" if self.lose else "neither"
             fix = "event: fail 6, or lose: [1, 2]"
             raise _wrong("a case has either an event or numbers to lose", got, where, fix=fix)
-        if self.event is not None:
-            Change.parse(str(self.event)).check(mesh)
+        if self.event is not None and Change.parse(str(self.event)).check(mesh).joined:
+            rule, fix = "policies are compared on workers that are lost or slow", "leave the join to the command plan"
+            raise _wrong(rule, self.event, where, exists="fail RANK ..., slow RANK SPEED", fix=fix)
         for number in self.lose:
             _number(number, f"lose of {where}", at_least=1, below=mesh.num_workers, whole=True)
+
+    def _checked_mesh(self, where: str) -> Mesh:
+        exists, fix = "dpN_ppM", "mesh: dp4_pp4"
+        try:
+            mesh = Mesh.initial(MeshShape.parse(str(self.mesh)))
+        except MeshError as error:
+            raise _wrong("a case has a mesh", error.got, f"mesh of {where}", exists=exists, fix=fix) from None
+        if len({len(members) for members in mesh.stages}) > 1:
+            rule = "policies are compared on whole replicas, stages of equal size"
+            raise _wrong(rule, self.mesh, f"mesh of {where}", exists=exists, fix=fix)
+        return mesh
 
 
 @dataclass(frozen=True)
@@ -85,28 +94,39 @@ class Events:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _text(self.title, "title")
+        _text(self.about, "about")
         if not isinstance(self.cases, (list, tuple)) or not self.cases:
             raise _wrong("a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., units: ...}]")
         cases = tuple(c if isinstance(c, EventCase) else _make(EventCase, c, "a case") for c in self.cases)
         object.__setattr__(self, "cases", cases)
+        called = [case.name for case in cases]
+        if twice := [name for name in called if called.count(name) > 1]:
+            raise _wrong("each case has a name of its own", twice[0], "cases", fix="another name")
         for name in ("steps", "draws"):
             _number(getattr(self, name), name, at_least=1, whole=True)
+        _number(self.seed, "seed", at_least=0, whole=True)
         _number(self.zero, "zero", at_least=0, below=4, whole=True)
+        if not isinstance(self.optimum, bool):
+            raise _wrong("optimum is true or false", self.optimum, "optimum", fix="optimum: true")
         if self.memory is not None:
             _number(self.memory, "memory", at_least=1)
         for case in cases:
             if case.model is None and self.model is None:
                 raise _wrong("a case has a model", "none", f"case {case.name!r}", fix="model: {llama: 7B}")
-            costs = model_of(case.model or self.model or {})
-            stages = MeshShape.parse(case.mesh).num_stages
-            if stages > len(costs.layers):
-                got = f"{stages} stages, {len(costs.layers)} layers"
-                raise _wrong("every stage has at least one layer", got, f"case {case.name!r}", fix="fewer stages")
+            _fits(
+                model_of(case.model or self.model or {}), MeshShape.parse(case.mesh).num_stages, f"case {case.name!r}"
+            )
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """A scenario of weeks of failures; fields as in failures.Fleet, Repair and goodput.Stalls."""
+    """A scenario of weeks of failures; fields as in failures.Fleet, Repair and goodput.Stalls.
+
+    Args:
+        devices, spares: one number or several; each combination is a row.
+        highest_frequency: relative frequency that our policy may ask for, in a row of its own.
+    """
 
     title: str
     devices: tuple[int, ...]
@@ -121,17 +141,22 @@ class Goodput:
     swap_s: float = 300
     spares: tuple[float, ...] = (0.0,)
     regroup_s: float = 10
+    join_s: float = 2
     restart_s: float = 600
     checkpoint_s: float = 5
     highest_frequency: float = 1.1
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _text(self.title, "title")
+        _text(self.about, "about")
         for name in ("devices", "spares"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, tuple(value) if isinstance(value, (list, tuple)) else (value,))
+            object.__setattr__(self, name, _several(getattr(self, name), name))
+            if not getattr(self, name):
+                raise _wrong(f"a scenario has {name}", "none", name, fix=f"{name}: [...]")
         for name in ("island", "stages", "units"):
             _number(getattr(self, name), name, at_least=1, whole=True)
+        _number(self.seed, "seed", at_least=0, whole=True)
         for number in self.devices:
             _number(number, "devices", at_least=1, whole=True)
             Fleet(number, self.island, self.stages, self.units)
@@ -139,16 +164,14 @@ class Goodput:
             _number(spares, "spares", at_least=0)
             _number(self.repair_hours, "repair_hours", at_least=0)
             Repair(self.repair_hours, spares, _number(self.swap_s, "swap_s", at_least=0))
-        for name in ("regroup_s", "restart_s", "checkpoint_s"):
+        for name in ("regroup_s", "join_s", "restart_s", "checkpoint_s"):
             _number(getattr(self, name), name, at_least=0)
         if not _number(self.days, "days", at_least=0):
             raise _wrong("a scenario lasts", self.days, "days", fix="days: 54")
         _number(self.highest_frequency, "highest_frequency", at_least=1)
         object.__setattr__(self, "failures", dict(self.failures or {}))
-        rate = _make(FailureRate, self.failures, "failures")
-        assert isinstance(rate, FailureRate)
-        if len(model_of(self.model).layers) < self.stages:
-            raise _wrong("every stage has at least one layer", f"{self.stages} stages", "stages", fix="fewer stages")
+        _make(FailureRate, self.failures, "failures")
+        _fits(model_of(self.model), self.stages, "stages")
 
     @property
     def rate(self) -> FailureRate:
@@ -178,13 +201,11 @@ def load(name: str) -> Events | Goodput:
         raise _wrong("a scenario exists", got, where, exists=", ".join(names()), fix=fix) from None
     except yaml.YAMLError as error:
         raise _wrong("a scenario is YAML", " ".join(str(error).split()), where, fix="correct the file") from None
-    kinds = {"events": Events, "goodput": Goodput}
+    kinds: dict[str, type[Events | Goodput]] = {"events": Events, "goodput": Goodput}
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(data, dict) or kind not in kinds:
         raise _wrong("a scenario has a kind", kind or "none", where, exists=", ".join(kinds), fix="kind: events")
-    found = _make(kinds[kind], {key: value for key, value in data.items() if key != "kind"}, where)
-    assert isinstance(found, (Events, Goodput))
-    return found
+    return _make(kinds[kind], {key: value for key, value in data.items() if key != "kind"}, where)
 
 
 def model_of(model: Mapping[str, Any]) -> CostModel:
@@ -204,7 +225,7 @@ def model_of(model: Mapping[str, Any]) -> CostModel:
         raise _wrong("arguments of a model are known", unknown[0], where, fix="leave it out")
     for name, value in data.items():
         if name != "llama":
-            _number(value, f"{name} of the model", at_least=0, whole=name in ("alike", "tokens"))
+            _number(value, f"{name} of the model", at_least=_LEAST.get(name, 0.0), whole=name in ("alike", "tokens"))
     if "alike" in data:
         return alike(data.pop("alike"), **data)
     if "tflops" in data:
@@ -212,13 +233,19 @@ def model_of(model: Mapping[str, Any]) -> CostModel:
     return llama(str(data.pop("llama")), **data)
 
 
+_LEAST = {"alike": 1, "tokens": 1, "tflops": 1e-6, "bandwidth": 1.0}
+"""What a number of a model is at least; others: 0."""
+
 _MODEL = {
     "alike": {"alike", "forward_s", "backward_s", "bandwidth", "latency_s", "tokens"},
     "llama": {"llama", "tokens", "tflops", "bandwidth", "latency_s"},
 }
 
 
-def _make(kind: type, data: object, where: str) -> object:
+_Made = TypeVar("_Made", bound="EventCase | Events | Goodput | FailureRate")
+
+
+def _make(kind: type[_Made], data: object, where: str) -> _Made:
     """A dataclass of a mapping with its fields' names."""
     known = {field.name: field for field in fields(kind)}
     needed = {name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
@@ -232,6 +259,24 @@ def _make(kind: type, data: object, where: str) -> object:
         return kind(**data)
     except TypeError as error:
         raise _wrong("its values are of the right kind", str(error), where) from None
+
+
+def _fits(costs: CostModel, stages: int, where: str) -> None:
+    if stages > len(costs.layers):
+        got = f"{stages} stages, {len(costs.layers)} layers"
+        raise _wrong("every stage has at least one layer", got, where, fix=f"at most {len(costs.layers)} stages")
+
+
+def _text(value: object, where: str) -> None:
+    if not isinstance(value, str):
+        raise _wrong("titles and names are text", value, where, fix="put it in quotes")
+
+
+def _several(value: object, where: str) -> tuple[Any, ...]:
+    """A list, or one value as a list of it."""
+    if isinstance(value, (str, Mapping)) or value is None:
+        raise _wrong("it is a number or a list of numbers", value, where, fix="[1, 2]")
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _number(value: object, name: str, *, at_least: float, below: float = math.inf, whole: bool = False) -> float:

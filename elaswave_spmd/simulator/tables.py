@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from time import perf_counter
 
 import numpy as np
 
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.costs import MemoryRule
 from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import DAY, Fleet, Repair, exponential, outages
@@ -25,27 +26,29 @@ from elaswave_spmd.simulator.policies import (
     Ours,
     Outcome,
     Policy,
-    Reroute,
     Restart,
     mean_salvage_s,
 )
 from elaswave_spmd.simulator.report import Cell, Figure, Report, Table
+from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.scenario import EventCase, Events, Goodput, model_of
 from elaswave_spmd.simulator.shapes import healthy
+from elaswave_spmd.simulator.story import tell
 from elaswave_spmd.simulator.templates import Templates
+from elaswave_spmd.simulator.trace import Timeline
 
 Say = Callable[[str], None]
 
 FREQUENCIES = FrequencyRange(0.8, 1.1)
 """What `ours + frequency` may set."""
 
-POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), DropReplica(), Templates(), Restart())
+WHOLE = Reroute(split=False, name="reroute, whole backward")
+POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), WHOLE, DropReplica(), Templates(), Restart())
 ABLATION: tuple[Policy, ...] = (
     Ours(layers=False, stages=False, name="units"),
     Ours(stages=False, name="units + layers"),
     Ours(name="units + layers + stages"),
     Ours(frequencies=FREQUENCIES, name="all + frequency"),
-    Reroute(split=False, name="reroute, whole backward"),
 )
 
 _MEANS = (
@@ -57,6 +60,28 @@ _MEANS = (
 def run_scenario(name: str, scenario: Events | Goodput, say: Say = lambda _: None) -> Report:
     """Computes a scenario. `say` is told what is being worked on."""
     return _events(name, scenario, say) if isinstance(scenario, Events) else _goodput(name, scenario, say)
+
+
+def timeline_of(scenario: Events | Goodput, label: str = "") -> Timeline | None:
+    """Our answer to one case in virtual time, step by step; of several draws the first.
+
+    Args:
+        label: the row of the case; "" for the first one.
+
+    Returns: None for weeks of failures, and where we cannot go on.
+
+    Raises:
+        ConfigError: no row is called so.
+    """
+    rows = [row for case in scenario.cases for row in cases_of(scenario, case)] if isinstance(scenario, Events) else []
+    if label and label not in [row for row, _ in rows]:
+        exists = ", ".join(row for row, _ in rows) or "none: weeks of failures have no timeline"
+        raise ConfigError("a timeline is of a case of the scenario", got=label, where=f"trace={label}", exists=exists)
+    for row, cases in rows:
+        if label in ("", row):
+            decision = Ours().answer(cases[0]).decision
+            return tell(cases[0], decision).timeline if decision else None
+    return None
 
 
 def cases_of(scenario: Events, row: EventCase) -> list[tuple[str, list[Case]]]:
@@ -95,7 +120,7 @@ def _events(name: str, scenario: Events, say: Say) -> Report:
             means = _means(cases, answers)
             least = _least(first) if scenario.optimum else None
             allowed = [first.before_s / s / first.share for s in (least.best_s, least.bound_s)] if least else []
-            against = [means[0] / other if other else math.inf for other in means[1:3]]
+            against = [means[0] / other if other else math.inf for other in (means[1], means[3])]
             ratios.append((*head, *allowed, *means, *against))
             recovery.append((label, *(fmean(a[i].recovery_s for a in answers) for i in range(len(POLICIES)))))
             if scenario.optimum:
@@ -107,15 +132,16 @@ def _events(name: str, scenario: Events, say: Say) -> Report:
     head = ("case", "mesh", "units", "step before s", "speed left")
     columns = (*head, *best, *names, "ours / reroute", "ours / drop replica")
     tables = [
-        Table("Throughput after a change, as a part of what the devices left allow", columns, tuple(ratios), _MEANS),
-        Table("Seconds that the change costs once", ("case", *names), tuple(recovery), (_stated(),)),
+        Table("Modelled throughput after a change, over the aggregate speed left", columns, tuple(ratios), _MEANS),
+        Table("Modelled seconds that the change costs once", ("case", *names), tuple(recovery), (_stated(),)),
     ]
-    figures = [_figure("ratio", "Throughput over aggregate speed left", columns, ratios, (*best[:1], *names))]
+    figures = [_figure("ratio", "Modelled throughput over aggregate speed left", columns, ratios, (*best[:1], *names))]
     if ablation:
-        tables.append(Table("Groupings: workers of the stages, and where layers are cut", _GROUPINGS, tuple(groupings)))
-        steps = ("case", *(policy.name for policy in ABLATION))
-        tables.append(Table("Each axis added to the one before", steps, tuple(ablation), (_frequency_note(),)))
-        figures.append(_figure("axes", "Each axis added to the one before", steps, ablation, steps[1:]))
+        title = "Modelled groupings: workers of the stages, and where layers are cut"
+        tables.append(Table(title, _GROUPINGS, tuple(groupings)))
+        steps, title = ("case", *(policy.name for policy in ABLATION)), "Modelled throughput with each axis added"
+        tables.append(Table(title, steps, tuple(ablation), (_frequency_note(),)))
+        figures.append(_figure("axes", title, steps, ablation, steps[1:]))
     return Report(name, scenario.title, scenario.about, tuple(tables), tuple(figures))
 
 
@@ -178,13 +204,13 @@ def _value(cell: Cell) -> float | None:
 # ---- goodput
 
 
-def survivors(scenario: Goodput) -> tuple[Survivor, ...]:
-    """The policies of a goodput scenario."""
-    highest = scenario.highest_frequency
+def survivors(scenario: Goodput, steps: Table) -> tuple[Survivor, ...]:
+    """The policies of a goodput scenario. `steps`: of `executed`, whose last row says what steps take over bounds."""
+    highest, (ours, rerouted) = scenario.highest_frequency, (float(cell or 1) for cell in steps.rows[-1][-2:])
     return (
-        GoesOn("ours"),
-        GoesOn(f"ours, frequency to {highest:g}", highest=highest),
-        GoesOn("reroute", reroute=True),
+        GoesOn("ours", over_bound=ours),
+        GoesOn(f"ours, frequency to {highest:g}", highest=highest, over_bound=ours),
+        GoesOn("reroute", reroute=True, over_bound=rerouted),
         Drops("drop replica"),
         Drops("drop replica, regrouped", regroups=True, again_s=scenario.swap_s),
         Restarts(),
@@ -192,8 +218,10 @@ def survivors(scenario: Goodput) -> tuple[Survivor, ...]:
 
 
 def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
-    costs, policies = model_of(scenario.model), survivors(scenario)
-    stalls = Stalls(scenario.regroup_s, 2.0, scenario.restart_s, scenario.checkpoint_s, salvaged_share(scenario))
+    say("steps, action by action")
+    steps, salvage = executed(scenario), salvaged_share(scenario)
+    costs, policies = model_of(scenario.model), survivors(scenario, steps)
+    stalls = Stalls(scenario.regroup_s, scenario.join_s, scenario.restart_s, scenario.checkpoint_s, salvage)
     seconds = scenario.days * DAY
     tables, figures = [], []
     for spares in scenario.spares:
@@ -201,29 +229,61 @@ def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
         rows: list[tuple[Cell, ...]] = []
         for devices in scenario.devices:
             say(f"{devices:,} devices, {spares:.1%} spares")
-            began = perf_counter()
             fleet = Fleet(devices, scenario.island, scenario.stages, scenario.units)
             scale = Scale(fleet, costs)
             events = outages(fleet, exponential(fleet, scenario.rate, seconds, scenario.seed), repair)
             lost = sum(event.out for event in events if event.time < seconds)
             found = [policy.goodput(scale, events, seconds, stalls) for policy in policies]
             head = (devices, fleet.replicas, lost, scale.healthy_s, seconds / max(1, lost) / 60)
-            rows.append((*head, *found, perf_counter() - began))
+            rows.append((*head, *found))
         names = tuple(policy.name for policy in policies)
         head = ("devices", "replicas", "losses", "step s", "minutes between losses")
-        title = f"Goodput over {scenario.days:g} days, spares for {spares:.1%} of the workers"
+        title = f"Modelled goodput over {scenario.days:g} days, spares for {spares:.1%} of the workers"
         notes = ("1: a fleet that never fails", f"repair takes {scenario.repair_hours:g} hours", _MEANS[1])
-        tables.append(Table(title, (*head, *names, "computed in s"), tuple(rows), notes))
+        tables.append(Table(title, (*head, *names), tuple(rows), notes))
         series = {name: [_value(row[5 + i]) for row in rows] for i, name in enumerate(names)}
         ticks = tuple(float(number) for number in scenario.devices)
         figures.append(Figure(f"spares{spares:g}", title, "devices", "goodput", ticks, series, lines=True))
-    return Report(name, scenario.title, scenario.about, tuple(tables), tuple(figures))
+    return Report(name, scenario.title, scenario.about, (*tables, steps), tuple(figures))
+
+
+def _small(scenario: Goodput, replicas: int) -> Placement:
+    """The healthy placement of a fleet with so few replicas that its actions can be executed."""
+    mesh = Mesh.initial(MeshShape.of(dp=replicas, pp=scenario.stages))
+    return healthy(mesh, model_of(scenario.model), replicas * scenario.units)
 
 
 def salvaged_share(scenario: Goodput, replicas: int = 8) -> float:
     """Part of a step that is done again where it is salvaged: in virtual time, on fewer replicas, which is too much."""
-    costs = model_of(scenario.model)
-    mesh = Mesh.initial(MeshShape.of(dp=replicas, pp=scenario.stages))
-    assignment = Assignment.of(healthy(mesh, costs, replicas * scenario.units))
-    whole_s = step_time(assignment, costs, most_actions=MOST_ACTIONS).seconds
-    return mean_salvage_s(assignment, costs, [mesh.stages[scenario.stages // 2][1]], whole_s) / whole_s
+    costs, placement = model_of(scenario.model), _small(scenario, replicas)
+    whole_s = step_time(Assignment.of(placement), costs, most_actions=MOST_ACTIONS).seconds
+    gone = [placement.mesh.stages[scenario.stages // 2][1]]
+    return mean_salvage_s(Assignment.of(placement), costs, gone, whole_s) / whole_s
+
+
+def executed(scenario: Goodput, replicas: int = 16) -> Table:
+    """How far the lower bounds of `goodput` are from steps that are executed, on few replicas.
+
+    The last row is the mean of those with workers missing; the last two columns are relative to nobody missing.
+    """
+    costs, placement, stages = model_of(scenario.model), _small(scenario, replicas), scenario.stages
+    scale = Scale(Fleet(scenario.island * stages * replicas, scenario.island, stages, scenario.units), costs)
+    rows: list[tuple[Cell, ...]] = []
+    over: list[list[float]] = []
+    for label, where in (("none", []), ("one worker", [stages // 2]), ("one of each stage", range(stages))):
+        gone = tuple(placement.mesh.stages[s][(s + 1) % replicas] for s in where)
+        missing = tuple(int(s in where) for s in range(stages))
+        case = Case(placement, costs, Change(gone))
+        found = [
+            (scale.elastic_s(missing), Ours(stages=False).answer(case).step_s),
+            (scale.rerouted_s(missing), Reroute().answer(case).step_s),
+        ]
+        over.append([step_s / bound_s for bound_s, step_s in found])
+        relative = [max(1.0, now / whole) for now, whole in zip(over[-1], over[0], strict=True)]
+        rows.append((label, *found[0], *found[1], *relative))
+    means = [fmean(float(row[column] or 1) for row in rows[1:]) for column in (5, 6)]
+    rows.append(("mean, as taken above", None, None, None, None, *means))
+    pairs = [f"{policy}, {what}" for policy in ("ours", "reroute") for what in ("lower bound", "executed")]
+    title = f"Modelled seconds of a step of {replicas} replicas with workers missing: lower bounds, and executed"
+    columns = ("missing", *pairs, "ours, over bound", "reroute, over bound")
+    return Table(title, columns, tuple(rows), ("over bound: relative to nobody missing",))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
 from elaswave_spmd.scheduling.graph import StageWorkers, partition
 from elaswave_spmd.scheduling.timing import Assignment, step_time, traffic_bytes
@@ -17,11 +18,12 @@ from elaswave_spmd.simulator.policies import MOST_ACTIONS, Case, Outcome, column
 class Templates:
     """Each replica is a pipeline of its own; one that loses workers goes on with the template for as many as it has.
 
-    Modelled: templates for half the healthy width (rounded up) and more, each with its best cuts for 1F1B on equal
-    workers; the workers of a pipeline that is too short for any go to the shortest others; units dealt over pipelines
-    so that the slowest takes least, the global batch stays. A slow worker is waited for, or dropped, whichever is
-    faster. State is whole in each pipeline, as there. Recovery: half a step again, and the busiest worker's new layers
-    over its link. Not modelled: bubbles between pipelines that synchronise layer by layer, memory.
+    Modelled: templates for half the healthy width (rounded up) and more, if they fit in memory, each with its best cuts
+    for 1F1B on equal workers; the workers of a pipeline that is too short for any go to the shortest others; units
+    dealt over pipelines so that the slowest takes least, the global batch stays. A slow worker is waited for, or
+    dropped, whichever is faster. State is dealt over the pipelines as it is over replicas, without mirrors. Recovery:
+    half a step again where workers are lost, and the busiest worker's new layers over its link. Not modelled: pipelines
+    that wait for each other where they synchronise layer by layer.
     """
 
     name: str = "templates"
@@ -36,20 +38,22 @@ class Templates:
     def _without(self, case: Case, columns: Sequence[Sequence[int]], lost: set[int]) -> Outcome:
         width = len(columns[0])
         left = [[rank for rank in column if rank not in lost] for column in columns]
-        pipelines = _regrouped(left, -(-width // 2))
+        chains = _Chains(case, len(columns))
+        shortest = next((n for n in range(-(-width // 2), width + 1) if chains.cuts(n) is not None), width + 1)
+        pipelines = _regrouped(left, shortest)
         if not pipelines:
             return Outcome(self.name, math.inf, 0, 0.0, "no pipeline is long enough")
         slowest = [min(case.after.speed(rank) for rank in ranks) for ranks in pipelines]
         sizes = [len(ranks) for ranks in pipelines]
-        chains = _Chains(case.costs)
         counts = chains.deal(sizes, slowest, case.healthy.num_units)
         rows = list(zip(sizes, counts, slowest, strict=True))
         seconds = max(chains.seconds(size, units) / speed for size, units, speed in rows)
-        cuts = [chains.cuts(size) for size in sizes]
-        sent = max(
-            traffic_bytes(case.costs, MemoryRule(0, 0), a, b, len(pipelines), 1) for of in cuts for a, b in pairwise(of)
-        )
-        recovery_s = case.constants.detect_s + case.before_s / 2 + self._copying(case, pipelines, cuts) if lost else 0.0
+        cuts = [chains.cuts(size) or () for size in sizes]
+        spans = [span for of_pipeline in cuts for span in pairwise(of_pipeline)]
+        rule = MemoryRule(case.rule.zero_level, 0)
+        sent = max(traffic_bytes(case.costs, rule, a, b, len(pipelines), 1) for a, b in spans)
+        recovery_s = self._copying(case, pipelines, cuts) if lost else 0.0
+        recovery_s += case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
         note = f"pipelines of {sorted(sizes, reverse=True)[:8]} workers, units {list(counts)[:8]}"
         return Outcome(self.name, max(seconds, sent / case.costs.bandwidth), case.healthy.num_units, recovery_s, note)
 
@@ -80,16 +84,21 @@ def _regrouped(left: Sequence[Sequence[int]], shortest: int) -> list[list[int]]:
 class _Chains:
     """Pipelines of single workers of speed 1: templates, and what they take."""
 
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs.without([rank for rank, _ in costs.speeds])
-        self._cuts: dict[int, tuple[int, ...]] = {}
+    def __init__(self, case: Case, pipelines: int) -> None:
+        self._units, self._limit = -(-case.healthy.num_units // pipelines), case.memory_limit
+        self._costs = _shared(case.costs, MemoryRule(case.rule.zero_level, 0), pipelines)
+        self._cuts: dict[int, tuple[int, ...] | None] = {}
         self._seconds: dict[tuple[int, int], float] = {}
 
-    def cuts(self, size: int) -> tuple[int, ...]:
-        """The template for so many workers; those beyond the number of layers have nothing to do."""
+    def cuts(self, size: int) -> tuple[int, ...] | None:
+        """The template for so many workers; those beyond the number of layers have nothing to do. None: no room."""
         number = min(size, len(self._costs.layers))
         if number not in self._cuts:
-            self._cuts[number] = partition(self._costs, [StageWorkers(1, 1.0)] * number).cuts
+            rows = [StageWorkers(1, 1.0, self._units, number - s, self._limit) for s in range(number)]
+            try:
+                self._cuts[number] = partition(self._costs, rows).cuts
+            except PlanError:
+                self._cuts[number] = None
         return self._cuts[number]
 
     def seconds(self, size: int, units: int) -> float:
@@ -98,6 +107,8 @@ class _Chains:
             return 0.0
         if (size, units) not in self._seconds:
             cuts = self.cuts(size)
+            if cuts is None:
+                return math.inf
             stages = tuple((rank,) for rank in range(len(cuts) - 1))
             chain = Assignment(stages, cuts, ((units,),) * len(stages))
             self._seconds[size, units] = step_time(chain, self._costs, most_actions=MOST_ACTIONS).pipeline_s
@@ -110,3 +121,10 @@ class _Chains:
             after = [self.seconds(n, c + 1) / v for n, c, v in zip(sizes, counts, speeds, strict=True)]
             counts[after.index(min(after))] += 1
         return tuple(counts)
+
+
+def _shared(costs: CostModel, rule: MemoryRule, pipelines: int) -> CostModel:
+    """The costs with the state that one pipeline has of what is dealt over all; workers of speed 1."""
+    share = rule.state_share(pipelines)
+    layers = tuple(replace(layer, state_bytes=math.ceil(layer.state_bytes * share)) for layer in costs.layers)
+    return replace(costs, layers=layers, speeds=())

@@ -120,10 +120,13 @@ class ListOrder:
 
 
 class ReadyOrder:
-    """What is ready: a backward, else a forward if not too many units are in flight, else gradients of weights."""
+    """What is ready: a backward, else a forward if not too many units are in flight, else gradients of weights.
 
-    def __init__(self, limit: int, turns: Sequence[int]) -> None:
-        self._limit, self._turns, self._in_flight = limit, turns, 0
+    A unit is in flight until its activations are not needed any more.
+    """
+
+    def __init__(self, limit: int, turns: Sequence[int], last: str) -> None:
+        self._limit, self._turns, self._in_flight, self._last = limit, turns, 0, last
         self._ready: Mapping[str, list[tuple[int, int, Action]]] = {kind: [] for kind in KINDS}
 
     def add(self, action: Action) -> None:
@@ -133,6 +136,6 @@ class ReadyOrder:
     def take(self) -> Action | None:
         for kind in KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):
-                self._in_flight += {FORWARD: 1, BACKWARD: -1}.get(kind, 0)
+                self._in_flight += (kind == FORWARD) - (kind == self._last)
                 return heapq.heappop(self._ready[kind])[2]
         return None

@@ -30,7 +30,7 @@ ALLOWED = {
     "elastic_settings": "checks errors",
     "emulated_settings": "checks errors",
     "runtime_settings": "checks errors",
-    "schedule_settings": "checks errors",
+    "schedule_settings": "checks errors sharding",
     "settings": "checks elastic_settings emulated_settings errors mesh recovery runtime_settings schedule_settings",
     "runtime": "errors keyed mesh sharding scheduling recovery models",
     "testing": "errors keyed mesh sharding scheduling recovery models data runtime",

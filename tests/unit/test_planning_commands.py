@@ -78,6 +78,11 @@ def test_a_plan_without_an_event_and_with_newcomers(call):
     assert code == 0 and "[0, 4" in out and "why:" in out
 
 
+def test_units_go_with_the_mesh_where_none_are_named(call):
+    for mesh, units in (("dp2_pp2", 8), ("stages3-2", 12), ("dp4_pp4", 16)):
+        assert f", {units} units, event: nothing" in call("plan", f"mesh={mesh}")[1]
+
+
 def test_lost_copies_are_counted(call):
     _, out, _ = call("plan", "mesh=dp4", "event=fail 1", "layers=2", "json=true")
     state = 2 * alike(2).layers[0].state_bytes
@@ -148,6 +153,8 @@ def test_a_simulation_prints_tables_and_writes_files(call, tmp_path):
     code, out, _ = call("simulate", f"scenario={path}", f"out={tmp_path / 'out'}")
     assert code == 0 and "Tiny" in out and "one lost" in out and "drop replica" in out and "virtual time" in out
     assert (tmp_path / "out" / "tiny.json").is_file() and (tmp_path / "out" / "tiny.html").is_file()
+    events = json.loads((tmp_path / "out" / "tiny_trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert any(e["name"] == "worker 1 is lost" for e in events) and "tiny_trace.json" in out
     code, out, _ = call("simulate", f"scenario={path}", "json=true")
     assert code == 0 and json.loads(out)["tables"][0]["rows"][0]["case"] == "one lost"
 
@@ -167,6 +174,8 @@ def test_a_simulation_without_matplotlib_says_what_to_install(call, tmp_path, mo
         (["scenario=nothing_like_it"], "small_events"),
         (["scenario=goodput", "devices=3"], "simulate knows the name"),
         (["scenario=goodput", "json=perhaps"], "json is true or false"),
+        (["scenario=goodput", "trace=1 of 8"], "a timeline is written to a folder"),
+        (["scenario=goodput", "trace=1 of 8", "out=here"], "a timeline is of a case"),
     ],
 )
 def test_a_simulation_that_cannot_be_is_refused(call, words, telling):

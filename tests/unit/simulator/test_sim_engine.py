@@ -172,13 +172,16 @@ def test_without_lists_workers_take_what_is_ready(case, split):
     assert kinds == {FORWARD: every, BACKWARD: every} | ({WEIGHTS: every} if split else {})
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     speeds = [costs.speeds_of(members) for members in assignment.stages]
-    rows = [[seconds / v for seconds, v in zip(kind, speeds, strict=True)] for kind in (forward, backward)]
-    counts = [[of.count(rank) for rank in m] for of, m in zip(work.owners, work.stages, strict=True)]
+    forward_s, backward_s = (
+        [seconds / v for seconds, v in zip(kind, speeds, strict=True)] for kind in (forward, backward)
+    )
+    counts = [np.array([of.count(rank) for rank in m]) for of, m in zip(work.owners, work.stages, strict=True)]
     if not split:
-        assert run.step_s >= bound(*rows, [np.array(c) for c in counts], delays, work.limits) * (1 - 1e-9)
+        assert run.step_s >= bound(forward_s, backward_s, counts, delays, work.limits) * (1 - 1e-9)
     for stage, members in enumerate(work.stages):
         for rank in members:
-            mine = [span for span in run.spans if span.worker == rank and span.action.kind != WEIGHTS]
+            last = WEIGHTS if split else BACKWARD
+            mine = [span for span in run.spans if span.worker == rank and span.action.kind in (FORWARD, last)]
             flights = [1 if s.action.kind == FORWARD else -1 for s in sorted(mine, key=lambda s: s.start)]
             assert max((sum(flights[: i + 1]) for i in range(len(flights))), default=0) <= work.limits[stage]
 

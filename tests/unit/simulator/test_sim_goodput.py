@@ -16,7 +16,8 @@ from elaswave_spmd.scheduling.timing import Assignment, step_time
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Outage, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls
-from elaswave_spmd.simulator.policies import Case, Reroute
+from elaswave_spmd.simulator.policies import Case
+from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.shapes import healthy
 from tests.unit.scheduling.planning_cases import costs_of, dealt
 
@@ -181,3 +182,29 @@ def test_goodput_falls_with_the_rate_of_failures():
             found.append([np.mean([p.goodput(scale, d, seconds, STALLS) for d in draws]) for p in POLICIES])
         for by_rate in zip(*found, strict=True):
             assert all(a > b for a, b in pairwise(by_rate)), by_rate
+
+
+def test_steps_with_workers_missing_may_be_slower_than_their_bound():
+    trace = events([(1000.0, 3)], Repair(hours=1, swap_s=300))
+    scale = Scale(FLEET, COSTS)
+    plain, slower = (GoesOn(over_bound=f).goodput(scale, trace, 10_000, STALLS) for f in (1.0, 1.25))
+    lost = (3900 - 17.5) * 30 / scale.elastic_s((0, 1)) * (1 - 1 / 1.25)
+    assert plain - slower == pytest.approx(lost / 10_000)
+    whole = GoesOn(over_bound=1.25).goodput(scale, [], 10_000, STALLS)
+    assert whole == pytest.approx(1.0), "nobody is missing"
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=2), st.sampled_from([1.0, 1.1]))
+def test_no_fleet_is_faster_than_a_whole_one(missing, highest):
+    scale = Scale(FLEET, COSTS)
+    assert scale.elastic_s(tuple(missing), highest) >= scale.healthy_s * (1 - 1e-9)
+
+
+def test_regrouped_replicas_have_their_holes_in_as_few_as_can_be():
+    """Three losses in three replicas, one after the other: once regrouped, two replicas of two workers are missing."""
+    trace = events([(1000.0, 0), (2000.0, 3), (3000.0, 4)], Repair(hours=10, swap_s=0))
+    found = Drops(regroups=True, again_s=300).goodput(Scale(FLEET, COSTS), trace, 5000, STALLS)
+    first = (1000 - 25 - 2) * 0.75  # one replica is missing, before and after its others are regrouped
+    second = (300 - 25) * 0.5 + (700 - 2) * 0.75  # its replica as well, until what is left of both makes up one
+    third = (2000 - 25 - 2) * 0.5
+    assert found == pytest.approx((1000 + first + second + third) / 5000)

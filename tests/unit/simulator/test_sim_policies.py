@@ -17,7 +17,8 @@ from elaswave_spmd.scheduling.frequency import FrequencyRange
 from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.optimum import optimum
-from elaswave_spmd.simulator.policies import DropReplica, Ours, Policy, Reroute, Restart, columns_of
+from elaswave_spmd.simulator.policies import DropReplica, Ours, Policy, Restart, columns_of
+from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.templates import Templates
 from tests.unit.scheduling.planning_cases import costs_of
 from tests.unit.simulator.sim_cases import case_of

@@ -16,7 +16,7 @@ from elaswave_spmd.simulator.engine import execute
 from elaswave_spmd.simulator.policies import Ours
 from elaswave_spmd.simulator.report import Figure, Report, Table
 from elaswave_spmd.simulator.story import HEALTHY, HINTS, LAYERS, SALVAGED, UNITS, tell
-from elaswave_spmd.simulator.tables import cases_of, run_scenario
+from elaswave_spmd.simulator.tables import cases_of, run_scenario, timeline_of
 from elaswave_spmd.simulator.trace import Timeline, bubble_share
 from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import costs_of, dealt
@@ -85,6 +85,14 @@ def test_cases_lost_are_drawn_once_for_all_policies(tmp_path):
         ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "event": "fail 2"}]}, "rank 2"),
         ({"cases": [{"name": "a", "mesh": "pd2", "units": 4, "event": "fail 1"}]}, "pd2"),
         ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "lose": [2]}]}, "below 2"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "lose": {"two": 2}}]}, "a list of numbers"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "event": "join 1"}]}, "lost or slow"),
+        ({"cases": [{"name": "a", "mesh": "stages3-2", "units": 6, "lose": 1}]}, "stages of equal size"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "lose": 1}] * 2}, "a name of its own"),
+        ({"cases": [{"name": 7, "mesh": "dp2", "units": 4, "lose": 1}]}, "names are text"),
+        ({"title": 7}, "names are text"),
+        ({"seed": -1}, "seed"),
+        ({"optimum": "yes"}, "optimum is true or false"),
         ({"cases": [{"name": "a", "mesh": "dp2", "units": 0, "lose": [1]}]}, "units"),
         ({"cases": [{"name": "a", "mesh": "pp5", "units": 4, "lose": [1]}]}, "5 stages, 4 layers"),
         ({"model": None}, "a case has a model"),
@@ -92,6 +100,8 @@ def test_cases_lost_are_drawn_once_for_all_policies(tmp_path):
         ({"model": {"alike": 4, "llama": "7B"}}, "alike, or a Llama shape"),
         ({"model": {"alike": 4, "colour": 1}}, "colour"),
         ({"model": {"alike": -4}}, "alike"),
+        ({"model": {"llama": "7B", "tflops": 0}}, "tflops"),
+        ({"model": {"llama": "7B", "bandwidth": 0}}, "bandwidth"),
         ({"memory": 0.5}, "memory"),
         ({"draws": 0}, "draws"),
         ({"zero": 4}, "zero"),
@@ -109,6 +119,8 @@ def test_scenarios_that_contradict_themselves_are_refused(tmp_path, change, tell
     [
         ({"devices": [16]}, "two replicas or more"),
         ({"devices": ["many"]}, "devices"),
+        ({"devices": []}, "a scenario has devices"),
+        ({"join_s": -1}, "join_s"),
         ({"repair_hours": 0}, "repair takes time"),
         ({"spares": [2]}, "spares"),
         ({"days": 0}, "a scenario lasts"),
@@ -153,10 +165,44 @@ def test_events_become_tables_and_files(tmp_path):
     assert sum(path.suffix == ".png" for path in paths) == (len(found.figures) if report.can_draw() else 0)
 
 
+def test_a_timeline_is_of_the_first_case_or_of_the_one_named(tmp_path):
+    found = scenario.load(written(tmp_path, EVENTS))
+    said = []
+    for label in ("", "one", "drawn, 2 lost"):
+        timeline = timeline_of(found, label)
+        assert timeline is not None
+        said.append([event["name"] for event in timeline.events() if event["ph"] == "i"])
+    assert said[0] == said[1] != said[2] and "worker 1 is lost" in said[0]
+    assert sum(name.endswith("is lost") for name in said[2]) == 2
+    with pytest.raises(ConfigError, match="a case of the scenario") as caught:
+        timeline_of(found, "two")
+    assert "drawn, 1 lost" in caught.value.exists
+    weeks = scenario.load(written(tmp_path, GOODPUT))
+    assert timeline_of(weeks) is None
+    with pytest.raises(ConfigError, match="no timeline"):
+        timeline_of(weeks, "one")
+
+
+def test_a_case_that_fits_in_no_memory_is_a_row_without_us(tmp_path):
+    """The last worker would have all layers: no reason to end."""
+    cases = [{"name": "most", "mesh": "pp4", "units": 4, "event": "fail 0 1 2"}]
+    data = EVENTS | {"memory": 1, "optimum": False, "cases": cases}
+    found = run_scenario("tight", scenario.load(written(tmp_path, data)))
+    (row,) = found.tables[0].rows
+    assert row[found.tables[0].columns.index("ours")] == 0
+    assert timeline_of(scenario.load(written(tmp_path, data))) is None
+
+
 def test_goodput_becomes_a_table_for_each_stock_of_spares(tmp_path):
     found = run_scenario("weeks", scenario.load(written(tmp_path, GOODPUT)))
-    assert len(found.tables) == 2 == len(found.figures)
-    for table in found.tables:
+    *goodput, steps = found.tables
+    assert len(goodput) == 2 == len(found.figures)
+    seconds = [[float(cell or 0) for cell in row[1:]] for row in steps.rows[:3]]
+    assert [row[0] for row in steps.rows] == ["none", "one worker", "one of each stage", "mean, as taken above"]
+    assert all(float(cell or 0) >= 1 for cell in steps.rows[-1][-2:])
+    assert 0.9 * seconds[0][1] < seconds[0][0] <= seconds[0][1], "an even mesh is near its bound"
+    assert all(0 < of_row[2] <= of_row[3] * (1 + 1e-9) for of_row in seconds), "in favour of reroute"
+    for table in goodput:
         assert [row[0] for row in table.rows] == [64, 256]
         for row in table.rows:
             shares = dict(zip(table.columns, row, strict=True))
