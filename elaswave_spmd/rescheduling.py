@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.errors import PlanError
 from elaswave_spmd.frequencies import Frequencies
 from elaswave_spmd.observe import RunObserver
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
@@ -68,6 +69,9 @@ class Rescheduler:
         self._epoch = protocol.placement.mesh.epoch
         self._asked: tuple[Goal, int] | None = None  # what the last looks asked for, and how many did
         self._members, self._changes = protocol.placement.mesh.members, 0  # made since members came or went
+        self._planned: tuple[tuple[object, ...], Decision | None] | None = (
+            None  # the last plan, and what it was made of
+        )
         self._content = 0  # looks in a row that asked for nothing
         self._slow: set[int] = set()
         self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> looks in a row
@@ -146,14 +150,9 @@ class Rescheduler:
     def _look(self, step: int) -> None:
         costs = self.costs
         self.save()
-        decision = plan_change(
-            self._protocol.placement,
-            costs,
-            max(0, self._steps - step),
-            mirror_count=self._mirror_count,
-            memory_limit=self._settings.memory_limit or math.inf,
-            stage_counts=None if self._settings.graph and self._settings.stages else (),
-        )
+        decision = self._plan(costs, max(0, self._steps - step))
+        if decision is None:
+            return
         if decision.before.seconds < _SHORT_STEP_S:  # what differs in it is noise, and nothing to gain
             return
         self._tell_of_slow(costs)
@@ -172,6 +171,33 @@ class Rescheduler:
         if times >= self._settings.patience * 2 ** min(self._changes, _MOST_DOUBLINGS):
             self._asked, self._changes = None, self._changes + 1
             self._perform(self._protocol.rebalance(goal))
+
+    def _plan(self, costs: CostModel, remaining_steps: int) -> Decision | None:
+        """What would be best; None: nothing fits in memory, which is told once an epoch.
+
+        Other groupings take up to a second to look at: once, as long as the mesh and the costs stay as they are.
+        """
+        stages = self._settings.graph and self._settings.stages
+        seconds = tuple(round(math.log2(max(layer.seconds, 1e-9)) * 8) for layer in costs.layers)
+        known = self._protocol.placement.mesh.epoch, costs.speeds, seconds
+        if stages and self._planned is not None and self._planned[0] == known:
+            return self._planned[1]
+        try:
+            decision = plan_change(
+                self._protocol.placement,
+                costs,
+                remaining_steps,
+                mirror_count=self._mirror_count,
+                memory_limit=self._settings.memory_limit or math.inf,
+                stage_counts=None if stages else (),
+            )
+        except PlanError as error:
+            if self._planned is None or self._planned[0][0] != known[0]:
+                mesh = self._protocol.placement.mesh
+                self._observer.on_event("plan", ranks=[], mesh_epoch=mesh.epoch, reason=str(error), message=str(error))
+            decision = None
+        self._planned = known, decision
+        return decision
 
     def _goal(self, decision: Decision) -> Goal | None:
         """Where to go: units first, which move no state; layers when that is done."""

@@ -92,6 +92,11 @@ class ValueBuffer:
         """Of each page; -1: none. Not to be changed."""
         return self._versions
 
+    @property
+    def version(self) -> int | None:
+        """The one version that all pages are at; None if there is none."""
+        return self._common_version
+
     def is_at(self, version: int) -> bool:
         """Whether every page is at exactly this version."""
         return self._common_version == version or not len(self._versions)

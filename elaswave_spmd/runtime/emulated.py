@@ -10,6 +10,7 @@ parameters. A unit that is sent astray, run twice, or run with parameters of ano
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.models import Batch
-from elaswave_spmd.runtime.buffers import GradientBuffer
+from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.runtime.stage import Loss, Saved, StagePrograms
 
+_PERIOD = 4099  # a prime: no two rows of a tensor are alike
 _GRADIENT_SCALE = 1e-3  # about what a small model's gradients are: the optimizer stays in its usual range
 
 
@@ -58,6 +60,7 @@ class EmulatedPrograms(StagePrograms):
     ) -> None:
         super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
         self._device = device
+        self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
         self._forms: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], torch.dtype]] = {}
 
     def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
@@ -100,14 +103,20 @@ class EmulatedPrograms(StagePrograms):
         return y
 
     def _output(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        values = self._values[layer].flat
         shape, dtype = self._form(layer, x, keys, batch)
-        # A copy: memory that numpy has seen can never be given back, as sharded parameters are.
-        draw = _draw(b"forward", unit, layer, x.contiguous(), values.clone())
+        draw = _draw(b"forward" + self._hash_of(layer), unit, layer, x.contiguous())
         if layer == self._last:  # a loss of one nat a token, more or less, as a share of the batch's mean
             assert batch is not None
             return (_keyed(draw, (), 0.1) + 1.0) * (batch.tokens.numel() * self._loss_scale)
         return _keyed(draw, shape, 1.0).to(dtype)
+
+    def _hash_of(self, layer: int) -> bytes:
+        """Of the layer's parameters: taken once for each version of them."""
+        values = self._values[layer]
+        if values.version is None or self._hashes.get(layer, (None, -1, b""))[:2] != (values, values.version):
+            # A copy: memory that numpy has seen can never be given back, as sharded parameters are.
+            self._hashes[layer] = values, values.version, _digest(values.flat.clone())
+        return self._hashes[layer][2]
 
     def _form(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> tuple[tuple[int, ...], torch.dtype]:
         key = layer, tuple(x.shape)
@@ -122,14 +131,23 @@ def _draw(kind: bytes, unit: int, layer: int, *tensors: Tensor) -> np.random.Gen
     """Random numbers that are a function of all of this."""
     found = hashlib.blake2b(kind, digest_size=16, key=unit.to_bytes(8, "little") + layer.to_bytes(8, "little"))
     for tensor in tensors:
-        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(_bytes_of(tensor))
     return np.random.Generator(np.random.Philox(key=int.from_bytes(found.digest(), "little")))
 
 
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(_bytes_of(tensor), digest_size=16).digest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
 def _keyed(draw: np.random.Generator, shape: tuple[int, ...], scale: float) -> Tensor:
-    """fp32 numbers in [-scale, scale)."""
-    found = draw.random(shape, dtype=np.float32) if shape else np.float32(draw.random())
-    return torch.from_numpy(np.asarray((found * 2 - 1) * np.float32(scale), dtype=np.float32))
+    """fp32 numbers in [-scale, scale), which repeat after _PERIOD of them: large tensors cost no more than a copy."""
+    size = math.prod(shape)
+    found = (draw.random(min(size, _PERIOD), dtype=np.float32) * 2 - 1) * np.float32(scale)
+    return torch.from_numpy(np.resize(found, size).reshape(shape))
 
 
 def _sleep_until(ends: float) -> None:

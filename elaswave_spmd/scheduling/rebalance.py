@@ -20,7 +20,16 @@ from elaswave_spmd.scheduling.dataflow import Dataflow, deal_stages, host_number
 from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.graph import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.stages import Move, Moves, Stages, best_stages, old_stages_of, stage_workers
+from elaswave_spmd.scheduling.stages import (
+    Move,
+    Moves,
+    Stages,
+    StageChoice,
+    best_stages,
+    good_groupings,
+    old_stages_of,
+    stage_workers,
+)
 from elaswave_spmd.scheduling.timing import (
     CLASSES,
     EXACT,
@@ -211,19 +220,7 @@ class _Planner:
         refined = self.refined(crew, min(variants.values(), key=self.total))
         variants[refined.key] = refined
         if stage_counts is None or stage_counts:
-            other = best_stages(
-                self.costs,
-                crew.stages,
-                self.old.num_units,
-                old_stages=self.old.stages,
-                old_cuts=self.old.layer_cuts,
-                remaining_steps=self.remaining_steps,
-                rule=self.rule,
-                memory_limit=self.memory_limit,
-                stage_counts=stage_counts,
-            )
-            if other.stages != crew.stages:
-                found = self.variant(self.crew(other.stages), other.partition.cuts)
+            for found in self.regrouped(crew, stage_counts):
                 variants[found.key] = found
         variants.pop(now.key, None)
         if not variants:
@@ -240,6 +237,28 @@ class _Planner:
         number = best.assignment.num_stages
         what = "layers move" if number == len(crew.stages) else f"{number} stages instead of {len(crew.stages)}"
         return best, f"{what}: {shown}"
+
+    def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Variant]:
+        """Other groupings of the workers. Of small meshes several, to be timed, and the best of them with finer cuts."""
+        small = sum(map(len, crew.stages)) <= _EXACT_WORKERS
+        looked: StageChoice | list[StageChoice] = (good_groupings if small else best_stages)(
+            self.costs,
+            crew.stages,
+            self.old.num_units,
+            old_stages=self.old.stages,
+            old_cuts=self.old.layer_cuts,
+            remaining_steps=self.remaining_steps,
+            rule=self.rule,
+            memory_limit=self.memory_limit,
+            stage_counts=stage_counts,
+        )
+        choices = looked if isinstance(looked, list) else [looked]
+        crews = {choice.stages: self.crew(choice.stages) for choice in choices if choice.stages != crew.stages}
+        found = [self.variant(crews[c.stages], c.partition.cuts) for c in choices if c.stages in crews]
+        if small and found:
+            best = min(found, key=self.total)
+            found.append(self.refined(crews[best.assignment.stages], best))
+        return found
 
     def recut(self, crew: _Crew, tolerance: float) -> Variant:
         """The partition with the fewest bytes moved within a tolerance of the least bottleneck."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from elaswave_spmd.scheduling.timing import bound, stage_seconds, traffic_bytes
 
 MOST_NUMBERS = 24
 """So many numbers of stages, at most, are looked at: those with the least lower bound."""
+
+MOST_GROUPINGS = 300
+"""No more steps to other groupings are taken when so many were looked at, of about a millisecond each."""
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -129,13 +132,13 @@ def stage_workers(
         speeds: per stage, float64[workers].
         memory_limits: bytes of each worker of a stage.
     """
-    limits = in_flight_limits([len(v) for v in speeds])
     known: dict[bytes, np.ndarray] = {}
     counts = []
     for v in speeds:
         if (key := v.tobytes()) not in known:
             known[key] = fewest_possible(num_units, v)
         counts.append(known[key])
+    limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
     rows = zip(speeds, counts, limits, memory_limits, strict=True)
     found = [StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, most) for v, c, limit, most in rows]
     return found, counts
@@ -212,25 +215,21 @@ def best_stages(
     Raises:
         PlanError: no grouping fits in memory; the error is that of the present number of stages, or else of the last.
     """
-    order = tuple(rank for members in stages for rank in members)
-    was = np.concatenate(old_stages_of(stages, old_stages))
-    search = _Search(costs, num_units, order, was, tuple(old_cuts), remaining_steps, rule, memory_limit)
-    most = min(len(costs.layers), len(order))
-    allowed = range(1, most + 1) if stage_counts is None else sorted({n for n in stage_counts if 1 <= n <= most})
+    search = _Search.of(costs, stages, num_units, old_stages, old_cuts, remaining_steps, rule, memory_limit)
     best: StageChoice | None = None
     error: PlanError | None = None
-    if len(stages) <= most:
+    if len(stages) <= search.most:
         sizes = [len(members) for members in stages]
         try:
             best = search.evaluate(sizes, "the stages as they are", math.inf)
             best = min(best, search.evaluate(sizes, "the stages as they are, other layers"), key=search.total)
         except PlanError as found:
             error = found
-    for least, number in sorted((search.least_seconds(number), number) for number in allowed)[:MOST_NUMBERS]:
+    for least, number in search.numbers(stage_counts):
         if best is not None and least * remaining_steps >= search.total(best):
             break
         try:
-            found = search.evaluate(regroup(was, old_cuts, number), f"{number} stages")
+            found = search.evaluate(search.evenly(number), f"{number} stages")
         except PlanError as lacks:
             error = error or lacks
             continue
@@ -239,6 +238,65 @@ def best_stages(
     if best is None:
         raise error or PlanError("a plan has a number of stages to choose from", got=f"{stage_counts}")
     return best
+
+
+def good_groupings(
+    costs: CostModel,
+    stages: Sequence[Sequence[int]],
+    num_units: int,
+    *,
+    old_stages: Sequence[Sequence[int]],
+    old_cuts: Sequence[int],
+    remaining_steps: int,
+    rule: MemoryRule = REPLICATED,
+    memory_limit: float = math.inf,
+    stage_counts: Collection[int] | None = None,
+    most: int = 12,
+) -> list[StageChoice]:
+    """Groupings into stages of any sizes, the best by lower bound first: for meshes that are small enough to time them.
+
+    For each number of stages workers go one at a time from one stage to another, from the even grouping and from the
+    one there is, as long as that helps. Arguments as for `best_stages`.
+
+    Args:
+        most: groupings to give back.
+    """
+    search = _Search.of(costs, stages, num_units, old_stages, old_cuts, remaining_steps, rule, memory_limit)
+    known: dict[tuple[int, ...], StageChoice | None] = {}
+
+    def total(sizes: tuple[int, ...]) -> float:
+        if sizes not in known:
+            try:
+                known[sizes] = search.evaluate(sizes, f"{len(sizes)} stages")
+            except PlanError:
+                known[sizes] = None
+        found = known[sizes]
+        return math.inf if found is None else search.total(found)
+
+    best = math.inf
+    for least, number in search.numbers(stage_counts):
+        if least * remaining_steps >= best or len(known) >= MOST_GROUPINGS:
+            break
+        starts = {search.evenly(number)}
+        if number == len(stages):
+            starts.add(tuple(map(len, stages)))
+        for sizes in sorted(starts):
+            while len(known) < MOST_GROUPINGS:
+                found = min(_one_moved(sizes), key=total, default=sizes)
+                if total(found) >= total(sizes):
+                    break
+                sizes = found
+            best = min(best, total(sizes))
+    return sorted(filter(None, known.values()), key=search.total)[:most]
+
+
+def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Sizes of stages, with one worker in another stage."""
+    return [
+        tuple(size - (s == a) + (s == b) for s, size in enumerate(sizes))
+        for a, b in permutations(range(len(sizes)), 2)
+        if sizes[a] > 1
+    ]
 
 
 @dataclass(frozen=True)
@@ -253,6 +311,36 @@ class _Search:
     remaining_steps: int
     rule: MemoryRule
     memory_limit: float
+
+    @classmethod
+    def of(
+        cls,
+        costs: CostModel,
+        stages: Sequence[Sequence[int]],
+        num_units: int,
+        old_stages: Sequence[Sequence[int]],
+        old_cuts: Sequence[int],
+        remaining_steps: int,
+        rule: MemoryRule,
+        memory_limit: float,
+    ) -> _Search:
+        order = tuple(rank for members in stages for rank in members)
+        was = np.concatenate(old_stages_of(stages, old_stages))
+        return cls(costs, num_units, order, was, tuple(old_cuts), remaining_steps, rule, memory_limit)
+
+    @property
+    def most(self) -> int:
+        """Stages, at most."""
+        return min(len(self.costs.layers), len(self.order))
+
+    def numbers(self, stage_counts: Collection[int] | None) -> list[tuple[float, int]]:
+        """(least seconds of a step, number of stages) of the allowed numbers, the best first."""
+        allowed = range(1, self.most + 1) if stage_counts is None else {n for n in stage_counts if 1 <= n <= self.most}
+        return sorted((self.least_seconds(number), number) for number in allowed)[:MOST_NUMBERS]
+
+    def evenly(self, number: int) -> tuple[int, ...]:
+        """Sizes of so many stages, as even as they can be."""
+        return regroup(self.was, self.old_cuts, number)
 
     @cached_property
     def speeds(self) -> np.ndarray:

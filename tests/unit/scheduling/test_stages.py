@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling import stages as stages_module
 from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.stages import Moves, _Search, best_stages, old_stages_of, regroup
+from elaswave_spmd.scheduling.stages import Moves, _Search, best_stages, good_groupings, old_stages_of, regroup
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, even_cuts, stages_of
 
 
@@ -176,3 +176,35 @@ def test_nothing_to_choose_from_is_refused():
         best_stages(
             costs, ((0,), (1,)), 4, old_stages=((0,), (1,)), old_cuts=(0, 1, 1), remaining_steps=1, stage_counts=()
         )
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_good_groupings_are_no_worse_than_even_ones(data: st.DataObject):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    it = iter(range(sum(sizes)))
+    present = tuple(tuple(next(it) for _ in range(size)) for size in sizes)
+    num_layers = data.draw(st.integers(len(sizes), 7))
+    cuts = tuple(round(i * num_layers / len(sizes)) for i in range(len(sizes) + 1))
+    costs = costs_of(data.draw(st.lists(st.sampled_from([1.0, 2.0]), min_size=num_layers, max_size=num_layers)))
+    costs = costs.with_speeds({rank: data.draw(st.sampled_from([1.0, 1.0, 0.5])) for rank in range(sum(sizes))})
+    units = data.draw(st.integers(1, 12))
+    more = {"old_stages": present, "old_cuts": cuts, "remaining_steps": 1000, "rule": MemoryRule(1)}
+    found = good_groupings(costs, present, units, **more)
+    total = [choice.seconds * 1000 + choice.move.seconds for choice in found]
+    assert total == sorted(total) and len({choice.stages for choice in found}) == len(found) <= 12
+    for choice in found:
+        assert tuple(rank for members in choice.stages for rank in members) == tuple(range(sum(sizes)))
+        assert all(choice.stages)
+    even = best_stages(costs, present, units, **more)
+    kept = even.stages == present  # with the layers as they lie, perhaps: groupings are looked at with the best layers
+    assert kept or total[0] <= even.seconds * 1000 + even.move.seconds + 1e-9
+
+
+def test_workers_go_where_layers_are_many():
+    """Eight layers on seven workers: no even grouping has a step as short as four and three of them."""
+    costs = costs_of([1.0] * 8, bandwidth=1e6)
+    present = ((0, 1, 2, 3), (4, 5, 6))
+    best = good_groupings(costs, present, 28, old_stages=present, old_cuts=(0, 4, 8), remaining_steps=1000)[0]
+    even = best_stages(costs, present, 28, old_stages=present, old_cuts=(0, 4, 8), remaining_steps=1000)
+    assert best.seconds <= even.seconds
