@@ -1,15 +1,15 @@
 """Pipeline actions as data: what each worker does in a step, in order, as `1F4` (stage 1, forward, unit 4).
 
 The lists come from one simulation of the placement under the 1F1B rule: a worker runs the backward of a unit as soon
-as it can, else a forward, with a bounded number of units in flight. A list that comes out of a finished simulation
-is free of deadlock by construction; `check` proves it again for any lists, whoever made them.
+as it can, else a forward, with a bounded number of units in flight; of several the one whose turn it is. A list that
+comes out of a finished simulation is free of deadlock by construction; `check` proves it again for any lists, whoever
+made them.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,9 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.placement import Placement
 
 FORWARD, BACKWARD = "F", "B"
+_STEP = 1 << 24  # in units of which durations are whole numbers: ends are equal or not, without rounding
+_BACKWARD = 2  # times as long as a forward
+_MORE = 2
 _PATTERN = re.compile(r"(\d+)([FB])(\d+)")
 
 
@@ -49,32 +52,45 @@ class Action:
 Schedule = Mapping[int, tuple[Action, ...]]
 
 
-def in_flight_limits(stage_sizes: Sequence[int]) -> tuple[int, ...]:
+def in_flight_limits(stage_sizes: Sequence[int], unit_counts: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
     """Units that a worker of each stage may have between forward and backward: enough to keep all later stages busy.
 
-    On an even mesh it is the 1F1B bound, the number of stages from this one to the last. On a ragged one one
-    more: units come from several workers there, not one after the other.
+    Where workers at one position of all stages share their units with nobody it is the 1F1B bound, the number of stages
+    from this one to the last. Else it is one, the way of a unit through the slowest workers of all later stages in
+    units of this stage's fastest worker, and two more: units come from several workers there, in turns.
+
+    Args:
+        unit_counts: per stage, the units of each worker; None: dealt evenly.
     """
-    more = len(set(stage_sizes)) > 1
-    return tuple(-(-sum(stage_sizes[s:]) // size) + more for s, size in enumerate(stage_sizes))
+    if unit_counts is None:
+        longest = shortest = list(stage_sizes)
+        ragged = len(set(stage_sizes)) > 1
+    else:
+        longest = [_duration(min(n for n in counts if n)) for counts in unit_counts]
+        shortest = [_duration(max(counts)) for counts in unit_counts]
+        ragged = len({tuple(counts) for counts in unit_counts}) > 1
+    if not ragged:
+        return tuple(range(len(stage_sizes), 0, -1))
+    return tuple(1 + -(-sum(longest[s + 1 :]) // own) + _MORE for s, own in enumerate(shortest))
 
 
-def schedule(
-    placement: Placement,
-    *,
-    forward_cost: float = 1.0,
-    backward_cost: float = 2.0,
-    limits: Sequence[int] | None = None,
-) -> Schedule:
+def _duration(units: int) -> int:
+    """Of one unit on a worker that has so many of them.
+
+    Units are dealt by speed and layers by workers, so all are taken to be busy for the same time. Then lists follow
+    from who has how many units, and whoever knows a placement knows them.
+    """
+    return max(1, _STEP // max(1, units))
+
+
+def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Schedule:
     """The actions of every worker for one step (rank -> list), the same for every step of the mesh epoch.
 
-    Costs are relative durations of one unit on one stage; they order actions, never results. `limits`: units in flight,
-    by stage, if not those of this mesh.
+    `limits`: units in flight, by stage, if not those of this mesh.
     """
-    limits = limits or in_flight_limits([len(members) for members in placement.mesh.stages])
-    return _simulate(
-        placement, placement.mesh.members, range(placement.num_units), limits, (forward_cost, backward_cost)
-    )
+    if not limits:
+        limits = in_flight_limits([len(members) for members in placement.mesh.stages], placement.unit_counts)
+    return _simulate(placement, placement.mesh.members, range(placement.num_units), limits)
 
 
 def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
@@ -88,40 +104,50 @@ def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
     position = placement.mesh.position_in_stage(rank)
     column = [members[position] for members in placement.mesh.stages]
     limits = in_flight_limits([1] * len(column))
-    return _simulate(placement, column, placement.units_of(rank), limits, (1.0, 2.0))[rank]
+    return _simulate(placement, column, placement.units_of(rank), limits)[rank]
+
+
+def _turns(placement: Placement, units: Iterable[int]) -> dict[int, float]:
+    """When each unit's turn is, as a part of the step.
+
+    Units that go the same way, over the same workers of all stages, are spread evenly over the step. So a worker that
+    is fed by several takes of each in turn, and one that feeds several gives to each in turn, in proportion to what
+    they have of it: nobody waits for the others to be served first.
+    """
+    ways: dict[tuple[int, ...], list[int]] = {}
+    for unit in sorted(units):
+        way = tuple(placement.worker_of_unit(stage, unit) for stage in range(placement.num_stages))
+        ways.setdefault(way, []).append(unit)
+    return {unit: (2 * i + 1) / (2 * len(same)) for same in ways.values() for i, unit in enumerate(same)}
 
 
 def _simulate(
-    placement: Placement, ranks: Sequence[int], units: Iterable[int], limits: Sequence[int], costs: tuple[float, float]
+    placement: Placement, ranks: Sequence[int], units: Iterable[int], limits: Sequence[int]
 ) -> dict[int, tuple[Action, ...]]:
     """Runs the step in virtual time on these workers, who do these units on all stages; notes who did what."""
     last_stage = placement.num_stages - 1
-    ready: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {rank: ([], []) for rank in ranks}
+    ready: dict[int, tuple[list[tuple[float, int]], list[tuple[float, int]]]] = {rank: ([], []) for rank in ranks}
     in_flight = dict.fromkeys(ranks, 0)
     busy: set[int] = set()
     plan: dict[int, list[Action]] = {rank: [] for rank in ranks}
-    ends: list[tuple[float, int, Action]] = []
-
-    # A worker that is fed by several takes a unit of each in turn: else all but one of them would wait for it.
-    fed, turn = Counter[int](), {}
-    for unit in sorted(units):
-        feeder = placement.worker_of_unit(0, unit)
-        turn[unit] = fed[feeder]
-        fed[feeder] += 1
+    ends: list[tuple[int, int, Action]] = []
+    turn = _turns(placement, units)
+    places = {rank: placement.mesh.coordinate(rank) for rank in ranks}
+    duration = {rank: _duration(placement.unit_counts[stage][at]) for rank, (stage, at) in places.items()}
 
     def make_ready(action: Action) -> int:
         rank = placement.worker_of_unit(action.stage, action.unit)
         heapq.heappush(ready[rank][action.kind == BACKWARD], (turn[action.unit], action.unit))
         return rank
 
-    def start(rank: int, now: float) -> None:
+    def start(rank: int, now: int) -> None:
         stage, (forwards, backwards) = placement.mesh.stage_of(rank), ready[rank]
         if rank in busy:
             return
         if backwards:
-            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)[1]), costs[1]
+            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)[1]), _BACKWARD * duration[rank]
         elif forwards and in_flight[rank] < limits[stage]:
-            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)[1]), costs[0]
+            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)[1]), duration[rank]
             in_flight[rank] += 1
         else:
             return
@@ -140,7 +166,7 @@ def _simulate(
         return make_ready(Action(action.stage - 1, BACKWARD, action.unit)) if action.stage else rank
 
     for rank in {make_ready(Action(0, FORWARD, unit)) for unit in turn}:
-        start(rank, 0.0)
+        start(rank, 0)
     while ends:
         now, touched = ends[0][0], set()
         while ends and ends[0][0] == now:

@@ -68,7 +68,7 @@ class Assignment:
     @cached_property
     def limits(self) -> tuple[int, ...]:
         """Units in flight of a worker, by stage."""
-        return in_flight_limits([len(members) for members in self.stages])
+        return in_flight_limits([len(members) for members in self.stages], self.unit_counts)
 
     def placement(self) -> Placement:
         """A placement of its own, on one host, with these stages, cuts and counts."""

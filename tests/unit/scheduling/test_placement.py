@@ -58,7 +58,7 @@ def test_every_unit_page_and_action_once(stages, num_units, zero, data):
         running = 0
         for action in todo:
             running += 1 if action.kind == "F" else -1
-            assert 0 <= running <= in_flight_limits(stages)[stage]
+            assert 0 <= running <= in_flight_limits(stages, placement.unit_counts)[stage]
         assert sorted(a.unit for a in todo if a.kind == "B") == list(placement.units_of(rank))
 
 

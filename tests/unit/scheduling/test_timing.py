@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.actions import Action, Schedule, parse, schedule
 from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.dataflow import deal_stages
 from elaswave_spmd.scheduling.timing import (
     CLASSES,
+    EXACT,
     ActionGraph,
     Assignment,
     action_classes,
@@ -168,10 +170,27 @@ def test_reduction_counts_where_it_takes_longer():
 def test_memory_of_an_assignment_is_that_of_the_fullest_worker():
     costs = costs_of([1, 1, 1], state_bytes=100, activation_bytes=7, boundary_bytes=3)
     assignment = Assignment(((0, 1), (2,)), (0, 2, 3), ((1, 3), (4,)))
-    assert assignment.limits == (3, 2)
-    assert memory_of(assignment, costs, MemoryRule()) == [200 + 3 * 14 + 3 * 3, 100 + 2 * 7 + 4 * 3]
+    assert assignment.limits == (4, 3)
+    assert memory_of(assignment, costs, MemoryRule()) == [200 + 3 * 14 + 3 * 3, 100 + 3 * 7 + 4 * 3]
 
 
 def test_assignments_print():
     text = str(dealt([2, 20], 20, costs_of([1, 1, 1])))
     assert "stage 0: layers 0..0, workers [0, 1], units [10, 10]" in text and "20 of them" in text
+
+
+@pytest.mark.parametrize("dealing", ["contiguous", "time-major"])
+@pytest.mark.parametrize(
+    ("sizes", "slow"), [([4, 3], -1), ([7, 8], -1), ([4, 3, 4, 4], -1), ([3, 3, 4, 4], -1), ([4] * 4, 6)]
+)
+def test_lists_of_ragged_meshes_come_near_the_bound(sizes, slow, dealing):
+    """Stages whose layers take as long as they have workers for: then all could be busy all the time."""
+    ranks = iter(range(sum(sizes)))
+    stages = tuple(tuple(next(ranks) for _ in range(size)) for size in sizes)
+    costs = costs_of([sum(0.5 if r == slow else 1.0 for r in members) for members in stages]).with_speeds(
+        {slow: 0.5} if slow >= 0 else {}
+    )
+    speeds = [costs.speeds_of(members) for members in stages]
+    counts = deal_stages(16 * max(sizes), speeds, dealing=dealing).counts
+    found = step_time(Assignment(stages, tuple(range(len(sizes) + 1)), counts, dealing), costs)
+    assert found.how == EXACT and found.pipeline_s < 1.17 * found.bound_s
