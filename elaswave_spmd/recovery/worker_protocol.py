@@ -197,7 +197,7 @@ class WorkerProtocol:
         Whoever has not applied that step completes it by the normal rule; there is no other message for it.
         """
         effects: list[Effect] = []
-        if self.version > self.restored:
+        if self.version > self.restored and not self._is_ahead():
             effects.append(SendVote(self._vote(self.version)))
         if self._computed > self.version:
             effects += self._vote_if_complete(self._computed)
@@ -205,6 +205,15 @@ class WorkerProtocol:
         for vote in early:
             effects += self.vote_received(vote)
         return effects
+
+    def _is_ahead(self) -> bool:
+        """Whether it is the primary of a run that it learned at the step after its version.
+
+        Then somebody had applied that step, and so everybody its version: nobody needs this worker's vote for it.
+        """
+        norms, next_norms = (self._norms.get(step, {}) for step in (self.version, self.version + 1))
+        lacking = self._primary - norms.keys() - {self.loss_run}
+        return bool(lacking) and lacking <= next_norms.keys()
 
     # ---- rules
 

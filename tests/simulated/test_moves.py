@@ -44,8 +44,14 @@ def test_random_schedules_with_moves(first: int) -> None:
     assert tally.ends["bits"] > 20 and tally.moves > 2
 
 
-@pytest.mark.parametrize("seed", [300134, 300595])
-def test_a_copy_that_is_a_step_ahead_of_its_worker(seed: int) -> None:
-    """Who taught had applied a step, and was lost before anybody else had: nobody waits for the version before."""
-    ended = run(Schedule.draw(seed, moving=True))
+@pytest.mark.parametrize(("seed", "moving"), [(300134, True), (300595, True), (407333, False)])
+def test_a_copy_that_is_a_step_ahead_of_its_worker(seed: int, moving: bool) -> None:
+    """Who taught had applied a step, and was lost before anybody else had: nobody waits for the version before, or is
+    asked for a vote for it."""
+    ended = run(Schedule.draw(seed, moving=moving))
+    assert (ended.how, ended.failure) == ("bits", ""), ended.detail
+
+
+def test_who_held_a_run_before_and_learns_it_again_is_sent_its_entries_again() -> None:
+    ended = run(Schedule.draw(505250, moving=True))
     assert (ended.how, ended.failure) == ("bits", ""), ended.detail
