@@ -24,7 +24,7 @@ from elaswave_spmd.scheduling.costs import CostModel
 from elaswave_spmd.scheduling.dataflow import deal_stages, host_numbers
 from elaswave_spmd.scheduling.profile import LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.timing import Assignment, step_time
 
 if TYPE_CHECKING:
     from elaswave_spmd.assembly import RunPlan
@@ -217,11 +217,14 @@ class Rescheduler:
         return None if (goal.stages, goal.layer_cuts, goal.unit_counts) == same else goal
 
     def _deal(self, stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
-        """Units of each worker after members have come or gone."""
+        """Units of each worker after members have come or gone: as `plan_change` would deal them, where layers stay."""
         costs, placement = self.costs, self._protocol.placement
         speeds = [costs.speeds_of(members) for members in stages]
-        hosts = host_numbers(stages, placement.mesh.topology)
-        return deal_stages(num_units, speeds, dealing=placement.dealing, hosts=hosts).counts
+        hosts, dealing, cuts = host_numbers(stages, placement.mesh.topology), placement.dealing, placement.layer_cuts
+        found = [deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, settle=s).counts for s in (True, False)]
+        if found[0] == found[1] or len(stages) != len(cuts) - 1:
+            return found[0]
+        return min(found, key=lambda counts: step_time(Assignment(stages, cuts, counts, dealing), costs).seconds)
 
     # ---- slow workers
 

@@ -47,7 +47,9 @@ def test_a_slow_worker_gets_fewer_units(tmp_path: Path, still: tuple[object, ...
 def test_layers_move_to_where_they_cost_least(tmp_path: Path, still: tuple[object, ...]) -> None:
     costly = "mesh=pp2", "sharding=zero1", "emulated.layer_costs=[0.5,1,1,6]"
     events = run(tmp_path / "pp", *costly)
-    assert [e for e in events if e["event"] == "rebalance" and "layers by cost" in str(e["reason"])]
+    moved = [e for e in events if e["event"] == "rebalance" and "layers by cost" in str(e["reason"])]
+    assert moved and moved[-1]["stages"] == [[0], [1]] and moved[-1]["unit_counts"] == [[8], [8]]
+    assert moved[-1]["layer_cuts"] != [0, 2, 4]
     # What was measured can be planned with: then nothing has to move.
     found = CostModel.from_json((tmp_path / "pp" / "run" / "costs.json").read_text())
     assert found.layers[3].seconds > 2 * found.layers[1].seconds

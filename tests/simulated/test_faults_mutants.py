@@ -16,7 +16,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "installs PUBLISH on receipt": (23, 65, 69),
     "no version check in compute": (0, 3),
     "applies twice": (6, 10, 22),
-    "votes two ahead": (144, 600),
+    "votes two ahead": (15, 144, 600),
     "no fence": (198, 248),
 }
 
