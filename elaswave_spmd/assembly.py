@@ -33,7 +33,7 @@ from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.pages import INTERLEAVED, ModelLayout
 
 _ATOM_ELEMENTS = 1 << 16
-"""Mirrors of a worker's pages of a layer are spread in pieces of at least this size: each is a message, in every step."""
+"""Mirrors of a worker's pages of a layer are spread in pieces of at least this size: each is a message every step."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.stages import (
     Move,
     Moves,
-    Stages,
     StageChoice,
+    Stages,
     best_stages,
     good_groupings,
     old_stages_of,
@@ -239,7 +239,7 @@ class _Planner:
         return best, f"{what}: {shown}"
 
     def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Variant]:
-        """Other groupings of the workers. Of small meshes several, to be timed, and the best of them with finer cuts."""
+        """Other groupings of the workers: of small meshes several, to be timed, and the best with finer cuts."""
         small = sum(map(len, crew.stages)) <= _EXACT_WORKERS
         looked: StageChoice | list[StageChoice] = (good_groupings if small else best_stages)(
             self.costs,

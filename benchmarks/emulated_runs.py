@@ -1,0 +1,186 @@
+"""Runs of `python train.py` on the emulated accelerator, for `rescheduling`, `simulated` and `frequency_emulated`.
+
+Layers are all alike, eight for each stage (embedding and head included): a forward through a stage of the healthy mesh
+sleeps 24 ms, a backward 48 ms. All else is real: processes, links, protocol, bytes, the update. The model is small
+(width 8), so that what programs do besides sleeping (hashes, keyed numbers) and what the protocol takes fit on two
+cores with 16 workers; that they did is measured in every run: `Run.busy`, cores that its processes kept busy on the
+healthy mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import marked, new_directory, program
+from benchmarks.recovery_runs import json_lines
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.timing import Assignment
+
+LAYERS = 8  # of each stage of the healthy mesh
+WIDTH, SEQ_LEN = 8, 4
+FORWARD_S = 0.024  # of a stage of the healthy mesh; backward takes twice as long
+WARM_STEPS = 3
+BANDWIDTH, LATENCY_S = 1e9, 1e-4  # of links, as schedule.bandwidth and schedule.latency say by default
+_PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind.
+
+    Args:
+        metrics, events: lines of metrics.jsonl and events.jsonl.
+        costs: of layers and workers as the run measured them; None: it did not.
+        busy: cores that its processes kept busy between steps WARM_STEPS and the one that was asked for.
+    """
+
+    metrics: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    costs: CostModel | None
+    busy: float
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """loss_hex by step."""
+        return {line["step"]: line["loss_hex"] for line in self.metrics}
+
+    def seconds(self, first: int, last: int) -> list[float]:
+        """Of steps `first` to `last`, both included."""
+        return [line["seconds"] for line in self.metrics if first <= line["step"] <= last]
+
+    @property
+    def last_change(self) -> int:
+        """The step after which the mesh was changed last; 0: never."""
+        return max((event["after_step"] for event in self.events if "after_step" in event), default=0)
+
+    def assignment(self, first: Placement) -> Assignment:
+        """Who ran what in the end. `first`: the placement that the run began with."""
+        placed = [event for event in self.events if "layer_cuts" in event]
+        if not placed:
+            return Assignment.of(first)
+        last = placed[-1]
+        stages, counts = (tuple(map(tuple, last[name])) for name in ("stages", "unit_counts"))
+        return Assignment(stages, tuple(last["layer_cuts"]), counts, first.dealing)
+
+
+def costs_of(num_stages: int) -> CostModel:
+    """What layers are made to take, and about the bytes that they have."""
+    parameters = 2 * WIDTH * WIDTH + 4 * WIDTH
+    seconds = FORWARD_S / LAYERS
+    layer = LayerCost(
+        "layer",
+        seconds,
+        2 * seconds,
+        state_bytes=12 * parameters,
+        value_bytes=4 * parameters,
+        gradient_bytes=4 * parameters,
+        activation_bytes=4 * SEQ_LEN * WIDTH,
+        boundary_bytes=4 * SEQ_LEN * WIDTH,
+    )
+    return CostModel((layer,) * (LAYERS * num_stages), BANDWIDTH, LATENCY_S)
+
+
+def emulated(mesh: Mesh, units: int, steps: int, **settings: object) -> dict[str, object]:
+    """Settings of a run by name; `settings` with __ for the dot.
+
+    Args:
+        units: of a step.
+    """
+    layer = costs_of(len(mesh.stages)).layers[0]
+    found: dict[str, object] = {
+        "mesh.stages": f"[{','.join(str(len(members)) for members in mesh.stages)}]",
+        "sharding": "zero1",
+        "model": "mlp_tiny",
+        "model.layers": LAYERS * len(mesh.stages) - 2,
+        "model.d_model": WIDTH,
+        "+model.args.window": 1,
+        "+model.args.mlp_ratio": 1,
+        "train.seq_len": SEQ_LEN,
+        "unit.size": 1,
+        "train.global_batch": units,
+        "train.steps": steps,
+        "train.validate_every": 0,
+        "runtime.device": "emulated",
+        "emulated.forward_ms": 1e3 * layer.forward_s,
+        "emulated.backward_ms": 1e3 * layer.backward_s,
+        "run.tensorboard": "false",
+    }
+    return found | {name.replace("__", "."): value for name, value in settings.items()}
+
+
+def run(settings: Mapping[str, object], costs: CostModel, cache: Path, until: int) -> Run:
+    """One run of `python train.py`, whose first placement is planned with `costs`.
+
+    Args:
+        cache: of data, shared between runs.
+        until: the last step in which its processes' use of cores is looked at.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+    """
+    with new_directory("emulated-") as directory:
+        profile, into = directory / "profile.json", directory / "run"
+        profile.write_text(costs.to_json())
+        words = {**settings, "schedule.profile": profile, "data.cache": cache, "run.dir": into}
+        train = str(Path(__file__).parents[1] / "train.py")
+        command = [sys.executable, train, *(f"{name}={value}" for name, value in words.items())]
+        with program(command, directory) as running:
+            used = []
+            for step in (WARM_STEPS, until):
+                running.wait(lambda step=step: _lines(into / "metrics.jsonl") >= step, _PATIENCE_S)
+                used.append((os.times().elapsed, _cpu_seconds(running.mark)))
+            if running.process.wait(_PATIENCE_S):
+                raise RuntimeError(f"the run failed:\n{running.said.read_text(errors='replace')[-3000:]}")
+        measured = into / "costs.json"
+        return Run(
+            json_lines(into / "metrics.jsonl"),
+            json_lines(into / "events.jsonl"),
+            CostModel.from_json(measured.read_text()) if measured.exists() else None,
+            _busy(*used),
+        )
+
+
+def blocks(seconds: Sequence[float], number: int) -> list[float]:
+    """Means of so many blocks of steps, one after the other, all equally long."""
+    size = len(seconds) // number
+    return [statistics.fmean(seconds[i * size : (i + 1) * size]) for i in range(number)]
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+_Used = tuple[float, Mapping[int, float]]
+
+
+def _busy(before: _Used, after: _Used) -> float:
+    """Cores kept busy in between by the processes that were there at both times."""
+    (began, at_first), (ended, at_last) = before, after
+    return sum(at_last[pid] - at_first[pid] for pid in at_first.keys() & at_last.keys()) / (ended - began)
+
+
+def _cpu_seconds(mark: str) -> dict[int, float]:
+    """Process id -> processor time of what carries the mark (Linux)."""
+    found, tick = {}, os.sysconf("SC_CLK_TCK")
+    for pid in marked(mark):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        found[pid] = (int(fields[11]) + int(fields[12])) / tick
+    return found
+
+
+def placed(shown: Assignment) -> str:
+    """Workers and layers of the stages, for a table."""
+    sizes = "-".join(str(len(members)) for members in shown.stages)
+    return f"{sizes}; {'-'.join(str(b - a) for a, b in itertools.pairwise(shown.layer_cuts))}"

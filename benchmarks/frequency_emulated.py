@@ -1,0 +1,115 @@
+"""Emulated: frequency hints on real processes. Does a step take as long with them as without?
+
+    python -m benchmarks.frequency_emulated [--quick] [--json PATH]
+
+Each case is one run of `python train.py` on the emulated accelerator (benchmarks/emulated_runs.py: real processes,
+links and bytes; layer programs sleep, longer at a lower frequency). Workers are killed in a step; units and layers are
+dealt anew, state finds its new places, and when nothing else is to be changed the hints are set, by a guard in a
+process of its own (schedule.frequency=simulated, from 0.5 to 1 of the normal frequency). Step times are medians of this
+one run, before and after. Energy is modelled (scheduling.frequency.PowerModel); benchmarks/frequency.py has the rest of
+the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_runs import LAYERS, WARM_STEPS, costs_of, emulated, run
+from benchmarks.harness import Result, parser, say
+from benchmarks.processes import new_directory, stop_on_signals
+from elaswave_spmd.mesh import Mesh, MeshShape
+
+_KILL_STEP = 6
+_UNDER_WAY = 4  # steps after the order that may have run with some of both
+_FOLLOWING = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__min_gain": 0.02}
+CASES: Mapping[str, tuple[str, tuple[int, ...], int]] = {
+    "1 of 8 lost": ("dp4_pp2", (6,), 16),
+    "1 of 16 lost": ("dp4_pp4", (6,), 16),
+    "2 of 16 lost": ("dp4_pp4", (3, 6), 32),
+}
+
+
+def measure(mesh_name: str, lost: Sequence[int], units: int, steps: int, cache: Path) -> dict[str, Any]:
+    """One run: its steps before and after the first hints on its last mesh; later ones follow what is measured.
+
+    Raises:
+        RuntimeError: no hints once the mesh had changed for the last time, or no step before or after them.
+    """
+    mesh = Mesh.initial(MeshShape.parse(mesh_name))
+    strikes = f"[{{step: {_KILL_STEP}, kind: kill, rank: [{','.join(map(str, lost))}], point: backward}}]"
+    more: dict[str, object] = {**_FOLLOWING, "schedule__frequency": "simulated", "chaos__events": strikes}
+    done = run(emulated(mesh, units, steps, **more), costs_of(len(mesh.stages)), cache, WARM_STEPS + 2)
+    last_change = done.last_change
+    hints = [e for e in done.events if e["event"] == "frequency" and "modelled_energy" in e and e["step"] > last_change]
+    if not hints:
+        raise RuntimeError(f"no hints after the last change of the mesh: {[e['event'] for e in done.events]}")
+    first, last = hints[0], hints[-1]
+    before = done.seconds(last_change + 2, first["step"])
+    after = done.seconds(first["step"] + _UNDER_WAY, steps - 1)
+    if not before or not after:
+        raise RuntimeError(f"no steps to compare: hints after steps {[e['step'] for e in hints]} of {steps}")
+    return {
+        "mesh": mesh_name,
+        "workers": done.metrics[-1]["workers"],
+        "steps": [len(before), len(after)],
+        "seconds_before": statistics.median(before),
+        "seconds_after": statistics.median(after),
+        "modelled_seconds_before": first["modelled_seconds_before"],
+        "modelled_energy": [first["modelled_energy_before"], last["modelled_energy"]],
+        "frequencies": last["frequencies"],
+        "busy": done.busy,
+    }
+
+
+def row_of(name: str, found: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    before, after = found["seconds_before"], found["seconds_after"]
+    energy, values = found["modelled_energy"], found["frequencies"].values()
+    return [
+        f"{name}, {found['mesh']}",
+        f"{found['workers']}",
+        f"{1e3 * before:.0f} ({found['steps'][0]} steps)",
+        f"{1e3 * after:.0f} ({found['steps'][1]} steps)",
+        f"{after / before:.3f}",
+        f"{1e3 * found['modelled_seconds_before']:.0f}",
+        f"{sum(f < 1 for f in values)}, down to {min(values):.2f}",
+        f"{100 * (1 - energy[1] / energy[0]):.1f} %",
+    ]
+
+
+COLUMNS = (
+    "case",
+    "workers left",
+    "step before, ms",
+    "step with hints, ms",
+    "ratio",
+    "modelled step, ms",
+    "slowed down",
+    "modelled energy saved",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code."""
+    args = parser(__doc__).parse_args(argv)
+    stop_on_signals()
+    names, steps = (list(CASES)[:1], 40) if args.quick else (list(CASES), 60)
+    result = Result("frequency_emulated", {"layers of a stage": LAYERS, "steps": steps, "quick": args.quick})
+    found = {}
+    with new_directory("frequency-data-") as cache:
+        for name in names:
+            found[name] = measure(*CASES[name], steps, cache)
+            say(", ".join(row_of(name, found[name])))
+    result.data["cases"] = found
+    title = "Frequency hints on the emulated accelerator: median step of one run each; energy modelled"
+    result.table(title, COLUMNS, [row_of(name, of_case) for name, of_case in found.items()])
+    result.finish(args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

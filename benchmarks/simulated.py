@@ -1,0 +1,157 @@
+"""Simulated against emulated: how long a step takes in virtual time, and on real processes whose programs sleep.
+
+    python -m benchmarks.simulated [--quick] [--only TEXT] [--json PATH]
+
+Ten meshes, healthy and ragged, one with a worker at half speed; on each one run of `python train.py` on the emulated
+accelerator (benchmarks/emulated_runs.py: real processes, links and bytes; layer programs sleep), whose placement stays
+as it is. Emulated: of five blocks of steps the median mean, from metrics.jsonl. Simulated: elaswave_spmd.simulator on
+the same placement and action lists, with reduction, mirrors, votes and publication, once with the times that programs
+are told to take, which is known in advance, and once with those that the run measured of its layers (costs.json;
+a sleep lasts a little longer than it is told to). The links are those that a run plans with by default: 1 GB/s, 0.1 ms.
+What processes compute beside their programs' sleep is not in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_runs import LAYERS, WARM_STEPS, Run, blocks, costs_of, emulated, placed, run
+from benchmarks.harness import Result, parser, say
+from benchmarks.processes import new_directory, stop_on_signals
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.simulator import Wires, Work, execute, healthy
+
+BLOCKS, BLOCK_STEPS, SETTLE_STEPS = 5, 4, 9
+_RULE = MemoryRule(1, 1)  # sharding=zero1, mirror.count=1
+_STILL = {"schedule__every": 2, "schedule__window": 3, "schedule__min_gain": 0.9}
+_FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__graph": "false"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A mesh, the units of a step, and a worker that runs at half speed from the first step on, or -1."""
+
+    mesh: str
+    units: int
+    slow: int = -1
+
+    @property
+    def placement(self) -> Placement:
+        """What the run begins with."""
+        mesh = Mesh.initial(MeshShape.parse(self.mesh))
+        return healthy(mesh, costs_of(len(mesh.stages)), self.units)
+
+
+EXAMPLES = (
+    Example("dp8", 64),
+    Example("dp4_pp2", 32),
+    Example("dp8_pp2", 64),
+    Example("dp2_pp4", 16),
+    Example("dp4_pp4", 32),
+    Example("stages4-3", 32),
+    Example("stages7-8", 64),
+    Example("stages4-3-4-4", 32),
+    Example("stages3-4-2", 32),
+    Example("dp4_pp2", 32, slow=5),
+)
+
+
+def emulate(example: Example, cache: Path, steps: int) -> Run:
+    """The run: `steps` steps are looked at after it has settled."""
+    placement, settles = example.placement, example.slow >= 0
+    slow: dict[str, object] = {"emulated__slow": f"[{{rank: {example.slow}, speed: 0.5}}]"} if settles else {}
+    number = WARM_STEPS + SETTLE_STEPS * settles + steps + 1
+    settings = emulated(placement.mesh, example.units, number, **(_FOLLOWS if settles else _STILL), **slow)
+    return run(settings, costs_of(len(placement.mesh.stages)), cache, WARM_STEPS + 3)
+
+
+def simulate(assignment: Assignment, costs: CostModel) -> float:
+    """Seconds of a step that follows others."""
+    return execute(Work.of(assignment), costs, wires=Wires(), rule=_RULE, steps=3).step_s
+
+
+def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
+    """Both, for one mesh. block: steps of a block."""
+    done = emulate(example, cache, BLOCKS * block)
+    first = WARM_STEPS + SETTLE_STEPS * (example.slow >= 0) + 1
+    if done.last_change + 1 >= first:
+        raise RuntimeError(f"{example}: the placement changed after step {done.last_change}")
+    means = blocks(done.seconds(first, first + BLOCKS * block - 1), BLOCKS)
+    assignment = done.assignment(example.placement)
+    told = costs_of(assignment.num_stages).with_speeds({example.slow: 0.5} if example.slow >= 0 else {})
+    return {
+        "mesh": example.mesh + (f", worker {example.slow} at half speed" if example.slow >= 0 else ""),
+        "units": example.units,
+        "placed": placed(assignment),
+        "emulated_s": statistics.median(means),
+        "least_s": min(means),
+        "most_s": max(means),
+        "told_s": simulate(assignment, told),
+        "measured_s": simulate(assignment, done.costs or told),
+        "busy": done.busy,
+    }
+
+
+def off(found: dict[str, Any], name: str) -> float:
+    """The simulated step over the emulated one, less one."""
+    return found[name] / found["emulated_s"] - 1
+
+
+def row_of(found: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    return [
+        found["mesh"],
+        f"{found['units']}",
+        found["placed"],
+        f"{1e3 * found['emulated_s']:.0f}",
+        f"{1e3 * found['least_s']:.0f} - {1e3 * found['most_s']:.0f}",
+        f"{1e3 * found['told_s']:.0f}",
+        f"{100 * off(found, 'told_s'):+.1f} %",
+        f"{1e3 * found['measured_s']:.0f}",
+        f"{100 * off(found, 'measured_s'):+.1f} %",
+        f"{found['busy']:.2f}",
+    ]
+
+
+COLUMNS = ("mesh", "units", "workers; layers of stages", "emulated step, ms", "least - most")
+COLUMNS += ("simulated, as told, ms", "off by", "simulated, as measured, ms", "off by", "cores busy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code."""
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="only meshes whose name contains this")
+    args = options.parse_args(argv)
+    stop_on_signals()
+    block = 2 if args.quick else BLOCK_STEPS
+    examples = [example for example in EXAMPLES if args.only in example.mesh]
+    if args.quick:
+        examples = [example for example in examples if example.mesh in ("dp4_pp2", "stages4-3")][:2]
+    result = Result(
+        "simulated", {"layers of a stage": LAYERS, "blocks": BLOCKS, "steps of a block": block, "quick": args.quick}
+    )
+    found = []
+    with new_directory("simulated-data-") as cache:
+        for example in examples:
+            found.append(compare(example, cache, block))
+            say(", ".join(row_of(found[-1])))
+    result.data["meshes"] = found
+    title = "Steps on the emulated accelerator, and the same steps simulated"
+    result.table(title, COLUMNS, [row_of(of_mesh) for of_mesh in found])
+    for name, what in (("told_s", "as told"), ("measured_s", "as measured")):
+        worst = max(abs(off(of_mesh, name)) for of_mesh in found)
+        print(f"simulated {what}: off by at most {100 * worst:.1f} % of the emulated step")
+    result.finish(args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
