@@ -26,8 +26,8 @@ class Fault:
         step: the step that is under way.
         kind: kill (the process is gone), stop (it stands still and comes back later), term (it asks to leave), join
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
-            corrupt (a bit of its optimizer state flips), rebalance (units, layers and workers go elsewhere, drawn), halt
-            (the same, and training stands still until state is there).
+            corrupt (a bit of its optimizer state flips), rebalance (units, layers and workers go elsewhere, drawn),
+            halt (the same, and training stands still until state is there).
         rank: whom; of a join: who is at the point when it happens.
         point: a runtime.points.Point by name.
         count: the how-manieth time that this worker passes this point in this step, from 1.

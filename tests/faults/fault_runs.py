@@ -17,7 +17,8 @@ STEPS = 10
 TINY = (
     "model.layers=2 model.d_model=32 model.heads=2 model.dropout=0.1 train.seq_len=12 train.global_batch=14 "
     f"unit.size=2 train.steps={STEPS} train.validate_every=5 train.validate_units=3 optim.warmup_steps=2 page.size=256 "
-    "run.tensorboard=false data=text data.path=text.txt data.cache=cache run.dir=run timeouts.suspect=1"
+    "run.tensorboard=false data=text data.path=text.txt data.cache=cache run.dir=run timeouts.suspect=1 "
+    "schedule.dataflow=false schedule.graph=false"  # exactly these events: none for steps that a busy machine slows
 ).split()
 
 
