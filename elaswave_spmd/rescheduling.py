@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_DOUBLINGS = 6
 _SHORT_STEP_S = 0.05
+_TIMED_WORKERS = 32
 _SLOW, _FAST = 0.8, 0.9  # a worker is said to be slow below the one, and not any more above the other
 
 
@@ -222,7 +223,8 @@ class Rescheduler:
         speeds = [costs.speeds_of(members) for members in stages]
         hosts, dealing, cuts = host_numbers(stages, placement.mesh.topology), placement.dealing, placement.layer_cuts
         found = [deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, settle=s).counts for s in (True, False)]
-        if found[0] == found[1] or len(stages) != len(cuts) - 1:
+        large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
+        if found[0] == found[1] or len(stages) != len(cuts) - 1 or large:
             return found[0]
         return min(found, key=lambda counts: step_time(Assignment(stages, cuts, counts, dealing), costs).seconds)
 

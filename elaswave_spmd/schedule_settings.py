@@ -39,7 +39,7 @@ class ScheduleSettings:
     memory_limit: float | None = None
     every: int = 5
     window: int = 5
-    min_gain: float = 0.05
+    min_gain: float = 0.1
     patience: int = 3
     moves: str = "live"
     pages: str = INTERLEAVED

@@ -194,3 +194,12 @@ def test_other_groupings_are_looked_at_once_while_nothing_changes(monkeypatch: p
     world.speeds = {1: 0.5}
     world.train(40)
     assert 1 < len(looked) < 5
+
+
+@pytest.mark.parametrize("sizes", [[3, 4, 4], [2, 3], [30, 31]])
+def test_units_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> None:
+    world = World(sizes)
+    world.train(10)
+    counts = world.rescheduler._deal(world.placement.mesh.stages, 64)
+    assert [len(of_stage) for of_stage in counts] == sizes and all(sum(of_stage) == 64 for of_stage in counts)
+    assert all(max(of_stage) - min(of_stage) <= max(1, 64 // len(of_stage)) for of_stage in counts)
