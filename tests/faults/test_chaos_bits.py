@@ -152,7 +152,8 @@ def test_a_fault_changes_no_bit(tmp_path: Path, undisturbed: Undisturbed, name: 
     first = next(event for event in changes.events if event["event"] in ("fail", "leave", "join"))
     step = int(case.events[0].split(",")[0].removeprefix("step: "))
     if first["event"] == "fail":
-        assert step - 1 <= first["after_step"] <= step
+        # Who dies may have been the only one that had applied the step before: then nobody knows that it was decided.
+        assert step - 2 <= first["after_step"] <= step
         assert first["units_redone"] >= (first["after_step"] < step and "backward" in case.events[0])
     else:
         assert first["units_redone"] == 0, "a planned change computes nothing again"
