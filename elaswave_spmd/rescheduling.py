@@ -21,7 +21,7 @@ from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.schedule_settings import ScheduleSettings
 from elaswave_spmd.scheduling.costs import CostModel
-from elaswave_spmd.scheduling.dataflow import deal_stages, host_numbers
+from elaswave_spmd.scheduling.dataflow import dealings, host_numbers
 from elaswave_spmd.scheduling.profile import LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
 from elaswave_spmd.scheduling.timing import Assignment, step_time
@@ -222,9 +222,9 @@ class Rescheduler:
         costs, placement = self.costs, self._protocol.placement
         speeds = [costs.speeds_of(members) for members in stages]
         hosts, dealing, cuts = host_numbers(stages, placement.mesh.topology), placement.dealing, placement.layer_cuts
-        found = [deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, settle=s).counts for s in (True, False)]
+        found = [dealt.counts for dealt in dealings(num_units, speeds, dealing=dealing, hosts=hosts)]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
-        if found[0] == found[1] or len(stages) != len(cuts) - 1 or large:
+        if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
             return found[0]
         return min(found, key=lambda counts: step_time(Assignment(stages, cuts, counts, dealing), costs).seconds)
 

@@ -302,6 +302,22 @@ def deal_stages(
     return Dataflow(tuple(counts), loads, nodes, crossing, links)
 
 
+def dealings(
+    num_units: int,
+    speeds: Sequence[np.ndarray],
+    *,
+    dealing: str = CONTIGUOUS,
+    hosts: Sequence[Counts] | None = None,
+) -> tuple[Dataflow, ...]:
+    """By all aims, and by the first alone where that is another dealing: which is faster, a step's actions show.
+
+    Arguments as for `deal_stages`.
+    """
+    settled = deal_stages(num_units, speeds, dealing=dealing, hosts=hosts)
+    plain = deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, settle=False)
+    return (settled,) if plain.counts == settled.counts else (settled, plain)
+
+
 def _measure(
     num_units: int, counts: Counts, dealing: str, before: Before | None, hosts: Counts
 ) -> tuple[int, int, int]:

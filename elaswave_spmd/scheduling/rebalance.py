@@ -16,17 +16,15 @@ import numpy as np
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
-from elaswave_spmd.scheduling.dataflow import Dataflow, deal_stages, host_numbers
+from elaswave_spmd.scheduling.dataflow import Dataflow, dealings, host_numbers
 from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.graph import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.stages import (
+    Groupings,
     Move,
     Moves,
-    StageChoice,
     Stages,
-    best_stages,
-    good_groupings,
     old_stages_of,
     stage_workers,
 )
@@ -193,10 +191,8 @@ class _Planner:
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_units, [self.memory_limit] * len(stages))
         moves = Moves(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        hosts, dealing = host_numbers(stages, self.topology), self.old.dealing
-        settled = deal_stages(self.old.num_units, speeds, dealing=dealing, hosts=hosts)
-        plain = deal_stages(self.old.num_units, speeds, dealing=dealing, hosts=hosts, settle=False)
-        return _Crew(stages, rows, moves, (settled,) if plain.counts == settled.counts else (settled, plain))
+        hosts = host_numbers(stages, self.topology)
+        return _Crew(stages, rows, moves, dealings(self.old.num_units, speeds, dealing=self.old.dealing, hosts=hosts))
 
     def now(self, crew: _Crew) -> tuple[Variant, list[str]]:
         """What can run at once: the old layers on the stages that are there, if they fit in memory."""
@@ -241,18 +237,18 @@ class _Planner:
     def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Variant]:
         """Other groupings of the workers: of small meshes several, to be timed, and the best with finer cuts."""
         small = sum(map(len, crew.stages)) <= _EXACT_WORKERS
-        looked: StageChoice | list[StageChoice] = (good_groupings if small else best_stages)(
+        old = self.old
+        groupings = Groupings(
             self.costs,
             crew.stages,
-            self.old.num_units,
-            old_stages=self.old.stages,
-            old_cuts=self.old.layer_cuts,
-            remaining_steps=self.remaining_steps,
-            rule=self.rule,
-            memory_limit=self.memory_limit,
-            stage_counts=stage_counts,
+            old.num_units,
+            old.stages,
+            old.layer_cuts,
+            self.remaining_steps,
+            self.rule,
+            self.memory_limit,
         )
-        choices = looked if isinstance(looked, list) else [looked]
+        choices = groupings.good(stage_counts) if small else [groupings.best(stage_counts)]
         crews = {choice.stages: self.crew(choice.stages) for choice in choices if choice.stages != crew.stages}
         found = [self.variant(crews[c.stages], c.partition.cuts) for c in choices if c.stages in crews]
         if small and found:

@@ -185,148 +185,109 @@ def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages
     return tuple(reversed(sizes))
 
 
-def best_stages(
-    costs: CostModel,
-    stages: Sequence[Sequence[int]],
-    num_units: int,
-    *,
-    old_stages: Sequence[Sequence[int]],
-    old_cuts: Sequence[int],
-    remaining_steps: int,
-    rule: MemoryRule = REPLICATED,
-    memory_limit: float = math.inf,
-    stage_counts: Collection[int] | None = None,
-) -> StageChoice:
-    """The grouping with the least expected time until the end: (remaining steps x seconds of a step) + the move.
+@dataclass(frozen=True)
+class Groupings:
+    """The ways to group the workers into stages, in the order in which they are, and which are good.
 
-    Looked at are the stages as they are, with the layers as they lie and with the best partition, and for each allowed
-    number of stages the contiguous `regroup` of the same workers in the same order. Numbers whose lower bound is no
-    better than what was found already are left out, and all after the MOST_NUMBERS best. The stages as they are win
-    ties, then the fewest stages.
+    Good is the least expected time until the end: (remaining steps x seconds of a step) + the move.
 
     Args:
-        stages: who is there now, in which stage; at most as many as there are layers, or else they are regrouped.
+        stages: who is there now, in which stage; if more than there are layers, they have to be regrouped.
         num_units: units of a step.
         old_stages, old_cuts: where the layers' state lies.
         remaining_steps: steps until the run ends.
         memory_limit: bytes of each worker.
-        stage_counts: numbers of stages to look at, besides the present one; None: from 1 to that of workers.
-
-    Raises:
-        PlanError: no grouping fits in memory; the error is that of the present number of stages, or else of the last.
     """
-    search = _Search.of(costs, stages, num_units, old_stages, old_cuts, remaining_steps, rule, memory_limit)
-    best: StageChoice | None = None
-    error: PlanError | None = None
-    if len(stages) <= search.most:
-        sizes = [len(members) for members in stages]
-        try:
-            best = search.evaluate(sizes, "the stages as they are", math.inf)
-            best = min(best, search.evaluate(sizes, "the stages as they are, other layers"), key=search.total)
-        except PlanError as found:
-            error = found
-    for least, number in search.numbers(stage_counts):
-        if best is not None and least * remaining_steps >= search.total(best):
-            break
-        try:
-            found = search.evaluate(search.evenly(number), f"{number} stages")
-        except PlanError as lacks:
-            error = error or lacks
-            continue
-        if best is None or search.total(found) < search.total(best):
-            best = found
-    if best is None:
-        raise error or PlanError("a plan has a number of stages to choose from", got=f"{stage_counts}")
-    return best
-
-
-def good_groupings(
-    costs: CostModel,
-    stages: Sequence[Sequence[int]],
-    num_units: int,
-    *,
-    old_stages: Sequence[Sequence[int]],
-    old_cuts: Sequence[int],
-    remaining_steps: int,
-    rule: MemoryRule = REPLICATED,
-    memory_limit: float = math.inf,
-    stage_counts: Collection[int] | None = None,
-    most: int = 12,
-) -> list[StageChoice]:
-    """Groupings into stages of any sizes, the best by lower bound first: for meshes that are small enough to time them.
-
-    For each number of stages workers go one at a time from one stage to another, from the even grouping and from the
-    one there is, as long as that helps. Arguments as for `best_stages`.
-
-    Args:
-        most: groupings to give back.
-    """
-    search = _Search.of(costs, stages, num_units, old_stages, old_cuts, remaining_steps, rule, memory_limit)
-    known: dict[tuple[int, ...], StageChoice | None] = {}
-
-    def total(sizes: tuple[int, ...]) -> float:
-        if sizes not in known:
-            try:
-                known[sizes] = search.evaluate(sizes, f"{len(sizes)} stages")
-            except PlanError:
-                known[sizes] = None
-        found = known[sizes]
-        return math.inf if found is None else search.total(found)
-
-    best = math.inf
-    for least, number in search.numbers(stage_counts):
-        if least * remaining_steps >= best or len(known) >= MOST_GROUPINGS:
-            break
-        starts = {search.evenly(number)}
-        if number == len(stages):
-            starts.add(tuple(map(len, stages)))
-        for sizes in sorted(starts):
-            while len(known) < MOST_GROUPINGS:
-                found = min(_one_moved(sizes), key=total, default=sizes)
-                if total(found) >= total(sizes):
-                    break
-                sizes = found
-            best = min(best, total(sizes))
-    return sorted(filter(None, known.values()), key=search.total)[:most]
-
-
-def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Sizes of stages, with one worker in another stage."""
-    return [
-        tuple(size - (s == a) + (s == b) for s, size in enumerate(sizes))
-        for a, b in permutations(range(len(sizes)), 2)
-        if sizes[a] > 1
-    ]
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Evaluates groupings of the workers in `order`, whose old stages `was` says."""
 
     costs: CostModel
+    stages: Sequence[Sequence[int]]
     num_units: int
-    order: tuple[int, ...]
-    was: np.ndarray
-    old_cuts: tuple[int, ...]
+    old_stages: Sequence[Sequence[int]]
+    old_cuts: Sequence[int]
     remaining_steps: int
-    rule: MemoryRule
-    memory_limit: float
+    rule: MemoryRule = REPLICATED
+    memory_limit: float = math.inf
 
-    @classmethod
-    def of(
-        cls,
-        costs: CostModel,
-        stages: Sequence[Sequence[int]],
-        num_units: int,
-        old_stages: Sequence[Sequence[int]],
-        old_cuts: Sequence[int],
-        remaining_steps: int,
-        rule: MemoryRule,
-        memory_limit: float,
-    ) -> _Search:
-        order = tuple(rank for members in stages for rank in members)
-        was = np.concatenate(old_stages_of(stages, old_stages))
-        return cls(costs, num_units, order, was, tuple(old_cuts), remaining_steps, rule, memory_limit)
+    def best(self, stage_counts: Collection[int] | None = None) -> StageChoice:
+        """The best of the present and all even groupings, by lower bound.
+
+        Looked at are the stages as they are, with the layers as they lie and with the best partition, and for each
+        allowed number of stages the `regroup` of the workers. Numbers whose lower bound is no better than what was
+        found already are left out, and all after the MOST_NUMBERS best. The stages as they are win ties, then the
+        fewest stages.
+
+        Args:
+            stage_counts: numbers of stages to look at, besides the present one; None: from 1 to that of workers.
+
+        Raises:
+            PlanError: no grouping fits in memory; the error is that of the present number of stages, or of the last.
+        """
+        best: StageChoice | None = None
+        error: PlanError | None = None
+        if len(self.stages) <= self.most:
+            sizes = [len(members) for members in self.stages]
+            try:
+                best = self.evaluate(sizes, "the stages as they are", math.inf)
+                best = min(best, self.evaluate(sizes, "the stages as they are, other layers"), key=self.total)
+            except PlanError as found:
+                error = found
+        for least, number in self.numbers(stage_counts):
+            if best is not None and least * self.remaining_steps >= self.total(best):
+                break
+            try:
+                found = self.evaluate(self.evenly(number), f"{number} stages")
+            except PlanError as lacks:
+                error = error or lacks
+                continue
+            if best is None or self.total(found) < self.total(best):
+                best = found
+        if best is None:
+            raise error or PlanError("a plan has a number of stages to choose from", got=f"{stage_counts}")
+        return best
+
+    def good(self, stage_counts: Collection[int] | None = None, most: int = 12) -> list[StageChoice]:
+        """Up to `most` groupings into stages of any sizes, the best by lower bound first: for meshes that are small
+        enough to time them.
+
+        For each number of stages workers go one at a time from one stage to another, from the even grouping and from
+        the one there is, as long as that helps. `stage_counts`: as for `best`.
+        """
+        known: dict[tuple[int, ...], StageChoice | None] = {}
+
+        def total(sizes: tuple[int, ...]) -> float:
+            if sizes not in known:
+                try:
+                    known[sizes] = self.evaluate(sizes, f"{len(sizes)} stages")
+                except PlanError:
+                    known[sizes] = None
+            found = known[sizes]
+            return math.inf if found is None else self.total(found)
+
+        best = math.inf
+        for least, number in self.numbers(stage_counts):
+            if least * self.remaining_steps >= best or len(known) >= MOST_GROUPINGS:
+                break
+            starts = {self.evenly(number)}
+            if number == len(self.stages):
+                starts.add(tuple(map(len, self.stages)))
+            for sizes in sorted(starts):
+                while len(known) < MOST_GROUPINGS:
+                    found = min(_one_moved(sizes), key=total, default=sizes)
+                    if total(found) >= total(sizes):
+                        break
+                    sizes = found
+                best = min(best, total(sizes))
+        return sorted(filter(None, known.values()), key=self.total)[:most]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The workers, stage by stage."""
+        return tuple(rank for members in self.stages for rank in members)
+
+    @cached_property
+    def was(self) -> np.ndarray:
+        """int64[workers]: the old stage of each."""
+        return np.concatenate(old_stages_of(self.stages, self.old_stages))
 
     @property
     def most(self) -> int:
@@ -390,3 +351,12 @@ class _Search:
         reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
         stages = tuple(self.order[part] for part in parts)
         return StageChoice(stages, found, seconds, moves.of(found.cuts, self.rule), reason)
+
+
+def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Sizes of stages, with one worker in another stage."""
+    return [
+        tuple(size - (s == a) + (s == b) for s, size in enumerate(sizes))
+        for a, b in permutations(range(len(sizes)), 2)
+        if sizes[a] > 1
+    ]

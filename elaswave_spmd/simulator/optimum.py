@@ -17,7 +17,7 @@ from itertools import count, product
 import numpy as np
 
 from elaswave_spmd.scheduling.costs import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.dataflow import deal_stages, least_load
+from elaswave_spmd.scheduling.dataflow import dealings, least_load
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
 
@@ -199,9 +199,8 @@ class _Search:
         cuts = (0, *(stop for _, stop, _ in stages))
         speeds = [self.costs.speeds_of(ranks) for ranks in members]
         found = []
-        for settle in (True, False):
-            counts = deal_stages(self.num_units, speeds, dealing=self.dealing, settle=settle).counts
-            assignment = Assignment(members, cuts, counts, self.dealing)
+        for dealt in dealings(self.num_units, speeds, dealing=self.dealing):
+            assignment = Assignment(members, cuts, dealt.counts, self.dealing)
             fits = max(memory_of(assignment, self.costs, self.rule)) <= self.memory_limit
             seconds = step_time(assignment, self.costs, self.rule).seconds if fits else math.inf
             found.append((seconds, assignment))

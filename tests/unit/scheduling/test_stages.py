@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,12 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling import stages as stages_module
 from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.stages import Moves, _Search, best_stages, good_groupings, old_stages_of, regroup
+from elaswave_spmd.scheduling.stages import Groupings, Moves, StageChoice, old_stages_of, regroup
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, even_cuts, stages_of
+
+
+def best_of(*args: Any, stage_counts: Collection[int] | None = None, **more: Any) -> StageChoice:
+    return Groupings(*args, **more).best(stage_counts)
 
 
 @st.composite
@@ -121,7 +127,7 @@ def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_units, rema
     costs = costs.with_speeds({rank: data.draw(SPEEDS) for rank in order})
     rule, limit = MemoryRule(zero), data.draw(st.sampled_from([math.inf, math.inf, 60.0, 120.0]))
     was = np.concatenate(old_stages_of(present, old))
-    search = _Search(costs, num_units, order, was, cuts, remaining, rule, limit)
+    search = Groupings(costs, present, num_units, old, cuts, remaining, rule, limit)
     totals = []
     as_they_are = [len(members) for members in present]
     cases = [(as_they_are, math.inf), (as_they_are, 0.0)]
@@ -138,9 +144,9 @@ def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_units, rema
     more = {"old_stages": old, "old_cuts": cuts, "remaining_steps": remaining, "rule": rule, "memory_limit": limit}
     if not totals:
         with pytest.raises(PlanError, match="fits in its memory"):
-            best_stages(costs, present, num_units, **more)
+            best_of(costs, present, num_units, **more)
         return
-    found = best_stages(costs, present, num_units, **more)
+    found = best_of(costs, present, num_units, **more)
     assert found.seconds * remaining + found.move.seconds == pytest.approx(min(totals))
     assert tuple(rank for members in found.stages for rank in members) == order
     assert len(found.partition.cuts) == len(found.stages) + 1 and "s a step" in str(found)
@@ -151,7 +157,7 @@ def five_of_six(bandwidth: float, remaining: int, **more):
     costs = costs_of([1.0] * 6, bandwidth=bandwidth, state_bytes=1000)
     present, old = ((0, 1), (2, 3), (4,)), ((0, 1), (2, 3), (4, 5))
     more = {"old_stages": old, "old_cuts": (0, 2, 4, 6), "remaining_steps": remaining, "rule": MemoryRule(1), **more}
-    return best_stages(costs, present, 12, **more)
+    return best_of(costs, present, 12, **more)
 
 
 def test_three_stages_of_five_workers_become_two_if_that_pays():
@@ -173,9 +179,7 @@ def test_only_so_many_numbers_are_looked_at(monkeypatch):
 def test_nothing_to_choose_from_is_refused():
     costs = costs_of([1.0])
     with pytest.raises(PlanError, match="number of stages"):
-        best_stages(
-            costs, ((0,), (1,)), 4, old_stages=((0,), (1,)), old_cuts=(0, 1, 1), remaining_steps=1, stage_counts=()
-        )
+        best_of(costs, ((0,), (1,)), 4, old_stages=((0,), (1,)), old_cuts=(0, 1, 1), remaining_steps=1, stage_counts=())
 
 
 @given(st.data())
@@ -190,13 +194,13 @@ def test_good_groupings_are_no_worse_than_even_ones(data: st.DataObject):
     costs = costs.with_speeds({rank: data.draw(st.sampled_from([1.0, 1.0, 0.5])) for rank in range(sum(sizes))})
     units = data.draw(st.integers(1, 12))
     more = {"old_stages": present, "old_cuts": cuts, "remaining_steps": 1000, "rule": MemoryRule(1)}
-    found = good_groupings(costs, present, units, **more)
+    found = Groupings(costs, present, units, **more).good()
     total = [choice.seconds * 1000 + choice.move.seconds for choice in found]
     assert total == sorted(total) and len({choice.stages for choice in found}) == len(found) <= 12
     for choice in found:
         assert tuple(rank for members in choice.stages for rank in members) == tuple(range(sum(sizes)))
         assert all(choice.stages)
-    even = best_stages(costs, present, units, **more)
+    even = best_of(costs, present, units, **more)
     kept = even.stages == present  # with the layers as they lie, perhaps: groupings are looked at with the best layers
     assert kept or total[0] <= even.seconds * 1000 + even.move.seconds + 1e-9
 
@@ -205,6 +209,6 @@ def test_workers_go_where_layers_are_many():
     """Eight layers on seven workers: no even grouping has a step as short as four and three of them."""
     costs = costs_of([1.0] * 8, bandwidth=1e6)
     present = ((0, 1, 2, 3), (4, 5, 6))
-    best = good_groupings(costs, present, 28, old_stages=present, old_cuts=(0, 4, 8), remaining_steps=1000)[0]
-    even = best_stages(costs, present, 28, old_stages=present, old_cuts=(0, 4, 8), remaining_steps=1000)
+    groupings = Groupings(costs, present, 28, old_stages=present, old_cuts=(0, 4, 8), remaining_steps=1000)
+    best, even = groupings.good()[0], groupings.best()
     assert best.seconds <= even.seconds
