@@ -103,8 +103,8 @@ class Replica:
         learning = {(key, rank) for key, run in self._runs.items() for rank in run.learners - self._unsure}
         self._taught = learning.intersection(known)
         # Who does not hold or learn a run any more has dropped its entries, and may learn it again later.
-        has = {(key, rank) for key, run in self._runs.items() for rank in run.holders | run.learners}
-        self._forwarded = {sent for sent in self._forwarded if sent[1:] in has and sent[2] not in self._unsure}
+        sure = (sent for sent in self._forwarded if sent[2] not in self._unsure)
+        self._forwarded = {sent for sent in sure if (run := self._runs.get(sent[1])) and run.reaches(sent[2])}
         self._split_entries()
         members = placement.mesh.members
         self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)

@@ -61,6 +61,10 @@ class HolderRun:
         """Who gets the entries of these pages from the primary: mirrors and learners."""
         return tuple(sorted((self.holders | self.learners) - {self.primary}))
 
+    def reaches(self, rank: int) -> bool:
+        """Whether a worker holds or learns these pages: whether it has their entries."""
+        return rank in self.holders or rank in self.learners
+
     def __str__(self) -> str:
         mirrors = f" mirrors {list(self.mirrors)}" if len(self.holders) > 1 else ""
         learners = f" learners {sorted(self.learners)}" if self.learners else ""
