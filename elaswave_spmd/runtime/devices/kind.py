@@ -1,0 +1,161 @@
+"""The Protocols of the device layer, and their data. No torch at import: see `__init__`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from elaswave_spmd.runtime.devices.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kind of device can do, as data: code asks for a capability, never for a name.
+
+    Args:
+        streams: work is queued, and streams and events order it; else every call returns when it is done.
+        pinned_copies: copies from and to pinned host memory go on beside computation.
+        masks: how keyed dropout makes its masks: "host" (a generator on the CPU) or "operators" (int64 operators on the
+            device). The same masks, bit for bit.
+        dtypes: values of `runtime.dtype` that layer programs can compute in.
+        collectives: c10d backend for collectives on device memory; None: links alone.
+        shrinks_groups: a group of that backend can lose a member without being made anew.
+        state: where a worker's state pages, sums and boundary tensors lie: on the "device" or in "host" memory.
+        compiles: layer programs are compiled, all of them before a worker's first step.
+        islands: a worker may have several local devices, one program over all of them (mesh axes tp and fsdp).
+        forks: workers may be forked from a process that has imported what they need.
+    """
+
+    streams: bool
+    pinned_copies: bool
+    masks: Literal["host", "operators"]
+    dtypes: tuple[str, ...]
+    collectives: str | None
+    shrinks_groups: bool
+    state: Literal["device", "host"]
+    compiles: bool
+    islands: bool
+    forks: bool
+
+    def __post_init__(self) -> None:
+        assert self.dtypes and (self.collectives or not self.shrinks_groups), self
+        assert self.streams or not self.pinned_copies, self
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that a kind of device needs and a machine lacks: what it is, and what to do about it."""
+
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Island:
+    """What the workers of a run have of their machine.
+
+    Args:
+        devices: local devices of each worker: the product of the mesh axes tp and fsdp.
+        threads: intra-op threads of each worker. Part of a run's identity: other numbers, other bits.
+    """
+
+    devices: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.devices >= 1 and self.threads >= 1, self
+
+
+class DeviceKind(Protocol):
+    """A kind of device, before any vendor module is imported."""
+
+    @property
+    def name(self) -> str:
+        """As in `runtime.device`."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def missing(self, machine: Machine) -> tuple[Missing, ...]:
+        """What a machine lacks for this kind; () when it can be used."""
+        ...
+
+    def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
+        """The variables that are set for workers, before they start.
+
+        Args:
+            given: the environment that they would inherit.
+
+        Raises:
+            ConfigError: a variable that is set otherwise already, or an island that this kind cannot have.
+        """
+        ...
+
+    def open(self, index: int, island: Island) -> Device:
+        """Opens the device in a worker's process; imports vendor modules. Once in a process.
+
+        Args:
+            index: of the worker among those of its machine.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes of device memory: in tensors now, at most so far, and of the device (None: not told)."""
+
+    allocated: int
+    peak: int
+    total: int | None = None
+
+
+class HostCopy(Protocol):
+    """A copy to host memory that is under way."""
+
+    def done(self) -> bool:
+        """Whether it is complete; does not wait."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The copy, complete, contiguous, in host memory. The source may change from now on."""
+        ...
+
+
+class Device(Protocol):
+    """An opened device. `place` is where a worker's state, sums and boundary tensors lie."""
+
+    @property
+    def kind(self) -> DeviceKind: ...
+
+    @property
+    def place(self) -> torch.device: ...
+
+    def from_host(self, values: Tensor) -> Tensor:
+        """A fresh contiguous tensor at `place`, aligned as the device's own allocator aligns.
+
+        Args:
+            values: in host memory, any alignment (a network frame); may be overwritten once this returns.
+        """
+        ...
+
+    def to_host(self, values: Tensor) -> Tensor:
+        """The values in host memory, contiguous: the tensor itself where it lies there already."""
+        ...
+
+    def copy_to_host(self, values: Tensor) -> HostCopy:
+        """Begins a copy to host memory, never `values` itself, which may not change before it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until everything that was queued is done."""
+        ...
+
+    def memory(self) -> MemoryFigures | None:
+        """None: this device has no memory of its own."""
+        ...

@@ -1,0 +1,45 @@
+"""The CPU: tensors in host memory, every call done when it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
+from elaswave_spmd.runtime.devices.machine import Machine
+from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device
+
+
+class Cpu:
+    """`runtime.device=cpu`."""
+
+    name = "cpu"
+    capabilities = Capabilities(
+        streams=False,
+        pinned_copies=False,
+        masks="host",
+        dtypes=("fp32", "bf16"),
+        collectives=None,  # links: they are as fast here, and outlive mesh epochs
+        shrinks_groups=False,
+        state="host",
+        compiles=False,
+        islands=False,
+        forks=True,
+    )
+
+    def missing(self, machine: Machine) -> tuple[Missing, ...]:
+        return missing_torch(machine)
+
+    def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
+        one_device(self.name, island)
+        return {}
+
+    def open(self, index: int, island: Island) -> Device:
+        import torch
+
+        from elaswave_spmd.runtime.devices.host import HostDevice
+
+        torch.set_num_threads(island.threads)
+        return HostDevice(self)
+
+
+KIND = Cpu()

@@ -1,0 +1,60 @@
+"""NVIDIA GPUs, through torch's CUDA build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
+from elaswave_spmd.runtime.devices.machine import Machine
+from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device, set_variables
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+class Cuda:
+    """`runtime.device=cuda`: worker i of a machine has its GPU i modulo their number."""
+
+    name = "cuda"
+    capabilities = Capabilities(
+        streams=True,
+        pinned_copies=True,
+        masks="operators",
+        dtypes=("fp32", "bf16"),
+        collectives="nccl",
+        shrinks_groups=True,  # NCCL 2.27 and later; asked again of the library where it is used
+        state="device",
+        compiles=False,
+        islands=False,
+        forks=True,  # as long as the process that forks never asks for a device
+    )
+
+    def missing(self, machine: Machine) -> tuple[Missing, ...]:
+        found = list(missing_torch(machine))
+        version = machine.version("torch")
+        if version is not None and not machine.has_package_file("torch", "lib/libtorch_cuda.so"):
+            what = f"a CUDA build of torch (this is {version})"
+            found.append(Missing(what, "install torch from its CUDA index: https://pytorch.org/get-started/locally"))
+        if not machine.has_library("cuda"):
+            found.append(Missing("the NVIDIA driver (libcuda.so)", "install the driver; nvidia-smi shows it"))
+        elif not machine.has_path("/dev/nvidia[0-9]*") and not machine.has_path("/dev/dxg"):
+            found.append(Missing("a GPU (/dev/nvidia0)", "give this machine or container one; nvidia-smi -L lists"))
+        return tuple(found)
+
+    def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
+        one_device(self.name, island)
+        if given.get(_WORKSPACE) == ":16:8":  # the other value with which cuBLAS gives the same bits every time
+            return {}
+        return set_variables(given, {_WORKSPACE: ":4096:8"}, {_WORKSPACE: "whether cuBLAS gives the same bits twice"})
+
+    def open(self, index: int, island: Island) -> Device:
+        import torch
+
+        from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
+
+        torch.set_num_threads(island.threads)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        return AcceleratorDevice(self, torch.device("cuda", index % torch.cuda.device_count()), torch.cuda)
+
+
+KIND = Cuda()

@@ -1,0 +1,65 @@
+"""Ascend NPUs, through torch_npu and CANN. Written by the documentation of both; docs/hardware.md says what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
+from elaswave_spmd.runtime.devices.machine import Machine, same_release
+from elaswave_spmd.runtime.devices.requirements import AUTOLOAD, has_cann, missing_torch, one_device, set_variables
+
+_DETERMINISTIC = "HCCL_DETERMINISTIC"
+
+
+class Npu:
+    """`runtime.device=npu`: worker i of a machine has its NPU i modulo their number."""
+
+    name = "npu"
+    capabilities = Capabilities(
+        streams=True,
+        pinned_copies=True,
+        masks="operators",
+        dtypes=("fp32", "bf16"),
+        collectives="hccl",
+        shrinks_groups=False,
+        state="device",
+        compiles=False,
+        islands=False,
+        forks=False,
+    )
+
+    def missing(self, machine: Machine) -> tuple[Missing, ...]:
+        found = list(missing_torch(machine))
+        torch, torch_npu = machine.version("torch"), machine.version("torch_npu")
+        if torch_npu is None:
+            found.append(Missing("torch_npu", f"export {AUTOLOAD}=0 and pip install -e '.[npu]'"))
+        elif torch is not None and not same_release(torch, torch_npu):
+            what = f"torch_npu for torch {torch} (this is {torch_npu})"
+            found.append(Missing(what, f"pip install torch=={'.'.join(torch_npu.split('.')[:2])}.*"))
+        if not has_cann(machine):
+            fix = "install Ascend's CANN toolkit and source its set_env.sh"
+            found.append(Missing("CANN (libhccl.so)", fix))
+        if not machine.has_path("/dev/davinci[0-9]*"):
+            fix = "install Ascend's driver and firmware; npu-smi info lists devices"
+            found.append(Missing("the Ascend driver and a device (/dev/davinci0)", fix))
+        return tuple(found)
+
+    def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
+        one_device(self.name, island)
+        wanted = {_DETERMINISTIC: "true"}
+        # Workers import torch_npu themselves, when they open their device: then an error has a place and a name.
+        return set_variables(given, wanted, {_DETERMINISTIC: "whether HCCL adds in one order"}) | {AUTOLOAD: "0"}
+
+    def open(self, index: int, island: Island) -> Device:
+        import torch
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
+
+        torch.set_num_threads(island.threads)
+        torch.use_deterministic_algorithms(True)
+        npu = torch_npu.npu
+        return AcceleratorDevice(self, torch.device("npu", index % npu.device_count()), npu)
+
+
+KIND = Npu()

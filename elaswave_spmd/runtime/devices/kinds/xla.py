@@ -1,0 +1,118 @@
+"""PyTorch/XLA: a worker is an island whose layer programs are compiled over its local devices.
+
+Programs take and give host tensors, so state, links and recovery are the code of the CPU. The client behind it is the
+CPU's, or that of a PJRT plugin: PJRT_DEVICE names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, MemoryFigures, Missing
+from elaswave_spmd.runtime.devices.machine import Machine, same_release
+from elaswave_spmd.runtime.devices.requirements import missing_torch, set_variables
+
+PLUGINS = "torch_xla.plugins"
+"""The entry points by which packages bring PJRT plugins."""
+
+_CLIENT, _DEVICES, _FLAGS = "PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS"
+_WHY = {
+    _DEVICES: "how many local devices an island has (mesh.tp x mesh.fsdp)",
+    "XLA_NO_SPECIAL_SCALARS": "that 0 and 1 are inputs of a program as other numbers are; else it is compiled anew",
+    "NPROC": "the threads that XLA computes with (runtime.threads_per_worker)",
+}
+_CHANGE_NUMBERS = (
+    *("XLA_USE_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG"),
+    *("XLA_USE_EAGER_DEBUG_MODE", "XLA_DISABLE_FUNCTIONALIZATION"),
+)
+_WORLDS = ("WORLD_SIZE", "PJRT_LOCAL_PROCESS_COUNT")
+_QUIET = "TF_CPP_MIN_LOG_LEVEL"
+_FLAGS_OF_THREADS = ("--xla_cpu_multi_thread_eigen", "--xla_force_host_platform_device_count")
+
+
+class Xla:
+    """`runtime.device=xla`: on the CPU's client, or on that of a plugin (PJRT_DEVICE)."""
+
+    name = "xla"
+    capabilities = Capabilities(
+        streams=False,
+        pinned_copies=False,
+        masks="operators",
+        dtypes=("fp32", "bf16"),
+        collectives=None,  # inside an island XLA's own; between islands links
+        shrinks_groups=False,
+        state="host",
+        compiles=True,
+        islands=True,
+        forks=True,  # importing torch_xla makes no client
+    )
+
+    def missing(self, machine: Machine) -> tuple[Missing, ...]:
+        found = list(missing_torch(machine))
+        torch, torch_xla = machine.version("torch"), machine.version("torch_xla")
+        own = "in an environment of its own: pip install -e '.[xla]'"
+        if torch_xla is None:
+            found.append(Missing("torch_xla", own))
+        elif torch is not None and not same_release(torch, torch_xla):
+            found.append(Missing(f"torch_xla for torch {torch} (this is {torch_xla})", own))
+        client = machine.environment.get(_CLIENT, "CPU")
+        if torch_xla is not None and client != "CPU" and client not in machine.entry_points(PLUGINS):
+            what = f"a PJRT plugin for {_CLIENT}={client}: a package with an entry point {client} in {PLUGINS}"
+            found.append(Missing(what, f"install one (examples/ has a skeleton), or unset {_CLIENT}"))
+        return tuple(found)
+
+    def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
+        client = given.get(_CLIENT, "CPU")
+        for name in _CHANGE_NUMBERS:
+            if given.get(name, "0") not in ("", "0"):
+                raise _refused(name, given, "programs compute in runtime.dtype, with keys of 64 bits")
+        for name in _WORLDS:
+            if given.get(name, "1") != "1":
+                rule = "each worker is a world of its own for torch_xla, which would ignore any other size silently"
+                raise _refused(name, given, rule)
+        flags = given.get(_FLAGS, "")
+        if any(flag in flags for flag in _FLAGS_OF_THREADS):
+            rule = f"flags of {', '.join(_FLAGS_OF_THREADS)} are not the user's: islands and threads are settings"
+            raise _refused(_FLAGS, given, rule)
+        wanted = {"XLA_NO_SPECIAL_SCALARS": "1"}
+        if client == "CPU":
+            single = "" if island.threads > 1 else " --xla_cpu_multi_thread_eigen=false"
+            wanted |= {_DEVICES: str(island.devices), "NPROC": str(max(island.threads, island.devices))}
+            flags = (flags + single).strip()
+        return (
+            set_variables(given, wanted, _WHY)
+            | {_CLIENT: client, _QUIET: given.get(_QUIET, "2")}
+            | ({_FLAGS: flags} if flags else {})
+        )
+
+    def open(self, index: int, island: Island) -> Device:
+        import torch
+        import torch_xla  # pyright: ignore[reportMissingImports]
+        import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
+        import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
+
+        from elaswave_spmd.runtime.devices.host import HostDevice
+
+        torch.set_num_threads(island.threads)
+        if island.devices > 1:
+            xr.use_spmd()
+        found = xr.global_runtime_device_count()
+        assert found == island.devices, f"{_DEVICES} came too late: {found} local devices"
+
+        def figures() -> MemoryFigures | None:
+            try:
+                told = xm.get_memory_info(torch_xla.device())
+            except RuntimeError:  # the CPU's client does not tell
+                return None
+            return MemoryFigures(told["bytes_used"], told.get("peak_bytes_used", 0), told.get("bytes_limit"))
+
+        return HostDevice(self, xm.wait_device_ops, figures)
+
+
+def _refused(name: str, given: Mapping[str, str], rule: str) -> ConfigError:
+    got = f"{name}={given[name]}"
+    return ConfigError(rule, got=got, where="the environment", fix=f"unset {name}")
+
+
+KIND = Xla()

@@ -1,0 +1,75 @@
+"""What a machine has, as far as devices ask: looked up without importing or loading anything."""
+
+from __future__ import annotations
+
+import ctypes.util
+import glob
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Machine(Protocol):
+    """What a check may look at. Tests give one that is made up."""
+
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+    def version(self, distribution: str) -> str | None:
+        """The version of an installed distribution; None: it is not installed."""
+        ...
+
+    def has_package_file(self, package: str, path: str) -> bool:
+        """Whether the folder of an installed package has this file."""
+        ...
+
+    def has_library(self, name: str) -> bool:
+        """Whether the dynamic loader would find lib<name>.so, of any version."""
+        ...
+
+    def has_path(self, pattern: str) -> bool:
+        """Whether a file matches a glob pattern."""
+        ...
+
+    def entry_points(self, group: str) -> tuple[str, ...]:
+        """Names that installed packages have registered."""
+        ...
+
+
+class ThisMachine:
+    """The machine and the Python environment that this process runs in."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return os.environ
+
+    def version(self, distribution: str) -> str | None:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def has_package_file(self, package: str, path: str) -> bool:
+        spec = importlib.util.find_spec(package)  # of a top-level package: finds it, does not import it
+        folders = spec.submodule_search_locations if spec is not None else None
+        return any(Path(folder, path).exists() for folder in folders or ())
+
+    def has_library(self, name: str) -> bool:
+        folders = self.environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+        if any(glob.glob(f"{glob.escape(folder)}/lib{name}.so*") for folder in folders if folder):
+            return True
+        return ctypes.util.find_library(name) is not None
+
+    def has_path(self, pattern: str) -> bool:
+        return bool(glob.glob(pattern))
+
+    def entry_points(self, group: str) -> tuple[str, ...]:
+        return tuple(entry.name for entry in importlib.metadata.entry_points(group=group))
+
+
+def same_release(one: str, other: str) -> bool:
+    """Whether two versions agree in their first two numbers: "2.9.0+cpu" and "2.9.1" do."""
+    return one.split("+")[0].split(".")[:2] == other.split("+")[0].split(".")[:2]

@@ -1,0 +1,66 @@
+"""The variables that workers get, and those that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.devices import Island, device_names, device_of
+
+
+def test_xla_sets_the_size_of_the_island() -> None:
+    found = device_of("xla").environment({}, Island(devices=4))
+    assert (found["PJRT_DEVICE"], found["CPU_NUM_DEVICES"]) == ("CPU", "4")
+    assert found["XLA_NO_SPECIAL_SCALARS"] == "1"
+
+
+def test_xla_leaves_cpu_variables_out_for_a_plugin() -> None:
+    found = device_of("xla").environment({"PJRT_DEVICE": "NPU"}, Island())
+    assert found["PJRT_DEVICE"] == "NPU" and "CPU_NUM_DEVICES" not in found
+
+
+def test_flags_of_the_user_stay() -> None:
+    found = device_of("xla").environment({"XLA_FLAGS": "--xla_dump_to=hlo"}, Island())
+    assert found["XLA_FLAGS"].split()[0] == "--xla_dump_to=hlo"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CPU_NUM_DEVICES", "8"),
+        ("XLA_NO_SPECIAL_SCALARS", "0"),
+        ("WORLD_SIZE", "4"),
+        ("PJRT_LOCAL_PROCESS_COUNT", "2"),
+        ("XLA_USE_BF16", "1"),
+        ("XLA_USE_32BIT_LONG", "1"),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
+        ("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true"),
+    ],
+)
+def test_xla_refuses_what_contradicts_it(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        device_of("xla").environment({name: value}, Island(devices=2))
+    assert caught.value.fix == f"unset {name}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("XLA_USE_BF16", "0"), ("CPU_NUM_DEVICES", "2")])
+def test_xla_accepts_what_agrees_with_it(name: str, value: str) -> None:
+    assert device_of("xla").environment({name: value}, Island(devices=2))["CPU_NUM_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_only_islands_have_several_devices(name: str) -> None:
+    kind = device_of(name)
+    if kind.capabilities.islands:
+        kind.environment({}, Island(devices=2))
+    else:
+        with pytest.raises(ConfigError, match=r"mesh\.tp"):
+            kind.environment({}, Island(devices=2))
+
+
+def test_deterministic_kernels_are_asked_for() -> None:
+    assert device_of("cuda").environment({}, Island()) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert device_of("cuda").environment({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, Island()) == {}
+    with pytest.raises(ConfigError, match="same bits"):
+        device_of("cuda").environment({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, Island())
+    assert device_of("npu").environment({}, Island())["HCCL_DETERMINISTIC"] == "true"

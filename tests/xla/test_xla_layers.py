@@ -1,0 +1,46 @@
+"""Layer programs of gpt_tiny on torch_xla: as on the CPU, compiled before the first step, split as specs say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.runtime.devices import ThisMachine, device_of
+
+ROOT = Path(__file__).parents[2]
+LACKS = device_of("xla").missing(ThisMachine())
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}: {lack.fix}" for lack in LACKS)),
+]
+
+
+def steps(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.xla.layer_steps", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_xla_is_here_when_it_is_not_skipped() -> None:
+    assert importlib.util.find_spec("torch_xla") is not None
+
+
+@pytest.mark.parametrize(("tp", "parts"), [(1, 1), (2, 2)])
+def test_steps_are_those_of_the_cpu_and_compile_nothing(tp: int, parts: int) -> None:
+    found = steps(tp)
+    assert all(abs(cpu - xla) < 1e-5 for cpu, xla in found["losses"])
+    assert len(set(found["compiled"])) == 1 and found["compiled"][0] <= 9  # 3 kinds of layers, 3 programs each
+    assert found["shards"]["attn.qkv.weight"] == [4 * 3 * 128 * 128 // parts] * tp
+    assert found["shards"]["attn_norm.weight"] == [4 * 128] * tp
+
+
+def test_two_processes_give_the_same_bits() -> None:
+    assert steps(2)["bits"] == steps(2)["bits"]
