@@ -29,7 +29,7 @@ LAYERS = 8  # of each stage of the healthy mesh
 WIDTH, SEQ_LEN = 8, 4
 FORWARD_S = 0.024  # of a stage of the healthy mesh; backward takes twice as long
 WARM_STEPS = 3
-BANDWIDTH, LATENCY_S = 1e9, 1e-4  # of links, as schedule.bandwidth and schedule.latency say by default
+BANDWIDTH, LATENCY_S = 1e9, 1e-4  # of links, where they are not measured
 _PATIENCE_S = 300.0
 
 
@@ -72,10 +72,10 @@ class Run:
         return Assignment(stages, tuple(last["layer_cuts"]), counts, first.dealing)
 
 
-def costs_of(num_stages: int) -> CostModel:
-    """What layers are made to take, and about the bytes that they have."""
+def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
+    """What layers are made to take (`times` as long as FORWARD_S says), and about the bytes that they have."""
     parameters = 2 * WIDTH * WIDTH + 4 * WIDTH
-    seconds = FORWARD_S / LAYERS
+    seconds = times * FORWARD_S / LAYERS
     layer = LayerCost(
         "layer",
         seconds,
@@ -89,13 +89,14 @@ def costs_of(num_stages: int) -> CostModel:
     return CostModel((layer,) * (LAYERS * num_stages), BANDWIDTH, LATENCY_S)
 
 
-def emulated(mesh: Mesh, units: int, steps: int, **settings: object) -> dict[str, object]:
+def emulated(mesh: Mesh, units: int, steps: int, times: float = 1.0, **settings: object) -> dict[str, object]:
     """Settings of a run by name; `settings` with __ for the dot.
 
     Args:
         units: of a step.
+        times: as for costs_of.
     """
-    layer = costs_of(len(mesh.stages)).layers[0]
+    layer = costs_of(len(mesh.stages), times).layers[0]
     found: dict[str, object] = {
         "mesh.stages": f"[{','.join(str(len(members)) for members in mesh.stages)}]",
         "sharding": "zero1",
