@@ -68,8 +68,9 @@ def in_flight_limits(stage_sizes: Sequence[int], unit_counts: Sequence[Sequence[
         longest = shortest = list(stage_sizes)
         ragged = len(set(stage_sizes)) > 1
     else:
-        longest = [_duration(min(n for n in counts if n)) for counts in unit_counts]
-        shortest = [_duration(max(counts)) for counts in unit_counts]
+        occurring = [set(counts) for counts in unit_counts]
+        longest = [_duration(min(some - {0})) for some in occurring]
+        shortest = [_duration(max(some)) for some in occurring]
         ragged = len({tuple(counts) for counts in unit_counts}) > 1
     if not ragged:
         return tuple(range(len(stage_sizes), 0, -1))

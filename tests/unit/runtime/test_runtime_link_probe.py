@@ -116,7 +116,7 @@ def test_over_real_links(tmp_path: Path) -> None:
         for probe in probes.values():
             assert probe.found is not None
             latency_s, bandwidth = probe.found
-            assert 0 < latency_s and 0 < bandwidth <= PROBE_BYTES * 1e6
+            assert latency_s > 0 and 0 < bandwidth <= PROBE_BYTES * 1e6
         assert not boxes[0] and not boxes[1]
     finally:
         for one in links.values():

@@ -1,8 +1,9 @@
-"""Blocks of neighbours on large meshes: the loads are the smallest there are, and what is far from a loss stays as it was."""
+"""Blocks of neighbours on large meshes: loads are the smallest there are, and far from a loss all stays as it is."""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_blocks_lie_side_by_side_and_have_room(case):
     if not blocks:
         return
     assert blocks[0].units[0] == 0 and blocks[-1].units[1] == num_units
-    for left, right in zip(blocks, blocks[1:], strict=False):
+    for left, right in pairwise(blocks):
         assert left.units[1] == right.units[0]
         assert [b for _, b in left.parts] == [a for a, _ in right.parts]
     for block in blocks:
