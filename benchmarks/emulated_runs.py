@@ -10,6 +10,7 @@ healthy mesh.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -41,12 +42,16 @@ class Run:
         metrics, events: lines of metrics.jsonl and events.jsonl.
         costs: of layers and workers as the run measured them; None: it did not.
         busy: cores that its processes kept busy between steps WARM_STEPS and the one that was asked for.
+        weights: their sha256 at the end.
+        trace: events of trace.json; empty without run.trace=true.
     """
 
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
     costs: CostModel | None
     busy: float
+    weights: str
+    trace: list[dict[str, Any]]
 
     @property
     def losses(self) -> dict[int, str]:
@@ -147,6 +152,8 @@ def run(settings: Mapping[str, object], costs: CostModel, cache: Path, until: in
             json_lines(into / "events.jsonl"),
             CostModel.from_json(measured.read_text()) if measured.exists() else None,
             _busy(*used),
+            json.loads((into / "summary.json").read_text())["weights_sha256"],
+            json.loads(trace.read_text())["traceEvents"] if (trace := into / "trace.json").exists() else [],
         )
 
 
