@@ -25,6 +25,7 @@ from elaswave_spmd.runtime.frequency import FrequencyCell
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.layer_times import Row
+from elaswave_spmd.runtime.link_probe import LinkProbe
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.points import Point
@@ -50,7 +51,8 @@ def main(spec: dict[str, Any]) -> int:
     rank, settings = int(spec["rank"]), Settings.from_dict(spec["settings"])
     torch.set_num_threads(settings.runtime.threads_per_worker)
     keep_freed_memory()
-    mailbox = Mailbox()
+    probe = LinkProbe(lambda peer, header, payloads: links.send(peer, header, payloads))
+    mailbox = Mailbox(probe.tap)
     if settings.elastic.enabled:
         # SIGTERM is a wish to leave: its handler may do no more than this, it can come in the middle of anything.
         signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
@@ -66,7 +68,7 @@ def main(spec: dict[str, Any]) -> int:
     orders = CheckpointOrders(**spec["checkpoints"])
     trace = open_trace(spec.get("trace"), rank)
     frequency = FrequencyCell(cells, rank) if (cells := spec.get("frequencies")) else None
-    worker = Worker(rank, settings, links, mailbox, orders, trace, frequency)
+    worker = Worker(rank, settings, links, mailbox, probe, orders, trace, frequency)
     try:
         links.connect(CONTROLLER, spec["controller"])
         costs = CostModel.from_json(spec["costs"]) if spec["costs"] else None
@@ -97,12 +99,14 @@ class Worker:
         settings: Settings,
         links: Links,
         mailbox: Mailbox,
+        probe: LinkProbe,
         orders: CheckpointOrders,
         trace: TracePart | None = None,
         frequency: Callable[[], float] | None = None,
     ) -> None:
         self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
         self._trace, self._frequency = trace, frequency or (lambda: 1.0)
+        self._probe, self._link_told = probe, False
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
         self._deadline: float | None = None  # once the controller is gone
@@ -117,6 +121,8 @@ class Worker:
         first = self._epoch(plan, place)
         others = [p for p in place.addresses if p != self._rank]
         self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # of those that are closed the port will hear
+        if others:
+            self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))  # the next one round
         port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
         # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
         saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
@@ -174,8 +180,10 @@ class Worker:
         self.chaos.visit(point, step)
 
     def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...]) -> None:
-        if rows or memory:
-            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory)))
+        link = () if self._link_told else self._probe.found or ()
+        if rows or memory or link:
+            self._link_told = self._link_told or bool(link)
+            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory, link)))
 
     def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""

@@ -276,12 +276,14 @@ class Applied(Message, frozen=True):
 class Measured(Message, frozen=True):
     """Worker to controller: what its layer programs took in `step`, as in runtime.layer_times: (layer, seconds of all
     forwards, of all backwards, how many forwards, how many backwards). `memory`, of layers that are new to it, as in
-    runtime.layer_memory: (layer, bytes that a unit keeps, bytes of its output)."""
+    runtime.layer_memory: (layer, bytes that a unit keeps, bytes of its output). `link`, once it is known: (latency in
+    seconds, bandwidth in bytes per second) of its link to a neighbour, as in runtime.link_probe."""
 
     rank: int
     step: int
     rows: tuple[tuple[int, float, float, int, int], ...]
     memory: tuple[tuple[int, int, int], ...] = ()
+    link: tuple[float, ...] = ()
 
 
 class ValidationLoss(Message, frozen=True):
