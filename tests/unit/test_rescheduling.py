@@ -209,7 +209,7 @@ def test_links_are_as_the_middle_worker_measured_its_own() -> None:
     world = World([2, 2])
     before = world.rescheduler.costs
     for rank, bandwidth in enumerate((1e9, 9e9, 2e9, 3e9)):
-        world.rescheduler.measured(Measured(rank, 1, (), (), (1e-5 * (rank + 1), bandwidth)))
+        world.rescheduler.measured(Measured(rank, 1, (), link=(1e-5 * (rank + 1), bandwidth)))
     costs = world.rescheduler.costs
     assert (costs.latency_s, costs.bandwidth) == (pytest.approx(2.5e-5), pytest.approx(2.5e9))
     assert costs.layers == before.layers
@@ -217,5 +217,5 @@ def test_links_are_as_the_middle_worker_measured_its_own() -> None:
 
 def test_links_that_settings_name_are_not_measured_ones() -> None:
     world = World([2], bandwidth=5e6, latency=0.25)
-    world.rescheduler.measured(Measured(0, 1, (), (), (1e-5, 1e9)))
+    world.rescheduler.measured(Measured(0, 1, (), link=(1e-5, 1e9)))
     assert (world.rescheduler.costs.latency_s, world.rescheduler.costs.bandwidth) == (0.25, 5e6)
