@@ -16,6 +16,7 @@ from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
@@ -212,6 +213,7 @@ def make_executor(
     plan: RunPlan,
     rank: int,
     port: Port,
+    device: Device,
     first: Epoch,
     place_of: Callable[[Place], Epoch],
     visit: Visit = pass_by,
@@ -221,6 +223,7 @@ def make_executor(
     """The executor of one worker: only its own layers get memory.
 
     Args:
+        device: that it computes with.
         first: the mesh epoch in which it becomes a member.
         place_of: what a later PLACE says, worked out; connects to whoever is new.
         visit: told of the points that a step passes.
@@ -234,6 +237,7 @@ def make_executor(
         first,
         lambda layers: _modules(plan, layers),
         programs or make_programs(plan, rank),
+        device,
         plan.description.inits,
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if plan.job.validates else None,

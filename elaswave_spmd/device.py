@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import DeviceKind, Island, Machine, ThisMachine, check_usable, device_of
 from elaswave_spmd.runtime.zygote import Method
 from elaswave_spmd.runtime_settings import EMULATED
@@ -51,13 +50,6 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
     """
     machine, kind = machine or ThisMachine(), kind_of(settings)
     check_usable(kind.name, machine, also=(EMULATED,))
-    if kind.capabilities.state == "device":
-        raise ConfigError(
-            "workers of this version keep their state in host memory",
-            got=settings.runtime.device,
-            where=f"runtime.device={settings.runtime.device}",
-            exists="cpu, xla, emulated",
-        )
     island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
     environment = kind.environment(machine.environment, island)
     return WorkerStart(environment, kind.capabilities.preload, "fork" if kind.capabilities.forks else "spawn")

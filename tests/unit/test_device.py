@@ -49,7 +49,7 @@ def test_what_is_missing_comes_before_what_is_set_wrong() -> None:
         worker_start(settings("npu", tp=2), PLAIN)
 
 
-@pytest.mark.parametrize(("device", "machine"), [("cuda", GPU), ("npu", NPU)])
-def test_state_lies_in_host_memory(device: str, machine: object) -> None:
-    with pytest.raises(ConfigError, match="host memory"):
-        worker_start(settings(device), machine)  # pyright: ignore[reportArgumentType]
+def test_workers_of_a_gpu_are_forked_and_those_of_an_npu_are_not() -> None:
+    gpu, npu = worker_start(settings("cuda"), GPU), worker_start(settings("npu"), NPU)
+    assert (gpu.method, npu.method) == ("fork", "spawn")
+    assert "CUBLAS_WORKSPACE_CONFIG" in gpu.environment

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from elaswave_spmd.runtime.devices.machine import Machine
 
@@ -146,12 +146,28 @@ class Device(Protocol):
         """
         ...
 
+    def to_place(self, values: Tensor) -> Tensor:
+        """The values at `place`, of any alignment: the tensor itself where it lies there already."""
+        ...
+
     def to_host(self, values: Tensor) -> Tensor:
         """The values in host memory, contiguous: the tensor itself where it lies there already."""
         ...
 
     def copy_to_host(self, values: Tensor) -> HostCopy:
         """Begins a copy to host memory, never `values` itself, which may not change before it is done."""
+        ...
+
+    def mark(self) -> Any:
+        """Marks the point between what has been asked of the device and what will be, to tell when it was reached."""
+        ...
+
+    def times(self, marks: Sequence[Any]) -> list[float]:
+        """When marks were reached, by time.perf_counter(); waits for the last one.
+
+        Args:
+            marks: in the order in which they were made.
+        """
         ...
 
     def synchronize(self) -> None:
