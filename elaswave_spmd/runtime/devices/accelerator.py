@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures
+from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,17 @@ class AcceleratorDevice:
         kind: whose capabilities say what `api` can do.
         place: the device of its tensors.
         api: torch's module for it (torch.cuda, torch_npu.npu, ...).
+        recover: as in `Device`, of a kind that can be brought back after a fault.
     """
 
-    def __init__(self, kind: DeviceKind, place: torch.device, api: Any) -> None:
-        self.kind, self.place, self._api = kind, place, api
+    def __init__(
+        self,
+        kind: DeviceKind,
+        place: torch.device,
+        api: Any,
+        recover: Callable[[BaseException], Remedy | None] = lambda error: None,
+    ) -> None:
+        self.kind, self.place, self._api, self._recover = kind, place, api, recover
         self._out: Any = None
         if kind.capabilities.streams:
             api.set_device(place)
@@ -71,3 +79,6 @@ class AcceleratorDevice:
         total = getattr(self._api.get_device_properties(self.place), "total_memory", None)
         allocated, peak = self._api.memory_allocated(self.place), self._api.max_memory_allocated(self.place)
         return MemoryFigures(allocated, peak, total)
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        return self._recover(error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures
+from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,6 @@ class HostDevice:
 
     def memory(self) -> MemoryFigures | None:
         return self._figures()
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        return None

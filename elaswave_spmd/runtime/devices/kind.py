@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from elaswave_spmd.runtime.devices.machine import Machine
@@ -115,6 +116,15 @@ class MemoryFigures:
     total: int | None = None
 
 
+class Remedy(Enum):
+    """What has to follow when a device has been brought back after a fault, without an end of its process."""
+
+    REDO = "redo"
+    """State is intact: what this worker had of the step under way is given up, and done again."""
+    RELOAD = "reload"
+    """State is lost too: it is learned again from those who mirror it."""
+
+
 class HostCopy(Protocol):
     """A copy to host memory that is under way."""
 
@@ -158,4 +168,11 @@ class Device(Protocol):
 
     def memory(self) -> MemoryFigures | None:
         """None: this device has no memory of its own."""
+        ...
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        """Brings the device back after an error that an operation on it raised.
+
+        Returns: None: it cannot be, or the error is none of the device's; the worker fails with it.
+        """
         ...
