@@ -91,6 +91,11 @@ class StagePrograms:
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
 
     @property
+    def compiled(self) -> tuple[int, int]:
+        """How many programs were compiled before this worker was ready, and since; (0, 0) where none are."""
+        return 0, 0
+
+    @property
     def forwarded(self) -> frozenset[int]:
         """Units that have been run forward through all layers, and not yet backward."""
         return frozenset(unit for layer, unit in self._saved if layer == max(self._modules))
@@ -178,10 +183,9 @@ class StagePrograms:
         An output is contiguous and in the compute dtype whether or not a stage ends behind the layer: else the next
         layer would see other strides, or another dtype, on another mesh.
         """
-        y = self._modules[layer](x, keys)
+        y = self._compute(layer, x, keys, batch)
         if layer == self._last:
-            assert batch is not None
-            loss = self._loss(y, batch)
+            loss = y
             if loss.ndim:
                 raise ModelError(
                     "a loss is one number, the sum over tokens",
@@ -198,6 +202,14 @@ class StagePrograms:
                 fix="return the tensor that the next layer takes; make features of integers in the layer itself",
             )
         return y.to(self._values[layer].flat.dtype).contiguous()
+
+    def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """The layer as the model has it, with the loss of the last one."""
+        y = self._modules[layer](x, keys)
+        if layer < self._last:
+            return y
+        assert batch is not None
+        return self._loss(y, batch)
 
     def set_training(self, training: bool) -> None:
         """Switches what was in training mode at the start: not what a model itself put into evaluation mode."""
