@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint clean
+.PHONY: train test test-xla lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -18,6 +18,12 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
+
+# PyTorch/XLA's tests, in an environment of their own: torch_xla fits one version of torch only. Where that environment cannot be
+# made, they run in .venv, which skips them, with the reason.
+test-xla: $(STAMP)
+	python="$$($(BIN)/python tests/xla/environment.py)" || python=$(BIN)/python; \
+	  "$$python" -m pytest tests/xla -m xla $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

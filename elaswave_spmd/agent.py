@@ -7,6 +7,7 @@ there, makes workers when told to, and reports how they end. It ends with the ru
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import select
 import shutil
@@ -18,8 +19,9 @@ from typing import Any
 
 from elaswave_spmd.controller import data_spec
 from elaswave_spmd.data import PreparedData, prepare_data
+from elaswave_spmd.device import WorkerStart, worker_start
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
-from elaswave_spmd.launching import PRELOAD, TARGET
+from elaswave_spmd.launching import start_zygote
 from elaswave_spmd.runtime import agent_messages as am
 from elaswave_spmd.runtime.agent_links import AgentLinks
 from elaswave_spmd.runtime.descriptors import make_room
@@ -32,6 +34,7 @@ from elaswave_spmd.runtime_settings import endpoint
 from elaswave_spmd.settings import Settings
 
 _CONNECT_TIMEOUT_S = 10.0
+_ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_MS = 2000
 # What says which data it is; the rest are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     address = None if options.host is None else resolve(options.host, where=f"--host {options.host}")
     scratch = socket_directory()
     # Started first: it imports what workers need while this process looks for the controller.
-    zygote = Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch])
+    zygote = start_zygote(WorkerStart(), scratch, _ORPHAN_GRACE_S)
     try:
         found = find_controller(host, port, secret, options.timeout)
         address = address or found.local_host
@@ -149,6 +152,7 @@ class Agent:
 
     def _prepare(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         make_room(num_workers)
+        self._restart_zygote(worker_start(settings), settings.timeouts.orphan_grace)
         if hasattr(resource, "prlimit"):  # Linux; the zygote runs already, and its children inherit its limits
             resource.prlimit(self._zygote.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         ours = prepare_data(data_spec(settings))
@@ -157,6 +161,14 @@ class Agent:
         self._zygote.ready()
         self._zygote.set_orphan_grace(settings.timeouts.orphan_grace)
         self._send(am.Prepared())
+
+    def _restart_zygote(self, start: WorkerStart, orphan_grace_s: float) -> None:
+        """The zygote was started before the run's device was known: it lacks that device's variables and modules."""
+        if start == WorkerStart():
+            return
+        self._zygote.stop(0.0)
+        os.makedirs(self._own["directory"], mode=0o700, exist_ok=True)  # it goes with a zygote
+        self._zygote = start_zygote(start, self._own["directory"], orphan_grace_s)
 
     def _report_exits(self, exits: Sequence[Exited]) -> None:
         for exited in exits:

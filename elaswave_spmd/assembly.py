@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from elaswave_spmd.data import PreparedData, open_split
-from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.mesh import Mesh, Topology
+from elaswave_spmd.device import kind_of
+from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
+from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
@@ -24,6 +25,9 @@ from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Port
 from elaswave_spmd.runtime.stage import StagePrograms, program_args
 from elaswave_spmd.runtime.state import Saved
+from elaswave_spmd.runtime.xla_island import XlaIsland
+from elaswave_spmd.runtime.xla_programs import XlaPrograms
+from elaswave_spmd.runtime_settings import EMULATED
 from elaswave_spmd.scheduling.costs import CostModel, LayerCost
 from elaswave_spmd.scheduling.learning_rate import LearningRate
 from elaswave_spmd.scheduling.mirrors import deal_holders
@@ -79,10 +83,9 @@ def plan_run(
     zero_level = settings.sharding.zero_level
     shardings = model.shardings if zero_level is None else model.shardings.with_zero(zero_level)
     shape = settings.mesh.shape
-    for name, spec in specs_of(model).items():
-        check_spec(spec, tuple(model.get_parameter(name).shape), shape, name=name)
+    _check_islands(model, settings)
     description = describe(model, page_size=settings.page.size)
-    if settings.runtime.device == "emulated":
+    if settings.runtime.device == EMULATED:
         settings.emulated.check_layers(len(description.layout.layers))
     job = _job(settings, data)
     layer_costs = None
@@ -95,6 +98,35 @@ def plan_run(
     )
     placement = _with_mirrors(placement, description.layout, settings)
     return RunPlan(settings, data, job, description, placement, costs or _unmeasured(settings, job, description.layout))
+
+
+def _check_islands(model: LayeredModel, settings: Settings) -> None:
+    """Refuses a model that the devices inside a worker cannot run.
+
+    Raises:
+        SpecError: an axis that does not divide what it splits, or that splits nothing.
+        ModelError: constants in layers that are compiled.
+    """
+    shape, specs = settings.mesh.shape, specs_of(model)
+    for name, spec in specs.items():
+        check_spec(spec, tuple(model.get_parameter(name).shape), shape, name=name)
+    used = {axis for spec in specs.values() for axis in spec.axes}
+    for axis in ISLAND_AXES:
+        if shape.axis_size(axis) > 1 and axis not in used:
+            raise SpecError(
+                f"mesh axis {axis!r} splits parameters over the devices of a worker; this model has none to split",
+                got=f"{axis}={shape.axis_size(axis)}",
+                where=f"mesh.{axis}={shape.axis_size(axis)}",
+                exists=f"axes in this model's specs: {', '.join(sorted(used)) or 'none'}",
+                fix=f'leave mesh.{axis} out, or declare it in the model: shard(self.up, weight=P("{axis}", None))',
+            )
+    if kind_of(settings).capabilities.compiles and has_constants(model):
+        raise ModelError(
+            "a layer that is compiled keeps no tensors besides parameters",
+            got=settings.model.target,
+            where=f"runtime.device={settings.runtime.device}",
+            fix="compute them in forward(), or use runtime.device=cpu",
+        )
 
 
 def read_profile(path: str) -> CostModel:
@@ -182,7 +214,7 @@ def make_executor(
     place_of: Callable[[Place], Epoch],
     visit: Visit = pass_by,
     saved: Saved | None = None,
-    frequency: Callable[[], float] = lambda: 1.0,
+    programs: StagePrograms | None = None,
 ) -> Executor:
     """The executor of one worker: only its own layers get memory.
 
@@ -191,7 +223,7 @@ def make_executor(
         place_of: what a later PLACE says, worked out; connects to whoever is new.
         visit: told of the points that a step passes.
         saved: the state that a resumed run begins with.
-        frequency: of an emulated device; asked before every program.
+        programs: as `make_programs` gives them.
     """
     return Executor(
         rank,
@@ -199,7 +231,7 @@ def make_executor(
         plan.description.layout,
         first,
         lambda layers: _modules(plan, layers),
-        _programs(plan, rank, frequency),
+        programs or make_programs(plan, rank),
         plan.description.inits,
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if plan.job.validates else None,
@@ -210,12 +242,28 @@ def make_executor(
     )
 
 
-def _programs(plan: RunPlan, rank: int, frequency: Callable[[], float]) -> StagePrograms:
-    """What runs the layers of one worker."""
-    settings = plan.settings
-    args = program_args(plan.job, plan.description.layout, make_model(settings, plan.data.vocab_size).loss)
-    if settings.runtime.device != "emulated":
-        return StagePrograms(**args)
+def make_programs(
+    plan: RunPlan,
+    rank: int,
+    frequency: Callable[[], float] = lambda: 1.0,
+    compiled: Callable[[str], None] = lambda layer: None,
+) -> StagePrograms:
+    """What runs the layers of one worker; compiled where the device compiles, for all layers of the model.
+
+    Args:
+        frequency: of an emulated device; asked before every program.
+        compiled: told the name of each layer when its programs are there.
+    """
+    settings, layout = plan.settings, plan.description.layout
+    model = make_model(settings, plan.data.vocab_size)
+    args = program_args(plan.job, layout, model.loss)
+    if settings.runtime.device != EMULATED:
+        if not kind_of(settings).capabilities.compiles:
+            return StagePrograms(**args)
+        island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
+        programs = XlaPrograms(**args, island=island, specs=specs_of(model))
+        programs.compile(model.layers, layout, (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype, compiled)
+        return programs
     e = settings.emulated
     speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731
     return EmulatedPrograms(

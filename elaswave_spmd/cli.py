@@ -122,12 +122,18 @@ def _train() -> int:
 
 
 def _run(settings: Settings) -> int:
+    from elaswave_spmd.device import worker_start
+
+    worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd import controller  # imports torch: only now that the settings are good
 
     return controller.run(settings)
 
 
 def _agent(program: str) -> int:
+    from elaswave_spmd.runtime.devices import check_usable
+
+    check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller tells it
     from elaswave_spmd import agent  # imports torch
 
     return agent.main(sys.argv[1:], program)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from elaswave_spmd.compilations import Compilations
 from elaswave_spmd.control import Control
 from elaswave_spmd.corruption import CopyWatch
 from elaswave_spmd.data import PreparedData, prepare_data
@@ -19,7 +20,7 @@ from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.frequencies import Frequencies
-from elaswave_spmd.launching import check_device, data_spec, gather, listen_host, start_launcher
+from elaswave_spmd.launching import data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
 from elaswave_spmd.observe import MetricsLine, RunObserver, weights_sha256
 from elaswave_spmd.observe.trace import merge_trace
@@ -64,7 +65,6 @@ def run(settings: Settings) -> int:
         UserError: bad input, found before any worker starts; nothing is left behind.
         RunError: the run could not go on; all workers are gone.
     """
-    check_device(settings.runtime.device)
     restarts = Restarts()
     while True:
         try:
@@ -161,6 +161,7 @@ class Controller:
             zygote, scratch, self._mailbox, settings.timeouts, lambda rank: rank in self._protocol.free_to_leave
         )
         self._record = RunRecord(plan.description.layout)
+        self._compilations = Compilations(observer, self._record)
         kinds_of_state = 1 + len(plan.job.optimizer.state_names)
         self._events = EpochEvents(observer, plan.description.layout, 4 * kinds_of_state)
         self._copies = CopyWatch(observer, lambda rank, why: self._perform(self._protocol.lost(rank, why)))
@@ -249,7 +250,8 @@ class Controller:
 
     def _wait(self) -> None:
         """Takes what has come; looks after the workers' processes."""
-        if self._start_until is not None and time.monotonic() > self._start_until:
+        until = max(self._start_until or 0.0, self._compilations.got_further_at + self._start_timeout_s)
+        if self._start_until is not None and time.monotonic() > until:
             missing = [r for r in self._plan.placement.mesh.members if r not in self._protocol.addresses]
             raise RunError(f"workers {missing} did not start within {self._start_timeout_s:g} s")
         item = self._mailbox.get(_POLL_S)
@@ -268,6 +270,7 @@ class Controller:
 
     def _handle(self, envelope: Envelope) -> None:
         message, protocol = m.decode(envelope.header), self._protocol
+        self._compilations.take(message)
         match message:
             case m.Ready() if message.rank not in self._workers:
                 pass  # it was given up before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 from importlib import metadata
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.device import kind_of
+from elaswave_spmd.mesh import ISLAND_AXES
 from elaswave_spmd.settings import Settings
 
 _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
@@ -18,12 +21,23 @@ _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
 def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     """Everything but the layout (`manifest.layout_fingerprint`): settings, data, versions, class of hardware.
 
-    The mesh, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which computes
-    the same numbers twice; nor validations, which only read.
+    The mesh of workers, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which
+    computes the same numbers twice; nor validations, which only read.
     """
     model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
     del model["name"], optim["max_skipped"]
     train, runtime = settings.train, settings.runtime
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    hardware = {
+        "device": runtime.device,
+        "machine": platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+    if kind_of(settings).capabilities.islands:
+        # Devices inside a worker split its sums: unlike the mesh of workers, they are part of the bits.
+        hardware |= {axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES}
+        hardware["client"] = os.environ.get("PJRT_DEVICE", "CPU")
+        versions["torch_xla"] = metadata.version("torch_xla")
     return {
         "seed": settings.seed,
         "unit": {"size": settings.unit.size},
@@ -39,10 +53,6 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
             "target": data.target,
             "args": dict(data.kwargs),
         },
-        "versions": {name: metadata.version(name) for name in _PACKAGES},
-        "hardware": {
-            "device": runtime.device,
-            "machine": platform.machine(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-        },
+        "versions": versions,
+        "hardware": hardware,
     }

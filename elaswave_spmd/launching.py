@@ -7,6 +7,7 @@ from collections import Counter
 
 from elaswave_spmd import checks
 from elaswave_spmd.data import DataSpec, PreparedData
+from elaswave_spmd.device import WorkerStart, worker_start
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.runtime.agents import Agents
@@ -19,17 +20,6 @@ from elaswave_spmd.settings import Settings
 
 TARGET = "elaswave_spmd.worker:main"
 PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq", "randomgen", "elaswave_spmd.worker", "elaswave_spmd.models")
-
-
-def check_device(name: str) -> None:
-    """Refuses a device that this version cannot run on.
-
-    Raises:
-        ConfigError: with what exists.
-    """
-    if name not in ("cpu", "emulated"):
-        where = f"runtime.device={name}"
-        raise ConfigError("a device is one that this version runs on", got=name, where=where, exists="cpu, emulated")
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -54,16 +44,29 @@ def start_launcher(settings: Settings, scratch: str) -> Launcher:
         scratch: directory of the sockets; removed with the last worker, and where this raises.
 
     Raises:
-        ConfigError: a token file, an address or a number of workers that cannot be.
+        ConfigError: a device that cannot be used here; a token file, an address or a number of workers that cannot be.
     """
     try:
         agents = _open(settings)
-        grace = settings.timeouts.orphan_grace
-        zygote = Zygote.start(TARGET, preload=PRELOAD, scratch=[scratch], orphan_grace_s=grace)
+        zygote = start_zygote(worker_start(settings), scratch, settings.timeouts.orphan_grace)
         return Launcher(zygote, agents)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def start_zygote(start: WorkerStart, scratch: str, orphan_grace_s: float) -> Zygote:
+    """Starts the zygote of a machine's workers, and says which variables they get."""
+    if start.environment:
+        print(f"variables of the workers: {start}", flush=True)
+    return Zygote.start(
+        TARGET,
+        preload=(*PRELOAD, *start.preload),
+        method=start.method,
+        env=start.environment,
+        scratch=[scratch],
+        orphan_grace_s=orphan_grace_s,
+    )
 
 
 def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topology | None:

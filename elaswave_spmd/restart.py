@@ -76,7 +76,7 @@ def begin_again(
     is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
     if checkpoint is None or not is_lost or not is_possible:
         return _advice(run_dir, checkpoint)
-    mesh = mesh_of(left, settings.mesh.shape.num_stages)
+    mesh = mesh_of(left, settings.mesh)
     pages = sum(run.num_pages for run in lost) or "all"
     observer.on_event(
         "restart",
@@ -114,11 +114,13 @@ def resume_command(run_dir: Path) -> str:
     return f"python train.py train.resume={run_dir}"
 
 
-def mesh_of(num_workers: int, num_stages: int) -> MeshSettings:
-    """So many workers on so many stages, or on fewer, as evenly as it goes."""
-    stages = min(num_workers, num_stages)
+def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
+    """So many workers, as they are inside, on as many stages as `mesh` has, or on fewer, as evenly as it goes."""
+    stages = min(num_workers, mesh.shape.num_stages)
     sizes = even_counts(num_workers, stages)
-    return MeshSettings(dp=sizes[0], pp=stages) if len(set(sizes)) == 1 else MeshSettings(stages=sizes)
+    if len(set(sizes)) == 1:
+        return MeshSettings(dp=sizes[0], pp=stages, tp=mesh.tp, fsdp=mesh.fsdp)
+    return MeshSettings(stages=sizes, tp=mesh.tp, fsdp=mesh.fsdp)
 
 
 def _newest(run_dir: Path) -> Checkpoint | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from elaswave_spmd import checks
 from elaswave_spmd.errors import ConfigError
 
-DEVICES = ("cpu", "cuda", "npu", "emulated")
+EMULATED = "emulated"
+DEVICES = ("cpu", "cuda", "npu", "xla", EMULATED)
 DTYPES = ("fp32", "bf16")
 TRANSPORTS = ("ipc", "tcp")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from elaswave_spmd import checks
@@ -18,6 +17,7 @@ from elaswave_spmd import elastic_settings as el
 from elaswave_spmd.emulated_settings import EmulatedSettings
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import MeshShape
+from elaswave_spmd.mesh_settings import MeshSettings
 from elaswave_spmd.recovery.timeouts import Timeouts
 from elaswave_spmd.runtime_settings import RuntimeSettings
 from elaswave_spmd.schedule_settings import ScheduleSettings
@@ -26,47 +26,6 @@ SHARDINGS = ("model", "zero0", "zero1", "zero2", "zero3")
 CORPORA = ("stdlib", "text", "custom")
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True)
-class MeshSettings:
-    """The mesh: `dp` workers per stage and `pp` stages (None: 1), or alone `stages`, the workers of each stage."""
-
-    dp: int | None = None
-    pp: int | None = None
-    stages: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "pp"):
-            if (size := getattr(self, name)) is not None:
-                checks.whole(f"mesh.{name}", size, at_least=1)
-        if self.stages is None:
-            return
-        where = checks.override("mesh.stages", self.stages)
-        beside = [checks.override(f"mesh.{n}", v) for n in ("dp", "pp") if (v := getattr(self, n)) is not None]
-        if beside:
-            raise ConfigError(
-                "mesh.stages says how many workers each stage has, and so do dp and pp",
-                got=f"{where} beside {' and '.join(beside)}",
-                where="mesh",
-                fix=f"'{where}' alone, or mesh=dpN_ppM",
-            )
-        if not isinstance(self.stages, (list, tuple)) or not self.stages:
-            raise ConfigError(
-                "mesh.stages is a list: the workers of each stage",
-                got=self.stages,
-                where=where,
-                fix="'mesh.stages=[3,2]'",
-            )
-        sizes = tuple(checks.whole(f"mesh.stages[{i}]", n, at_least=1) for i, n in enumerate(self.stages))
-        object.__setattr__(self, "stages", sizes)
-
-    @cached_property
-    def shape(self) -> MeshShape:
-        """The shape of the mesh; `shape.name` is its name in summaries and run directories."""
-        if self.stages is not None:
-            return MeshShape.of_stages(self.stages)
-        return MeshShape.of(dp=self.dp or 1, pp=self.pp or 1)
 
 
 @dataclass(frozen=True)
@@ -371,13 +330,13 @@ def _no_mesh(name: object) -> ConfigError:
     """The name of a mesh that `conf/mesh_names.py` could not spell out, and why."""
     try:
         MeshShape.parse(str(name))
-        why = "axes of an island (tp, fsdp) are not part of a run's mesh yet"
+        why = "it has no such form"
     except MeshError as error:
         why = f"{error.rule} ({error.got})"
     return ConfigError(
-        "mesh is named by its workers per stage (dp) and its stages (pp)",
+        "mesh is named by its workers per stage (dp), its stages (pp), and devices inside a worker (tp, fsdp)",
         got=f"{name}: {why}",
         where=f"mesh={name}",
-        exists="single, dpN, ppN, dpN_ppM (dp3, pp4, dp3_pp2), stagesN-M",
+        exists="single, dpN, ppN, dpN_ppM (dp3, pp4, dp3_pp2), stagesN-M; on XLA also dpN_ppM_tpK",
         fix="use one of these forms, or 'mesh.stages=[3,2]' for ragged stages",
     )

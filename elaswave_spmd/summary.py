@@ -29,6 +29,8 @@ class RunRecord:
         self._pages: set[tuple[int, int, int]] = set()
         self.last: MetricsLine | None = None
         self.validation_loss: float | None = None
+        self.compiled: dict[int, list[int]] = {}
+        """By rank: programs compiled before the worker was ready, and afterwards."""
         self._tokens = 0
         self._seconds = 0.0
 
@@ -66,6 +68,7 @@ def make_summary(
 ) -> dict[str, object]:
     """The fields of summary.json, as docs/run_files.md lists them."""
     assert record.last is not None
+    compiled = {str(rank): found for rank, found in sorted(record.compiled.items())}
     return {
         "steps": record.last.step,
         "final_loss": record.last.loss,
@@ -78,6 +81,7 @@ def make_summary(
         "sharding": plan.placement.shardings.name,
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_rss_bytes_per_worker": {str(rank): finished[rank].peak_rss for rank in sorted(finished)},
+        **({"programs_compiled_per_worker": compiled} if compiled else {}),
         "corpus": {
             "name": data.corpus,
             "sha256": data.sha256,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 import traceback
@@ -10,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from elaswave_spmd.assembly import RunPlan, make_executor, plan_run
+from elaswave_spmd.assembly import RunPlan, make_executor, make_programs, plan_run
 from elaswave_spmd.chaos import Chaos
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import RunError
@@ -29,6 +30,7 @@ from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import LinkPort, Stopped
+from elaswave_spmd.runtime.stage import StagePrograms
 from elaswave_spmd.scheduling.costs import CostModel
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.tracing import TracedPort, open_trace
@@ -73,7 +75,9 @@ def main(spec: dict[str, Any]) -> int:
         plan = plan_run(settings, PreparedData.from_dict(spec["data"]), costs=costs)
         if spec["latch"]:
             worker.chaos.strikes = latch.hold(*spec["latch"])
-        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]))))
+        # Before it is ready: whoever is a member, or is about to become one, has nothing left to compile.
+        worker.make_programs(plan)
+        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]), worker.num_compiled)))
         worker.work(plan)
     except Stopped:
         worker.stopped()
@@ -105,9 +109,25 @@ class Worker:
         self._trace, self._frequency = trace, frequency or (lambda: 1.0)
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
+        self._programs: StagePrograms | None = None
         self._deadline: float | None = None  # once the controller is gone
         self.chaos = Chaos(rank, settings.chaos, links)
         self.checkpoints = CheckpointWriter(rank, orders, lambda wrote: links.send(CONTROLLER, m.encode(wrote)))
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that it has compiled so far."""
+        return self._programs.num_compiled if self._programs else 0
+
+    def make_programs(self, plan: RunPlan) -> None:
+        """Compiles, where the device does; tells the controller of each layer that is done."""
+        told = itertools.count(1)
+
+        def compiled(layer: str) -> None:
+            beat = m.Heartbeat(self._rank, next(told), False, f"compiling, {layer} done")
+            self._links.send(CONTROLLER, m.encode(beat))
+
+        self._programs = make_programs(plan, self._rank, self._frequency, compiled)
 
     def work(self, plan: RunPlan) -> None:
         """Waits for its place and trains until it is told to stop."""
@@ -128,7 +148,7 @@ class Worker:
             lambda p: self._epoch(plan, p),
             self._visit,
             saved,
-            self._frequency,
+            self._programs,
         )
         if self._trace is not None:
             executor.trace(self._trace.action)
@@ -175,7 +195,7 @@ class Worker:
 
     def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...]) -> None:
         if rows or memory:
-            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory)))
+            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory, self.num_compiled)))
 
     def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""

@@ -12,7 +12,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from elaswave_spmd.errors import MeshError
-from elaswave_spmd.mesh import MeshShape
+from elaswave_spmd.mesh import ISLAND_AXES, WORKER_AXES, MeshShape
 
 _SCHEME = "elaswave-mesh"
 _GROUP = "mesh"
@@ -21,22 +21,21 @@ FORMS = ("dpN", "dpN_ppM", "ppM", "single")
 
 
 def spell_out(name: str) -> dict[str, Any]:
-    """The group `mesh` that a name stands for: {"dp": 3, "pp": 2, "stages": None}.
+    """The group `mesh` that a name stands for: {"dp": 3, "pp": 2, "stages": None, "tp": None, "fsdp": None}.
 
     A name that is none is kept as {"name": ...}, so that the typed conversion refuses it: an exception here would reach
     the user as a traceback through Hydra.
     """
-    group: dict[str, Any] = {"dp": None, "pp": None, "stages": None}
+    group: dict[str, Any] = {"dp": None, "pp": None, "stages": None, "tp": None, "fsdp": None}
     try:
         shape = MeshShape.parse(name)
     except MeshError:
         return group | {"name": name}
-    if shape.island_size > 1:
-        return group | {"name": name}
-    if name.startswith("stages"):
-        return group | {"stages": list(shape.stage_sizes)}
-    named = {axis for axis in ("dp", "pp") if axis in name}
-    return group | {axis: shape.axis_size(axis) for axis in named}
+    words = [word.rstrip("0123456789") for word in name.split("_")]
+    sizes = {axis: shape.axis_size(axis) for axis in ISLAND_AXES if axis in words}
+    if any(word.startswith("stages") for word in words):
+        return group | {"stages": list(shape.stage_sizes)} | sizes
+    return group | {axis: shape.axis_size(axis) for axis in WORKER_AXES if axis in words} | sizes
 
 
 class MeshNames(ConfigSource):

@@ -115,13 +115,18 @@ def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tens
     """
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, p1 & MASK32, ((p0 >> 32) & MASK32) ^ c3 ^ k1, p0 & MASK32
+        c0, c1, c2, c3 = _high(p1) ^ c1 ^ k0, p1 & MASK32, _high(p0) ^ c3 ^ k1, p0 & MASK32
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
     return c0, c1, c2, c3
 
 
 def _split64(value: Tensor) -> tuple[Tensor, Tensor]:
-    return value & MASK32, (value >> 32) & MASK32
+    return value & MASK32, _high(value)
+
+
+def _high(value: Tensor) -> Tensor:
+    """Bits 32 to 63. Shifted by a tensor: XLA divides for a shift by a number, and rounds a negative one to zero."""
+    return torch.bitwise_right_shift(value, torch.full((), 32, dtype=torch.int64, device=value.device)) & MASK32
 
 
 def _check_rows(shape: tuple[int, ...], samples: int) -> None:

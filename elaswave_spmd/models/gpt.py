@@ -25,7 +25,7 @@ class Embed(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.positions = nn.Parameter(torch.empty(seq_len, d_model))
         self.drop = KeyedDropout(dropout)
-        shard(self, weight=P("tp", None))
+        shard(self, weight=P("tp", "fsdp"))
 
     def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
         x_BTD = nn.functional.embedding(x_BT, self.weight) + self.positions[: x_BT.shape[1]]
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, d_model)
         # Rows of qkv are ordered by head, so that cutting them over tp gives each device whole heads.
-        shard(self.qkv, weight=P("tp", None), bias=P("tp"))
-        shard(self.out, weight=P(None, "tp"))
+        shard(self.qkv, weight=P("tp", "fsdp"), bias=P("tp"))
+        shard(self.out, weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n b h t k", h=self.heads, n=3)
@@ -58,8 +58,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = nn.Linear(d_model, hidden)
         self.down = nn.Linear(hidden, d_model)
-        shard(self.up, weight=P("tp", None), bias=P("tp"))
-        shard(self.down, weight=P(None, "tp"))
+        shard(self.up, weight=P("tp", "fsdp"), bias=P("tp"))
+        shard(self.down, weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(nn.functional.gelu(self.up(x_BTD), approximate="tanh"))
@@ -89,7 +89,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(d_model)
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        shard(self, weight=P("tp", None))
+        shard(self, weight=P("tp", "fsdp"))
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
         return nn.functional.linear(self.norm(x_BTD), self.weight)

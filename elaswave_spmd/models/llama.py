@@ -40,7 +40,7 @@ class Embed(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.drop = KeyedDropout(dropout)
-        shard(self, weight=P("tp", None))
+        shard(self, weight=P("tp", "fsdp"))
 
     def forward(self, x_BT: Tensor, keys: Keys) -> Tensor:
         return self.drop(nn.functional.embedding(x_BT, self.weight), keys)
@@ -53,10 +53,10 @@ class Attention(nn.Module):
         super().__init__()
         width = d_model // heads
         self.heads, self.kv_heads, self.theta = heads, kv_heads, theta
-        self.q = shard(nn.Linear(d_model, heads * width, bias=False), weight=P("tp", None))
-        self.k = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", None))
-        self.v = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", None))
-        self.out = shard(nn.Linear(heads * width, d_model, bias=False), weight=P(None, "tp"))
+        self.q = shard(nn.Linear(d_model, heads * width, bias=False), weight=P("tp", "fsdp"))
+        self.k = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", "fsdp"))
+        self.v = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", "fsdp"))
+        self.out = shard(nn.Linear(heads * width, d_model, bias=False), weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTK = rearrange(self.q(x_BTD), "b t (h k) -> b h t k", h=self.heads)
@@ -93,9 +93,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
-        self.gate = shard(nn.Linear(d_model, hidden, bias=False), weight=P("tp", None))
-        self.up = shard(nn.Linear(d_model, hidden, bias=False), weight=P("tp", None))
-        self.down = shard(nn.Linear(hidden, d_model, bias=False), weight=P(None, "tp"))
+        self.gate = shard(nn.Linear(d_model, hidden, bias=False), weight=P("tp", "fsdp"))
+        self.up = shard(nn.Linear(d_model, hidden, bias=False), weight=P("tp", "fsdp"))
+        self.down = shard(nn.Linear(hidden, d_model, bias=False), weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
@@ -125,7 +125,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(d_model)
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        shard(self, weight=P("tp", None))
+        shard(self, weight=P("tp", "fsdp"))
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
         return nn.functional.linear(self.norm(x_BTD), self.weight)

@@ -96,7 +96,9 @@ class Liveness:
             worker.leaving = 0.0
 
     def heartbeat(self, rank: int, progress: int, waiting: bool, action: str = "") -> None:
-        """A heartbeat has come. Of ranks that are not watched it is ignored; a suspect stays one.
+        """A heartbeat has come. A newcomer gets as much time again; of others that are not watched it is ignored.
+
+        A suspect stays one.
 
         Args:
             progress: number of actions that the worker has finished.
@@ -105,6 +107,8 @@ class Liveness:
         """
         worker = self._workers.get(rank)
         if worker is None:
+            if rank in self._starting:  # it has compiled something: else it says nothing before it is ready
+                self._starting[rank] = 0.0
             return
         if worker.progress is not None and progress != worker.progress:
             if progress > worker.progress:

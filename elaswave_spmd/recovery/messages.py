@@ -117,11 +117,15 @@ class Vote(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Worker to controller: listening at `address`. `latched`: it holds its latch, whose release tells of its death."""
+    """Worker to controller: listening at `address`. `latched`: it holds its latch, whose release tells of its death.
+
+    `compiled`: programs that it has compiled, all that it will ever need.
+    """
 
     rank: int
     address: str
     latched: bool = False
+    compiled: int = 0
 
 
 class StepHeld(msgspec.Struct, frozen=True, array_like=True):
@@ -276,12 +280,14 @@ class Applied(Message, frozen=True):
 class Measured(Message, frozen=True):
     """Worker to controller: what its layer programs took in `step`, as in runtime.layer_times: (layer, seconds of all
     forwards, of all backwards, how many forwards, how many backwards). `memory`, of layers that are new to it, as in
-    runtime.layer_memory: (layer, bytes that a unit keeps, bytes of its output)."""
+    runtime.layer_memory: (layer, bytes that a unit keeps, bytes of its output). `compiled`: programs that it has
+    compiled so far; more than it said when it was ready means that training waited for a compilation."""
 
     rank: int
     step: int
     rows: tuple[tuple[int, float, float, int, int], ...]
     memory: tuple[tuple[int, int, int], ...] = ()
+    compiled: int = 0
 
 
 class ValidationLoss(Message, frozen=True):

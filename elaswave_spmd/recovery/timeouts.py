@@ -31,7 +31,8 @@ class Timeouts:
             action it has `progress_factor` times the usual time of one, if that is longer.
         progress: a worker that waits for nobody and finishes no action for so long hangs.
         progress_factor: how many times the usual time of an action that is at least: slow actions are no hang.
-        start: from a worker's launch until it is ready; also what its first action may take instead of `progress`.
+        start: from a worker's launch, or the last layer that it compiled, until it is ready; also what its first
+            action may take instead of `progress`.
         join: the same for a newcomer to a run that is under way: until it is ready, or the run goes on without it.
         leave: from a worker's wish to leave (SIGTERM) until it is let go; then it counts as failed. While it has state
             that nobody else has, it is waited for.

@@ -79,6 +79,14 @@ class StagePrograms:
         self._losses: dict[int, Tensor] = {}
         self.memory = LayerMemory()
 
+    @property
+    def num_compiled(self) -> int:
+        """Programs that this worker has compiled so far."""
+        return 0
+
+    def dropped(self, layer: int) -> None:
+        """The layer's parameters are not needed before their next version: a copy of them may go."""
+
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
         """The layers to run from now on; what was saved for others is given up.
 

@@ -167,6 +167,7 @@ class UnitRunner:
             self._ran(step, unit, layer, True, started)
             if drop:
                 self.values[layer].drop()
+                self.programs.dropped(layer)
             if weights:
                 self._visit(Point.REDUCE, step)
                 self.reducer.end_unit(step, layer, unit, alone=alone)

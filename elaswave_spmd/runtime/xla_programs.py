@@ -9,7 +9,7 @@ Tensors stay on the island between the layers of a stage; what leaves the stage,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,10 @@ class LayerPrograms:
 
 @dataclass
 class Kept:
-    """A unit's forward on the island, for its backward."""
+    """A unit's forward on the island, for its backward. No residuals: when checkpointing, the forward is run again."""
 
     given: list[Tensor]
-    residuals: list[Tensor]
+    residuals: list[Tensor] | None
 
 
 class XlaPrograms(StagePrograms):
@@ -83,8 +83,17 @@ class XlaPrograms(StagePrograms):
 
     # ---- compiling
 
+    @property
+    def num_compiled(self) -> int:
+        return self._island.num_compiled
+
     def compile(
-        self, modules: Sequence[nn.Module], layout: ModelLayout, tokens_BT: tuple[int, int], dtype: torch.dtype
+        self,
+        modules: Sequence[nn.Module],
+        layout: ModelLayout,
+        tokens_BT: tuple[int, int],
+        dtype: torch.dtype,
+        compiled: Callable[[str], None] = lambda layer: None,
     ) -> None:
         """Compiles the programs of all layers of the model, so that taking one over later compiles nothing.
 
@@ -93,10 +102,12 @@ class XlaPrograms(StagePrograms):
             layout: of the model.
             tokens_BT: shape of a unit.
             dtype: of parameters and activations.
+            compiled: told the name of each layer when its programs are there.
         """
         x = torch.zeros(tokens_BT, dtype=torch.int64)
         for layer, module in zip(layout.layers, modules, strict=True):
             self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
+            compiled(layer.name)
 
     def _compile(
         self, layout: LayerLayout, module: nn.Module, x: Tensor, tokens_BT: tuple[int, int], dtype: torch.dtype
@@ -193,7 +204,9 @@ class XlaPrograms(StagePrograms):
         given = self._given(layer, x, keys, batch)
         y, *residuals = self._island.run(self._programs[layer].forward, given)
         self._saved[layer, unit] = Saved(given[-1], None, keys)  # it says which units were run forward
-        self._kept[layer, unit] = Kept(given, residuals)
+        self._kept[layer, unit] = kept = Kept(given, None if self._checkpointing else residuals)
+        held = [given[len(self._programs[layer].graded)], *(kept.residuals or ())]
+        self.memory.note(layer, sum(value.nbytes for value in held), y.nbytes)
         if layer == self._last:
             self._losses[unit] = y
         return self._out(y, layer == max(self._modules))
@@ -206,7 +219,9 @@ class XlaPrograms(StagePrograms):
         made: list[Tensor] = []
         if programs.backward is not None:
             ends = [] if dy is None else [self._there(dy)]
-            made = self._island.run(programs.backward, [*kept.given, *kept.residuals, *ends])
+            # The forward's own program: another one that has it inside could give other bits.
+            residuals = self._island.run(programs.forward, kept.given)[1:] if kept.residuals is None else kept.residuals
+            made = self._island.run(programs.backward, [*kept.given, *residuals, *ends])
         dx = made.pop(0) if programs.has_dx else None
         losses = [self._losses.pop(unit)] if layer == self._last else []
         host = iter(self._island.fetch([*made, *losses]))
@@ -243,10 +258,13 @@ class XlaPrograms(StagePrograms):
     def _parameters(self, layer: int) -> list[Tensor]:
         """The layer's parameters on the island, sent once for each version."""
         values = self._values[layer]
-        version = values._common_version
+        version = values.version
         if version is None or self._placed.get(layer, (None,))[0] != version:
             self._placed[layer] = version, self._island.put(values.parameters, self._specs_of(values.layout))
         return self._placed[layer][1]
+
+    def dropped(self, layer: int) -> None:
+        self._placed.pop(layer, None)
 
     def placed(self, layer: int) -> dict[str, Tensor]:
         """The layer's parameters as they lie on the island now, by their names in it."""

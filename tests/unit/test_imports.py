@@ -29,9 +29,11 @@ ALLOWED = {
     "conf": "errors mesh",
     "elastic_settings": "checks errors",
     "emulated_settings": "checks errors",
+    "mesh_settings": "checks errors mesh",
     "runtime_settings": "checks errors",
     "schedule_settings": "checks errors sharding",
-    "settings": "checks elastic_settings emulated_settings errors mesh recovery runtime_settings schedule_settings",
+    "settings": "checks elastic_settings emulated_settings errors mesh mesh_settings recovery runtime_settings "
+    "schedule_settings",
     "runtime": "errors keyed mesh sharding scheduling recovery models",
     "testing": "errors keyed mesh sharding scheduling recovery models data runtime",
     "ctl": "errors mesh observe",
@@ -41,14 +43,15 @@ ALLOWED = {
     "simulating": "errors named_arguments simulator",
 }
 TOP = (
-    *("agent", "assembly", "chaos", "control", "controller", "corruption", "epoch_events", "frequencies"),
+    *("agent", "assembly", "chaos", "compilations", "control", "controller", "corruption", "device", "epoch_events"),
+    *("frequencies",),
     *("launching", "losses", "summary", "supervision", "tracing", "worker"),
     *("durability", "emergency", "identity", "rescheduling", "restart", "resuming", "start", "stopping"),
 )
 OUTSIDE = ("cli", "__main__", "__init__")
 WITHOUT_TORCH = (
     *("mesh", "sharding", "scheduling", "recovery", "keyed", "observe", "settings"),
-    *("cli", "ctl", "simulator", "planning", "simulating"),
+    *("cli", "ctl", "device", "simulator", "planning", "simulating"),
 )
 
 

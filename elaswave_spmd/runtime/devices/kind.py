@@ -30,6 +30,7 @@ class Capabilities:
         compiles: layer programs are compiled, all of them before a worker's first step.
         islands: a worker may have several local devices, one program over all of them (mesh axes tp and fsdp).
         forks: workers may be forked from a process that has imported what they need.
+        preload: modules for such a process to import: importing them opens no device and leaves no thread.
     """
 
     streams: bool
@@ -42,6 +43,7 @@ class Capabilities:
     compiles: bool
     islands: bool
     forks: bool
+    preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.dtypes and (self.collectives or not self.shrinks_groups), self

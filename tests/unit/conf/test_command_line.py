@@ -12,6 +12,7 @@ import pytest
 
 from elaswave_spmd import cli
 from elaswave_spmd.errors import MeshError, RunError, WorkerError
+from elaswave_spmd.runtime.devices import ThisMachine, device_of
 from elaswave_spmd.settings import Settings
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +84,8 @@ def test_exit_codes(
         "mesh=dpp3",
         "mesh=3",
         "model=null",
-        "mesh=dp2_tp2",
+        "mesh=dp2_tp0",
+        "runtime.device=tpu",
         "mesh.dp=abc",
         "mesh.dp=",
         "mesh=dp2 mesh.stages=[3,2]",
@@ -199,6 +201,27 @@ def test_help_and_bad_input_come_before_torch_and_leave_nothing(start: tuple[str
     assert shown.stdout.splitlines()[-1] == "False"
     refused = outside(*start, "mesh.dp=abc", where=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "False\n") and "from mesh.dp=abc" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "telling"),
+    [
+        (["runtime.device=npu"], "CANN"),
+        (["runtime.device=cuda"], "the NVIDIA driver"),
+        (["mesh=dp2_tp2"], "a worker on runtime.device=cpu has one device"),
+        (["runtime.device=emulated", "mesh.fsdp=2"], "one device"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, list) else "",
+)
+def test_devices_that_cannot_be_used_are_refused_before_torch(
+    arguments: list[str], telling: str, tmp_path: Path
+) -> None:
+    if device_of("cuda").missing(ThisMachine()) == () and "cuda" in arguments[0]:
+        pytest.skip("this machine has a GPU")
+    refused = outside(str(ROOT / "train.py"), *arguments, where=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "False\n"), refused.stderr
+    assert telling in refused.stderr and "Traceback" not in refused.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,7 +29,8 @@ train.resume unit.size page.size model.layers model.d_model model.heads model.dr
 optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
-runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages sharding elastic.enabled elastic.min_workers
+runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp sharding
+elastic.enabled elastic.min_workers
 elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
 timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start
 timeouts.join timeouts.leave timeouts.controller timeouts.shutdown chaos.events chaos.random chaos.seed chaos.rate
@@ -101,6 +102,12 @@ def test_every_choice_is_good(group: str, choice: str) -> None:
         ("mesh.stages=[3,2]", "stages3-2"),
         ("mesh=single mesh.stages=[1,3]", "stages1-3"),
         ("mesh.stages=[2,2]", "dp2_pp2"),
+        ("mesh=dp2_pp2_tp2", "dp2_pp2_tp2"),
+        ("mesh=dp2_pp2 mesh.tp=2", "dp2_pp2_tp2"),
+        ("mesh=tp2_fsdp2", "tp2_fsdp2"),
+        ("mesh=fsdp2", "fsdp2"),
+        ("mesh=stages3-2_tp4", "stages3-2_tp4"),
+        ("mesh=dp2_tp2 mesh.tp=null", "dp2"),
     ],
 )
 def test_mesh_names_and_overrides(overrides: str, name: str) -> None:
@@ -113,7 +120,7 @@ def test_stages_stand_alone(beside: str) -> None:
         settings(beside, "mesh.stages=[3,2]")
 
 
-@pytest.mark.parametrize("name", ["dpp3", "dp0", "dp", "dp2-pp2", "dp2_dp3", "dp2_tp2", "double"])
+@pytest.mark.parametrize("name", ["dpp3", "dp0", "dp", "dp2-pp2", "dp2_dp3", "dp2_tp0", "dp2_tp2_tp2", "double"])
 def test_a_typo_in_a_mesh_name_lists_what_exists(name: str) -> None:
     with pytest.raises(ConfigError, match="mesh is named by") as caught:
         settings(f"mesh={name}")
@@ -122,8 +129,10 @@ def test_a_typo_in_a_mesh_name_lists_what_exists(name: str) -> None:
 
 @given(dp=st.integers(1, 10**6), pp=st.integers(1, 10**6))
 def test_names_are_spelled_out(dp: int, pp: int) -> None:
-    assert spell_out(f"dp{dp}_pp{pp}") == {"dp": dp, "pp": pp, "stages": None}
-    assert spell_out(f"dp{dp}") == {"dp": dp, "pp": None, "stages": None}
+    rest = {"stages": None, "tp": None, "fsdp": None}
+    assert spell_out(f"dp{dp}_pp{pp}") == rest | {"dp": dp, "pp": pp}
+    assert spell_out(f"dp{dp}") == rest | {"dp": dp, "pp": None}
+    assert spell_out(f"dp{dp}_fsdp{pp}") == rest | {"dp": dp, "pp": None, "fsdp": pp}
 
 
 def test_help_lists_the_forms_of_mesh_names() -> None:

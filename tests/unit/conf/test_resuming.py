@@ -98,4 +98,6 @@ def test_a_setting_that_is_unknown_is_refused(resume, tmp_path: Path) -> None:
     ],
 )
 def test_the_workers_that_are_left_make_a_mesh(workers: int, stages: int, mesh: MeshSettings) -> None:
-    assert mesh_of(workers, stages) == mesh and mesh.shape.num_workers == workers
+    assert mesh_of(workers, MeshSettings(pp=stages)) == mesh and mesh.shape.num_workers == workers
+    islands = mesh_of(workers, MeshSettings(pp=stages, tp=2, fsdp=3)).shape
+    assert islands.stage_sizes == mesh.shape.stage_sizes and islands.island_size == 6

@@ -54,6 +54,7 @@ BAD = [
     ("emulated.slow", [{"rank": 1, "speed": 0}]), ("emulated.slow", [{"rank": 1, "speed": 1, "step": 3, "until": 3}]),
     ("seed", -1), ("seed", 1.0), ("seed", None), ("seed", ""), ("seed", 2**63),
     ("mesh.dp", "abc"), ("mesh.dp", ""), ("mesh.dp", 0), ("mesh.dp", 1.5), ("mesh.dp", True), ("mesh.pp", -2),
+    ("mesh.tp", 0), ("mesh.tp", "two"), ("mesh.fsdp", 1.5), ("mesh.fsdp", True),
     ("mesh.stages", "abc"), ("mesh.stages", []), ("mesh.stages", [3, 0]), ("mesh.stages", [3, "b"]), ("mesh.stages", 3),
     ("sharding.name", "zero4"), ("sharding.name", None),
     ("model.name", ""), ("model.target", None), ("model.target", ""), ("model.layers", 0), ("model.layers", None),
@@ -111,7 +112,7 @@ def test_every_setting_is_used() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
     # Read inside settings.py, for others: the mesh as a shape, the sharding as a level.
-    inside = {"mesh.dp", "mesh.pp", "mesh.stages", "sharding.name"}
+    inside = {"mesh.dp", "mesh.pp", "mesh.stages", "mesh.tp", "mesh.fsdp", "sharding.name"}
     unread = [name for name in leaves() if name.split(".")[-1] not in read and name not in inside]
     assert [name for name in unread if not name.startswith(FOR_LATER)] == []
 
@@ -172,6 +173,15 @@ def test_mesh_of_sizes_or_of_stages(dp: int | None, pp: int | None, stages: list
     else:
         with pytest.raises(ConfigError, match=r"mesh\.stages says"):
             MeshSettings(dp, pp, tuple(stages))
+
+
+@given(
+    stages=st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=4), tp=st.integers(1, 8), fsdp=st.integers(1, 8)
+)
+def test_devices_inside_workers_change_no_number_of_workers(stages: list[int] | None, tp: int, fsdp: int) -> None:
+    mesh = MeshSettings(stages=tuple(stages) if stages else None, tp=tp, fsdp=fsdp)
+    assert mesh.shape.island_size == tp * fsdp
+    assert mesh.shape.stage_sizes == (tuple(stages) if stages else (1,))
 
 
 @given(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ast
+import inspect
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.keyed import KeyedDropout, Keys, keyed_dropout
+from elaswave_spmd.keyed import KeyedDropout, Keys, dropout, keyed_dropout
 from elaswave_spmd.keyed.dropout import keep_mask_numpy, keep_mask_torch
 
 CPU = torch.device("cpu")
@@ -133,3 +136,10 @@ def test_a_compiled_program_gives_the_same_bits_and_is_traced_once() -> None:
 def test_on_the_meta_device_only_shapes_are_made() -> None:
     x = torch.empty(2, 5, device="meta")
     assert keyed_dropout(x, 0.5, Keys.make(1, 1, [0, 1], 0), 0).shape == (2, 5)
+
+
+def test_nothing_is_shifted_by_a_number() -> None:
+    """XLA divides for it, and rounds negative words to zero: other masks, silently."""
+    tree = ast.parse(inspect.getsource(dropout))
+    shifts = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.RShift)]
+    assert shifts == [] and "bitwise_right_shift" in inspect.getsource(dropout)

@@ -104,7 +104,8 @@ def test_annotations_name_real_parameters(name: str) -> None:
     names = {path for path, _ in model.named_parameters()}
     specs = specs_of(model)
     assert specs and specs.keys() <= names
-    assert specs["block0.up.weight" if name == "mlp" else "block0.mlp.up.weight"] == P("tp", None)
+    path, spec = ("up", P("tp", None)) if name == "mlp" else ("mlp.up", P("tp", "fsdp"))
+    assert specs[f"block0.{path}.weight"] == spec
     assert model.shardings.zero_level == 2
 
 

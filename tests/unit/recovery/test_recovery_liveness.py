@@ -55,6 +55,15 @@ def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
     assert liveness.watched == {2}
 
 
+def test_a_newcomer_that_still_compiles_gets_its_time_again() -> None:
+    liveness = Liveness(T)
+    liveness.expect(5)
+    assert all(liveness.tick(BEAT) == [] for _ in range(int(T.join / BEAT) - 1))
+    liveness.heartbeat(5, 1, False, "compiling")
+    count, suspect = ticks_until_suspect(liveness, limit=10_000)
+    assert count * BEAT == T.join and suspect.rank == 5
+
+
 def test_a_rank_that_is_watched_again_starts_anew() -> None:
     liveness = watching(1)
     ticks_until_suspect(liveness)

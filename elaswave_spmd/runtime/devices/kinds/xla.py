@@ -46,6 +46,7 @@ class Xla:
         compiles=True,
         islands=True,
         forks=True,  # importing torch_xla makes no client
+        preload=("torch_xla", "torch_xla.runtime", "torch_xla.distributed.spmd", "torch_xla.debug.metrics"),
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:

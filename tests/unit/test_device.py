@@ -1,0 +1,55 @@
+"""How workers start for a device: what they get, and what is refused before any of them starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaswave_spmd.device import WorkerStart, kind_of, worker_start
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.settings import Settings
+from tests.unit.devices.made_up_machines import GPU, NPU, PLAIN, XLA
+
+
+def settings(device: str, threads: int = 1, **mesh: int) -> Settings:
+    runtime = {"device": device, "threads_per_worker": threads}
+    return Settings.from_dict({"runtime": runtime, "mesh": mesh})
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_workers_of_the_cpu_get_nothing(device: str) -> None:
+    assert worker_start(settings(device, dp=4), PLAIN) == WorkerStart()
+    assert kind_of(settings(device)).name == "cpu"
+
+
+def test_workers_of_an_island_get_its_devices_and_threads() -> None:
+    start = worker_start(settings("xla", threads=4, dp=2, tp=2), XLA)
+    assert {"CPU_NUM_DEVICES": "2", "NPROC": "4", "PJRT_DEVICE": "CPU"}.items() <= start.environment.items()
+    assert start.method == "fork" and start.preload[0] == "torch_xla"
+    assert "CPU_NUM_DEVICES=2 NPROC=4" in str(start)
+
+
+@pytest.mark.parametrize(("axis", "size"), [("tp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_only_islands_have_several_devices(device: str, axis: str, size: int) -> None:
+    with pytest.raises(ConfigError, match="has one device") as caught:
+        worker_start(settings(device, **{axis: size}), PLAIN)
+    assert "runtime.device=xla" in caught.value.fix
+
+
+@pytest.mark.parametrize(("variable", "value"), [("CPU_NUM_DEVICES", "3"), ("WORLD_SIZE", "2"), ("XLA_USE_BF16", "1")])
+def test_variables_that_contradict_the_settings_are_refused(variable: str, value: str) -> None:
+    machine = XLA.without(environment={variable: value})
+    with pytest.raises(ConfigError) as caught:
+        worker_start(settings("xla", tp=2), machine)
+    assert caught.value.fix == f"unset {variable}"
+
+
+def test_what_is_missing_comes_before_what_is_set_wrong() -> None:
+    with pytest.raises(ConfigError, match="CANN"):
+        worker_start(settings("npu", tp=2), PLAIN)
+
+
+@pytest.mark.parametrize(("device", "machine"), [("cuda", GPU), ("npu", NPU)])
+def test_state_lies_in_host_memory(device: str, machine: object) -> None:
+    with pytest.raises(ConfigError, match="host memory"):
+        worker_start(settings(device), machine)  # pyright: ignore[reportArgumentType]
