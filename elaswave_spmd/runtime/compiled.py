@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
-from elaswave_spmd.errors import ConfigError, ModelError
+from elaswave_spmd.errors import ModelError
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
@@ -33,37 +32,57 @@ class CompiledPrograms(StagePrograms):
 
     Args:
         threads: intra-op threads of this worker.
+        backend: of torch.compile.
     """
 
     def __init__(
-        self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, threads: int
+        self,
+        num_layers: int,
+        *,
+        loss: Loss,
+        loss_scale: float,
+        checkpointing: bool,
+        threads: int,
+        backend: str = "inductor",
     ) -> None:
         super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
-        _configure(threads, num_layers)
-        # Of all layers: a graph break would leave parts between programs that run as they are written.
-        self._run_layer: Callable[..., Tensor] = torch.compile(_run_layer, fullgraph=True, dynamic=False)
-        self._run_last: Callable[..., Tensor] = torch.compile(_run_last, fullgraph=True, dynamic=False)
-        self._counter = _Counter()
-        self._before = 0
+        self._num_compiled = 0
+        _configure(threads, num_layers, self._count)
+        # Whole layers: a graph break would leave parts between programs that run as they are written.
+        as_one: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+        self._run_layer: Callable[..., Tensor] = torch.compile(_run_layer, **as_one)
+        self._run_last: Callable[..., Tensor] = torch.compile(_run_last, **as_one)
+
+    def _count(self, args: object) -> None:
+        """A forward or an evaluation is being compiled; or a backward, unless that comes with its forward."""
+        self._num_compiled += 1
 
     @property
-    def compiled(self) -> tuple[int, int]:
-        return self._before, self._counter.number - self._before
+    def num_compiled(self) -> int:
+        return self._num_compiled
 
     def compile(
-        self, modules: Sequence[nn.Module], layout: ModelLayout, tokens_BT: tuple[int, int], dtype: torch.dtype
+        self,
+        modules: Sequence[nn.Module],
+        layout: ModelLayout,
+        tokens_BT: tuple[int, int],
+        dtype: torch.dtype,
+        compiled: Callable[[str], None] = lambda layer: None,
     ) -> None:
         """Compiles the programs of all layers, by running each on zeros in every way that a step or validation does.
 
         Args:
-            modules: every layer, first to last; parameters may be on the meta device.
+            modules: every layer, first to last; parameters may be on the meta device. They are of no use afterwards.
             layout: of the model.
             tokens_BT: shape of a unit.
             dtype: of parameters and activations.
+            compiled: told the name of each layer when its programs are there.
 
         Raises:
             ModelError: a layer that cannot be compiled as one graph.
         """
+        from torch._dynamo.exc import TorchDynamoException
+
         tokens = torch.zeros(tokens_BT, dtype=torch.int64)
         batch, keys, x = Batch(tokens, tokens), Keys.make(0, 0, [0] * tokens_BT[0], 0), tokens
         for layer, module in zip(layout.layers, modules, strict=True):
@@ -71,16 +90,16 @@ class CompiledPrograms(StagePrograms):
             self.bind({layer.index: module}, {layer.index: values})
             try:
                 x = self._try(layer.index, x, keys, batch, GradientBuffer(layer))
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except TorchDynamoException as error:
                 raise ModelError(
                     "with runtime.compile=true every layer is compiled, as one graph",
                     got=str(error).strip().splitlines()[0],
                     where=f"layer {layer.name}",
                     fix="write its forward without what torch.compile refuses, or runtime.compile=false",
                 ) from error
+            compiled(layer.name)
         self.bind({}, {})
-        self.memory = LayerMemory()
-        self._before = self._counter.number
+        self.memory = LayerMemory()  # what was weighed is of no unit
 
     def _try(self, layer: int, x: Tensor, keys: Keys, batch: Batch, into: GradientBuffer) -> Tensor:
         """Evaluates a layer and trains it once. Returns its output: the next one's input."""
@@ -107,49 +126,28 @@ def _run_last(module: nn.Module, loss: Loss, x: Tensor, keys: Keys, batch: Batch
     return loss(module(x, keys), batch)
 
 
-class _Counter:
-    """Programs that torch.compile has made in this process since it was told to count."""
+def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -> None:
+    """Sets up torch.compile for a worker's process; it is imported only where something is compiled.
 
-    def __init__(self) -> None:
-        self.number = 0
-        # A forward is compiled when it is traced; its backward at the first one, or with it.
-        torch._dynamo.callback.on_compile_start(self._count)
+    Args:
+        count: called whenever a program is compiled, from now on.
+    """
+    import torch._dynamo
+    import torch._inductor.config as inductor
 
-    def _count(self, args: Any) -> None:
-        self.number += 1
-
-
-def _configure(threads: int, num_layers: int) -> None:
-    """Settings of torch.compile for a worker's process."""
-    import torch._inductor.config as inductor  # heavy: only where something is compiled
-
-    inductor.compile_threads = 1  # no pool of processes behind a worker, which is a forked process itself
+    inductor.compile_threads = 1  # no pool of processes behind a worker
     inductor.cpp.threads = threads  # part of what is compiled, and of a run's bits
     if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True  # no choice of kernels by their speed: workers would choose differently
+        inductor.deterministic = True  # no choice of kernels by their speed: two workers would choose differently
     # Layers that are unlike are programs of their own, each of them wanted.
     torch._dynamo.config.recompile_limit = max(8, _KINDS * num_layers)
     torch._dynamo.config.accumulated_recompile_limit = max(256, _KINDS * num_layers)
+    torch._dynamo.callback.on_compile_start(count)
 
 
-def check_compiler(device: str) -> str:
-    """The compiler behind torch.compile on a device, as it names itself: part of a run's identity.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    import torch._inductor.config as inductor
-
-    if device != "cpu":
-        return ""  # triton comes with torch
-    names = [name for name in inductor.cpp.cxx if name] if isinstance(inductor.cpp.cxx, tuple) else [inductor.cpp.cxx]
-    for name in names:
-        if (path := shutil.which(name)) is not None:
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-            return done.stdout.partition("\n")[0]
-    raise ConfigError(
-        "runtime.compile=true needs a C++ compiler on every machine",
-        got=f"no {' or '.join(names)}",
-        where="runtime.compile=true",
-        fix="install g++, or name a compiler in CXX, or runtime.compile=false",
-    )
+def compiler_version(compiler: str) -> str:
+    """What a C++ compiler calls itself, "" where there is none: other compilers may give other bits."""
+    if shutil.which(compiler) is None:
+        return ""
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.partition("\n")[0]

@@ -99,11 +99,6 @@ class StagePrograms:
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
 
     @property
-    def compiled(self) -> tuple[int, int]:
-        """How many programs were compiled before this worker was ready, and since; (0, 0) where none are."""
-        return 0, 0
-
-    @property
     def forwarded(self) -> frozenset[int]:
         """Units that have been run forward through all layers, and not yet backward."""
         return frozenset(unit for layer, unit in self._saved if layer == max(self._modules))

@@ -31,6 +31,7 @@ class Capabilities:
         islands: a worker may have several local devices, one program over all of them (mesh axes tp and fsdp).
         forks: workers may be forked from a process that has imported what they need.
         preload: modules for such a process to import: importing them opens no device and leaves no thread.
+        inductor: torch.compile can make its layer programs (`runtime.compile`), and gives the same bits every time.
     """
 
     streams: bool
@@ -44,6 +45,7 @@ class Capabilities:
     islands: bool
     forks: bool
     preload: tuple[str, ...] = ()
+    inductor: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtypes and (self.collectives or not self.shrinks_groups), self
