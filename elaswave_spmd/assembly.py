@@ -15,6 +15,7 @@ from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
+from elaswave_spmd.runtime.compiled import CompiledPrograms
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.emulated import EmulatedDevice, EmulatedPrograms
@@ -254,7 +255,7 @@ def make_programs(
     frequency: Callable[[], float] = lambda: 1.0,
     compiled: Callable[[str], None] = lambda layer: None,
 ) -> StagePrograms:
-    """What runs the layers of one worker; compiled where the device compiles, for all layers of the model.
+    """What runs the layers of one worker; compiled, for all layers of the model, where that is wanted or has to be.
 
     Args:
         frequency: of an emulated device; asked before every program.
@@ -264,11 +265,17 @@ def make_programs(
     model = make_model(settings, plan.data.vocab_size)
     args = program_args(plan.job, layout, model.loss)
     if settings.runtime.device != EMULATED:
+        unit, dtype = (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype
+        if settings.runtime.compile:
+            programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker)
+            modules = _modules(plan, range(len(layout.layers)))
+            programs.compile([*modules.values()], layout, unit, dtype, compiled)
+            return programs
         if not kind_of(settings).capabilities.compiles:
             return StagePrograms(**args)
         island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
         programs = XlaPrograms(**args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, layout, (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype, compiled)
+        programs.compile(model.layers, layout, unit, dtype, compiled)
         return programs
     e = settings.emulated
     speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731

@@ -186,10 +186,9 @@ class StagePrograms:
         An output is contiguous and in the compute dtype whether or not a stage ends behind the layer: else the next
         layer would see other strides, or another dtype, on another mesh.
         """
-        y = self._modules[layer](x, keys)
+        y = self._compute(layer, x, keys, batch)
         if layer == self._last:
-            assert batch is not None
-            loss = self._loss(y, batch)
+            loss = y
             if loss.ndim:
                 raise ModelError(
                     "a loss is one number, the sum over tokens",
@@ -206,6 +205,14 @@ class StagePrograms:
                 fix="return the tensor that the next layer takes; make features of integers in the layer itself",
             )
         return y.to(self._values[layer].flat.dtype).contiguous()
+
+    def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """The layer as the model has it, with the loss of the last one."""
+        y = self._modules[layer](x, keys)
+        if layer < self._last:
+            return y
+        assert batch is not None
+        return self._loss(y, batch)
 
     def set_training(self, training: bool) -> None:
         """Switches what was in training mode at the start: not what a model itself put into evaluation mode."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures
+from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,17 @@ class AcceleratorDevice:
         kind: whose capabilities say what `api` can do.
         place: the device of its tensors.
         api: torch's module for it (torch.cuda, torch_npu.npu, ...).
+        recover: as in `Device`, of a kind that can be brought back after a fault.
     """
 
-    def __init__(self, kind: DeviceKind, place: torch.device, api: Any) -> None:
-        self.kind, self.place, self._api = kind, place, api
+    def __init__(
+        self,
+        kind: DeviceKind,
+        place: torch.device,
+        api: Any,
+        recover: Callable[[BaseException], Remedy | None] = lambda error: None,
+    ) -> None:
+        self.kind, self.place, self._api, self._recover = kind, place, api, recover
         self._streams, self._pins = kind.capabilities.streams, kind.capabilities.pinned_copies
         if self._streams:
             api.set_device(place)
@@ -113,3 +120,6 @@ class AcceleratorDevice:
         total = getattr(self._api.get_device_properties(self.place), "total_memory", None)
         allocated, peak = self._api.memory_allocated(self.place), self._api.max_memory_allocated(self.place)
         return MemoryFigures(allocated, peak, total)
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        return self._recover(error)

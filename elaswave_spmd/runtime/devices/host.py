@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures
+from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,6 @@ class HostDevice:
 
     def memory(self) -> MemoryFigures | None:
         return self._figures()
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        return None

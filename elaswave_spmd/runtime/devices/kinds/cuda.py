@@ -26,6 +26,7 @@ class Cuda:
         compiles=False,
         islands=False,
         forks=True,  # as long as the process that forks never asks for a device
+        inductor=True,
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
