@@ -92,7 +92,7 @@ def open_device(settings: Settings, rank: int) -> Device:
     """The device that the settings name, in this process; an emulated one is the CPU with a clock of its own."""
     name = settings.runtime.device
     kind = device_of("cpu" if name == "emulated" else name)
-    return kind.open(rank, Island(threads=settings.runtime.threads_per_worker))
+    return kind.open(rank, Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker))
 
 
 class Worker:
