@@ -237,7 +237,7 @@ def make_executor(
         plan.description.layout,
         first,
         lambda layers: _modules(plan, layers),
-        programs or make_programs(plan, rank),
+        programs or make_programs(plan, rank, device.place),
         device,
         plan.description.inits,
         open_split(plan.data, "train"),
@@ -252,12 +252,14 @@ def make_executor(
 def make_programs(
     plan: RunPlan,
     rank: int,
+    place: torch.device,
     frequency: Callable[[], float] = lambda: 1.0,
     compiled: Callable[[str], None] = lambda layer: None,
 ) -> StagePrograms:
     """What runs the layers of one worker; compiled, for all layers of the model, where that is wanted or has to be.
 
     Args:
+        place: where parameters and what programs take and give lie.
         frequency: of an emulated device; asked before every program.
         compiled: told the name of each layer when its programs are there.
     """
@@ -267,7 +269,7 @@ def make_programs(
     if settings.runtime.device != EMULATED:
         unit, dtype = (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype
         if settings.runtime.compile:
-            programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker)
+            programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
             modules = _modules(plan, range(len(layout.layers)))
             programs.compile([*modules.values()], layout, unit, dtype, compiled)
             return programs

@@ -140,7 +140,7 @@ class Worker:
             beat = m.Heartbeat(self._rank, next(told), False, f"compiling, {layer} done")
             self._links.send(CONTROLLER, m.encode(beat))
 
-        self._programs = make_programs(plan, self._rank, self._frequency, compiled)
+        self._programs = make_programs(plan, self._rank, self._device.place, self._frequency, compiled)
 
     def work(self, plan: RunPlan) -> None:
         """Waits for its place and trains until it is told to stop."""

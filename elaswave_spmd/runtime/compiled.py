@@ -32,6 +32,7 @@ class CompiledPrograms(StagePrograms):
 
     Args:
         threads: intra-op threads of this worker.
+        place: the device of parameters and of what programs take and give.
         backend: of torch.compile.
     """
 
@@ -43,10 +44,11 @@ class CompiledPrograms(StagePrograms):
         loss_scale: float,
         checkpointing: bool,
         threads: int,
+        place: torch.device,
         backend: str = "inductor",
     ) -> None:
         super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
-        self._num_compiled = 0
+        self._place, self._num_compiled = place, 0
         _configure(threads, num_layers, self._count)
         # Whole layers: a graph break would leave parts between programs that run as they are written.
         as_one: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
@@ -83,13 +85,14 @@ class CompiledPrograms(StagePrograms):
         """
         from torch._dynamo.exc import TorchDynamoException
 
-        tokens = torch.zeros(tokens_BT, dtype=torch.int64)
-        batch, keys, x = Batch(tokens, tokens), Keys.make(0, 0, [0] * tokens_BT[0], 0), tokens
+        place = self._place
+        tokens = torch.zeros(tokens_BT, dtype=torch.int64, device=place)
+        batch, keys, x = Batch(tokens, tokens), Keys.make(0, 0, [0] * tokens_BT[0], 0, place), tokens
         for layer, module in zip(layout.layers, modules, strict=True):
-            values = ValueBuffer(layer, module, dtype)
+            values = ValueBuffer(layer, module, dtype, place)
             self.bind({layer.index: module}, {layer.index: values})
             try:
-                x = self._try(layer.index, x, keys, batch, GradientBuffer(layer))
+                x = self._try(layer.index, x, keys, batch, GradientBuffer(layer, place))
             except TorchDynamoException as error:
                 raise ModelError(
                     "with runtime.compile=true every layer is compiled, as one graph",

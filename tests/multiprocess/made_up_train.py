@@ -17,7 +17,7 @@ def work(spec: dict[str, Any]) -> int:
     from elaswave_spmd.testing.made_up_device import MadeUp, register
 
     library = register()
-    with patch.object(worker, "device_of", lambda name: MadeUp()):
+    with patch.object(worker, "kind_of", lambda settings: MadeUp()):
         print(f"worker {spec['rank']} {SEEN}", flush=True)
         code = worker.main(spec)
     del library

@@ -24,6 +24,7 @@ from elaswave_spmd.runtime.stage import StagePrograms
 
 UNIT = (2, 6)
 VOCABULARY = 11
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.d
     """Programs of a model, compiled; (them, the names of the layers in the order in which they were ready)."""
     description, names = describe(model, page_size=64), []
     programs = CompiledPrograms(
-        len(model.layers), loss=model.loss, loss_scale=0.1, checkpointing=checkpointing, threads=1, backend="aot_eager"
+        len(model.layers), loss=model.loss, loss_scale=0.1, checkpointing=checkpointing, threads=1, place=CPU, backend="aot_eager"
     )
     programs.compile(model.layers, description.layout, UNIT, dtype, names.append)
     return programs, names
@@ -102,11 +103,11 @@ def bound(
     values = {}
     for number in layers:
         layout = description.layout.layers[number]
-        values[number] = ValueBuffer(layout, model.layers[number], dtype)
+        values[number] = ValueBuffer(layout, model.layers[number], dtype, CPU)
         draw = torch.Generator().manual_seed(number)
         values[number].flat.copy_(torch.randn(values[number].flat.shape, generator=draw) * 0.3)
     programs.bind({number: value.module for number, value in values.items()}, values)
-    return {number: GradientBuffer(description.layout.layers[number]) for number in layers}
+    return {number: GradientBuffer(description.layout.layers[number], CPU) for number in layers}
 
 
 def run(programs: StagePrograms, buffers: Mapping[int, GradientBuffer], step: int, *, add: bool) -> list[Tensor]:
