@@ -87,7 +87,13 @@ def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.d
     """Programs of a model, compiled; (them, the names of the layers in the order in which they were ready)."""
     description, names = describe(model, page_size=64), []
     programs = CompiledPrograms(
-        len(model.layers), loss=model.loss, loss_scale=0.1, checkpointing=checkpointing, threads=1, place=CPU, backend="aot_eager"
+        len(model.layers),
+        loss=model.loss,
+        loss_scale=0.1,
+        checkpointing=checkpointing,
+        threads=1,
+        place=CPU,
+        backend="aot_eager",
     )
     programs.compile(model.layers, description.layout, UNIT, dtype, names.append)
     return programs, names
