@@ -37,5 +37,5 @@ class Compilations:
                     known[1] += more
                     text = f"worker {rank} compiled {more} programs in step {step}: training waited for them"
                     self._observer.on_event("recompile", rank=rank, step=step, programs=more, message=text)
-            case Heartbeat() if message.rank not in self._ready:
+            case Heartbeat(waiting=False) if message.rank not in self._ready:
                 self.got_further_at = time.monotonic()

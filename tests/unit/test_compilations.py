@@ -37,5 +37,7 @@ def test_programs_of_the_start_and_of_later(tmp_path: Path) -> None:
 
 def test_who_is_ready_gets_no_further_with_its_start(tmp_path: Path) -> None:
     assert told(tmp_path, Heartbeat(3, 1, False, "compiling"))[0].got_further_at > 0
-    (tmp_path / "b").mkdir()
+    for name in "bc":
+        (tmp_path / name).mkdir()
+    assert told(tmp_path / "c", Heartbeat(3, 1, True))[0].got_further_at == 0, "it waits"
     assert told(tmp_path / "b", Ready(3, "a"), Heartbeat(3, 1, False))[0].got_further_at == 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_metrics
-from tests.multiprocess.real_runs import launch, train, write_text
-from tests.xla.xla_runs import NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, run
+from elaswave_spmd.observe import read_events, read_metrics
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost
+from tests.multiprocess.real_runs import eventually, launch, train, write_text
+from tests.xla.xla_runs import LAYERS, NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, run
 
 pytestmark = [pytest.mark.xla, pytest.mark.multiprocess, pytest.mark.timeout(300), NEEDS_XLA]
 
@@ -63,13 +66,39 @@ def test_a_drained_worker_changes_no_bit(undisturbed: XlaRun, tmp_path: Path) ->
 
 
 def test_a_joiner_has_compiled_before_it_is_promoted(tmp_path: Path) -> None:
-    many = "train.steps=400"
-    reference = run(tmp_path / "reference", "mesh.tp=2", many)
-    found = run(tmp_path / "joined", "mesh.tp=2", many, chaos("step: 2, kind: join"))
-    assert found.changes.ranks("join") == [[1]] and found.bits == reference.bits
-    order = [event["event"] for event in found.events if event["event"] in ("compile", "join")]
-    assert order == ["compile", "compile", "join"]
-    found.assert_nothing_compiled_in_training(2)
+    """The run lasts until it has joined: how many steps that takes depends on the machine."""
+    endless = ["optim.schedule=constant", "train.validate_every=0"]
+    (tmp_path / "joined").mkdir()
+    write_text(tmp_path / "joined")
+    arguments = ["mesh.tp=2", "train.steps=1000000", *endless, chaos("step: 2, kind: join")]
+    with launch(tmp_path / "joined", *SMALL, *arguments) as launched:
+        events = tmp_path / "joined" / "run" / "events.jsonl"
+        eventually(lambda: events.exists() and '"join"' in events.read_text(), launched.process, 150)
+        joined_after = next(e["after_step"] for e in read_events(events.parent) if e["event"] == "join")
+        launched.wait_for_steps(joined_after + 5)
+        os.killpg(launched.process.pid, signal.SIGINT)
+        assert launched.finish().code == 130
+    told = read_events(events.parent)
+    assert [e["event"] for e in told if e["event"] in ("compile", "join")] == ["compile", "compile", "join"]
+    assert not [e for e in told if e["event"] == "recompile"]
+    found = [(line.loss_hex, line.grad_norm_hex) for line in read_metrics(events.parent)][: joined_after + 5]
+    reference = run(tmp_path / "reference", "mesh.tp=2", f"train.steps={joined_after + 5}", *endless)
+    assert found == list(zip(reference.bits.loss_hex, reference.bits.grad_norm_hex, strict=True))
+
+
+def test_layers_that_move_change_no_bit_and_compile_nothing(tmp_path: Path) -> None:
+    """Planned with costs that are wrong: what is measured moves layers to the other stage while training goes on."""
+    larger = ["model.d_model=64", "train.seq_len=64", "train.global_batch=20", "train.validate_every=0", "mesh.tp=2"]
+    still = run(tmp_path / "still", *larger)
+    write_text(tmp_path)
+    layers = [LayerCost(f"layer {i}", 1.0 if i == 0 else 1e-3, 0.0) for i in range(LAYERS)]
+    costs = tmp_path / "costs.json"
+    costs.write_text(CostModel(tuple(layers), 1e9).to_json())
+    following = ["schedule.graph=true", "schedule.every=2", "schedule.window=2", "schedule.patience=1"]
+    moved = run(tmp_path / "moved", *larger, "mesh=pp2", f"schedule.profile={costs}", *following)
+    assert [e["reason"] for e in moved.changes.of_kind("rebalance") if "layers by cost" in e["reason"]]
+    assert moved.bits == still.bits
+    moved.assert_nothing_compiled_in_training(2)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("CPU_NUM_DEVICES", "3"), ("WORLD_SIZE", "2")])

@@ -60,4 +60,4 @@ def run(folder: Path, *arguments: str, timeout: float = 200) -> XlaRun:
     return XlaRun.of(done, folder / "run")
 
 
-__all__ = ["NEEDS_XLA", "SMALL", "STEPS", "Bits", "XlaRun", "chaos", "run"]
+__all__ = ["LAYERS", "NEEDS_XLA", "SMALL", "STEPS", "Bits", "XlaRun", "chaos", "run"]
