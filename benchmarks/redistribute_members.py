@@ -240,7 +240,9 @@ class Worker:
                 [box] = transfer.slices
                 start = self._start["old"][key]
                 header = msgspec.msgpack.encode([*key, box.start, box.stop])
-                self._links.send(transfer.dst, header, [self._old[key][box.start - start : box.stop - start]])
+                self._links.send(
+                    transfer.dst, header, [self._old[key][box.start - start : box.stop - start]], lend=True
+                )
         for key, plan in self._plans.items():
             if (kept := plan.local_copy(self._rank)) is not None:
                 [box] = kept.slices

@@ -93,7 +93,8 @@ class LinkPort:
             copy = None if payload is None else self._device.copy_to_host(payload)
             self._leaving.setdefault(peer, deque()).append((header, copy))
         else:
-            self._links.send(peer, header, () if payload is None else (frame_of(self._device.to_host(payload)),))
+            frames = () if payload is None else (frame_of(self._device.to_host(payload)),)
+            self._links.send(peer, header, frames, lend=isinstance(message, m.PageState))  # a copy made to be taught
 
     def is_copying(self) -> bool:
         """Sends what lies in host memory by now. Returns whether copies are still under way; never waits."""
