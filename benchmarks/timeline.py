@@ -3,8 +3,8 @@
     python -m benchmarks.timeline [--picture PATH.png] [--quick] [--json PATH]
 
 `python train.py mesh=dp4_pp4` on the emulated accelerator (benchmarks/emulated_runs.py: real processes, links and
-bytes; layer programs sleep), beside the same run with nothing happening to it. Two workers of one stage are killed in
-the middle of a step, later another one runs at half speed. Told is every change: who is affected, which step it came
+bytes; layer programs sleep), beside the same run with nothing happening to it. Two workers of one stage are killed,
+each in the middle of a step, later another one runs at half speed. Told is every change: who is affected, which step it came
 after, and what it was for, from events.jsonl; and step times, medians between the changes, beside what the simulator
 says of the placement at the end. The picture is drawn from trace.json (run.trace=true); it needs matplotlib (the extra
 `plots`). That the losses and the weights of both runs are the same, bit for bit, is checked.
@@ -28,7 +28,7 @@ from elaswave_spmd.scheduling.costs import MemoryRule
 from elaswave_spmd.simulator import Wires, Work, execute, healthy
 
 MESH, UNITS, STEPS = "dp4_pp4", 32, 60
-KILLED, KILL_STEP, SLOWED, SLOW_STEP = (2, 3), 8, 9, 26
+KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second when pages have mirrors again
 _CHANGES = ("fail", "rebalance", "slow", "recover", "frequency")
 _FIRST_WORKER = 2  # process number of worker 0 in a trace
 _COLOURS = {"forward": "tab:blue", "backward": "tab:orange"}
@@ -47,12 +47,14 @@ def measure(steps: int, cache: Path) -> tuple[Run, Run]:
     mesh = Mesh.initial(MeshShape.parse(MESH))
     costs = costs_of(len(mesh.stages))
     events: dict[str, object] = {
-        "chaos__events": f"[{{step: {KILL_STEP}, kind: kill, rank: {list(KILLED)}, point: backward}}]".replace("'", ""),
+        "chaos__events": "["
+        + ", ".join(f"{{step: {step}, kind: kill, rank: {rank}, point: backward}}" for step, rank in KILLS.items())
+        + "]",
         "emulated__slow": f"[{{rank: {SLOWED}, speed: 0.5, step: {SLOW_STEP}}}]",
         "run__trace": "true",
     }
-    disturbed = run(emulated(mesh, UNITS, steps, **_FOLLOWING, **events), costs, cache, KILL_STEP - 2)
-    return disturbed, run(emulated(mesh, UNITS, steps), costs, cache, KILL_STEP - 2)
+    disturbed = run(emulated(mesh, UNITS, steps, **_FOLLOWING, **events), costs, cache, min(KILLS) - 2)
+    return disturbed, run(emulated(mesh, UNITS, steps), costs, cache, min(KILLS) - 2)
 
 
 def changes(found: Run) -> list[list[str]]:
@@ -108,7 +110,7 @@ def draw(found: Run, path: Path) -> None:
             lines.append((event["ts"] / 1e6, event["name"]))
     last = max(begin + length for some in bars.values() for begin, length in some)
     kill = min(at for at, name in lines if name == "fail")
-    windows = [(kill - 1.5, kill + 3.5), (last - 3.0, last)]
+    windows = [(kill - 1.5, kill + 5.5), (last - 3.0, last)]
     figure = Figure(figsize=(14, 8), layout="constrained")
     tracks: Any = figure.subplots(len(windows), 1)
     for axes, (left, right) in zip(tracks, windows, strict=True):
@@ -123,7 +125,7 @@ def draw(found: Run, path: Path) -> None:
         axes.set(xlim=(left, right), ylim=(max(ranks) + 0.6, -1.2), ylabel="worker", yticks=ranks)
         axes.tick_params(axis="y", labelsize=7)
     tracks[0].set_title(
-        f"{MESH}, {UNITS} units a step, emulated accelerator: workers {KILLED[0]} and {KILLED[1]} are killed"
+        f"{MESH}, {UNITS} units a step, emulated accelerator: workers {' and '.join(map(str, KILLS.values()))} are killed"
         " (blue: forward, orange: backward)"
     )
     tracks[-1].set(title=f"The last steps: worker {SLOWED} at half speed, hints set", xlabel="seconds of the run")
