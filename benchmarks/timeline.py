@@ -4,10 +4,10 @@
 
 `python train.py mesh=dp4_pp4` on the emulated accelerator (benchmarks/emulated_runs.py: real processes, links and
 bytes; layer programs sleep), beside the same run with nothing happening to it. Two workers of one stage are killed,
-each in the middle of a step, later another one runs at half speed. Told is every change: who is affected, which step it came
-after, and what it was for, from events.jsonl; and step times, medians between the changes, beside what the simulator
-says of the placement at the end. The picture is drawn from trace.json (run.trace=true); it needs matplotlib (the extra
-`plots`). That the losses and the weights of both runs are the same, bit for bit, is checked.
+each in the middle of a step, later another one runs at half speed. Told is every change: what it was for and which step
+it came after, from events.jsonl; and step times, medians between the changes, beside what the simulator says of the
+placement at the end. The picture is drawn from trace.json (run.trace=true); it needs matplotlib (the extra `plots`).
+That the losses and the weights of both runs are the same, bit for bit, is checked.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def draw(found: Run, path: Path) -> None:
         ranks = sorted({rank for rank, _ in bars})
         axes.set(xlim=(left, right), ylim=(max(ranks) + 0.6, -1.2), ylabel="worker", yticks=ranks)
         axes.tick_params(axis="y", labelsize=7)
+    killed = " and ".join(map(str, KILLS.values()))
     tracks[0].set_title(
-        f"{MESH}, {UNITS} units a step, emulated accelerator: workers {' and '.join(map(str, KILLS.values()))} are killed"
-        " (blue: forward, orange: backward)"
+        f"{MESH}, {UNITS} units a step, emulated accelerator: workers {killed} are killed (blue: forward, orange: backward)"
     )
     tracks[-1].set(title=f"The last steps: worker {SLOWED} at half speed, hints set", xlabel="seconds of the run")
     figure.savefig(path, dpi=110)
