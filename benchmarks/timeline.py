@@ -126,7 +126,7 @@ def draw(found: Run, path: Path) -> None:
         axes.tick_params(axis="y", labelsize=7)
     killed = " and ".join(map(str, KILLS.values()))
     tracks[0].set_title(
-        f"{MESH}, {UNITS} units a step, emulated accelerator: workers {killed} are killed (blue: forward, orange: backward)"
+        f"{MESH}, {UNITS} units a step (emulated): workers {killed} are killed (blue: forward, orange: backward)"
     )
     tracks[-1].set(title=f"The last steps: worker {SLOWED} at half speed, hints set", xlabel="seconds of the run")
     figure.savefig(path, dpi=110)
