@@ -30,7 +30,7 @@ from benchmarks.processes import new_directory, program, stop_on_signals
 from benchmarks.recovery import different_losses
 from benchmarks.recovery_runs import json_lines
 
-STEPS, _WARM_STEPS, _LAST_STEPS = 34, 3, 6
+STEPS, _WARM_STEPS, _LAST_STEPS = 28, 3, 8
 LAYERS, D_MODEL = 6, 256
 _COSTS = (0.2, 1, 1, 1, 1, 2, 2, 0.2)
 LIVE, BLOCKING = "live", "blocking"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,7 +237,7 @@ def make_executor(
         plan.job,
         plan.description.layout,
         first,
-        lambda layers: _modules(plan, layers),
+        _Layers(plan),
         programs or make_programs(plan, rank, device.place),
         device,
         plan.description.inits,
@@ -270,7 +271,7 @@ def make_programs(
         unit, dtype = (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype
         if settings.runtime.compile:
             programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
-            modules = _modules(plan, range(len(layout.layers)))
+            modules = _Layers(plan)(range(len(layout.layers)))
             programs.compile([*modules.values()], layout, unit, dtype, compiled)
             return programs
         if not kind_of(settings).capabilities.compiles:
@@ -286,13 +287,20 @@ def make_programs(
     )
 
 
-def _modules(plan: RunPlan, layers: Iterable[int]) -> Mapping[int, nn.Module]:
-    """New modules of these layers, for an executor to fill."""
-    wanted = set(layers)
-    model = make_model(plan.settings, plan.data.vocab_size)
-    if has_constants(model):  # they exist only where the model is made for real; other layers are given up again
-        model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
-        for number, module in enumerate(model.layers):
-            if number not in wanted:
-                module.to("meta")
-    return {number: model.layers[number] for number in sorted(wanted)}
+class _Layers:
+    """New modules of layers, for an executor to fill: copies of a model that is made once, without its parameters.
+
+    Making one takes tens of milliseconds, and everybody would wait for that whenever layers move.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._model = make_model(plan.settings, plan.data.vocab_size)
+        if has_constants(self._model):  # they exist only where the model is made for real
+            self._model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
+            for module in self._model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    setattr(module, name, empty)
+
+    def __call__(self, layers: Iterable[int]) -> Mapping[int, nn.Module]:
+        return {number: copy.deepcopy(self._model.layers[number]) for number in sorted(set(layers))}
