@@ -1,4 +1,4 @@
-"""Real runs with layer programs by torch.compile: the same bits with and without a kill, nothing compiled in between."""
+"""Real runs with layer programs by torch.compile: the same bits with and without a kill, and no late compilation."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,3 +60,6 @@ class HostDevice:
 
     def recover(self, error: BaseException) -> Remedy | None:
         return None
+
+    def reuse(self, tensors: Iterable[Tensor]) -> None:
+        raise AssertionError("host memory that is bad is not brought back")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -179,4 +179,8 @@ class Device(Protocol):
 
         Returns: None: it cannot be, or the error is none of the device's; the worker fails with it.
         """
+        ...
+
+    def reuse(self, tensors: Iterable[Tensor]) -> None:
+        """After `Remedy.RELOAD`: tensors whose memory is bad get other memory; what they held is lost."""
         ...
