@@ -21,11 +21,11 @@ from elaswave_spmd.runtime.describe import ModelDescription, describe, has_const
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.runtime.epoch import Epoch
-from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
 from elaswave_spmd.runtime.points import Visit, pass_by
 from elaswave_spmd.runtime.port import Port
+from elaswave_spmd.runtime.recovering import RecoveringExecutor
 from elaswave_spmd.runtime.stage import StagePrograms, program_args
 from elaswave_spmd.runtime.state import Saved
 from elaswave_spmd.runtime.xla_island import XlaIsland
@@ -221,7 +221,7 @@ def make_executor(
     visit: Visit = pass_by,
     saved: Saved | None = None,
     programs: StagePrograms | None = None,
-) -> Executor:
+) -> RecoveringExecutor:
     """The executor of one worker: only its own layers get memory.
 
     Args:
@@ -232,7 +232,7 @@ def make_executor(
         saved: the state that a resumed run begins with.
         programs: as `make_programs` gives them.
     """
-    return Executor(
+    return RecoveringExecutor(
         rank,
         plan.job,
         plan.description.layout,

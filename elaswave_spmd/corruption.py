@@ -1,4 +1,4 @@
-"""Damaged memory: what workers find in their own copies, and what the comparison of all copies finds."""
+"""Damaged memory, found by workers in their own copies or by comparing all copies; and devices that failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elaswave_spmd.recovery.messages import Damaged, Fingerprints
 
 
 class CopyWatch:
-    """Writes `corruption` events and says what follows.
+    """Writes the events `corruption` and `device`, and says what follows.
 
     Args:
         distrust: called with (rank, reason): a worker whose copies a majority contradicts.
@@ -23,6 +23,9 @@ class CopyWatch:
 
     def damaged(self, message: Damaged) -> None:
         """A worker's copies are not what it wrote: located; others take over and it learns them again."""
+        if message.reason:
+            self._recovered(message)
+            return
         runs = ", ".join(f"layer {layer} pages [{first}, {stop})" for layer, first, stop in message.runs[:4])
         self._observer.on_event(
             "corruption",
@@ -31,6 +34,19 @@ class CopyWatch:
             runs=[list(run) for run in message.runs],
             message=f"worker {message.rank}: {runs} changed after they were written, before step {message.step}; "
             "other copies take their place",
+        )
+
+    def _recovered(self, message: Damaged) -> None:
+        """A worker's device has failed and been brought back."""
+        lost = f"; {len(message.runs)} runs of state are learned again" if message.runs else ""
+        self._observer.on_event(
+            "device",
+            ranks=[message.rank],
+            step=message.step,
+            reason=message.reason,
+            reloads=bool(message.runs),
+            message=f"worker {message.rank}: its device failed in step {message.step} and was brought back "
+            f"({message.reason}); the step is done again{lost}",
         )
 
     def fingerprints(self, message: Fingerprints) -> None:

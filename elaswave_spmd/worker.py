@@ -166,6 +166,8 @@ class Worker:
             saved,
             self._programs,
         )
+        if self._device.kind.capabilities.recovers:
+            executor.device = self._device
         if self._trace is not None:
             executor.trace(self._trace.action)
         self.checkpoints.attach(executor.replica, plan.description.layout, self._device)

@@ -101,6 +101,7 @@ class ControllerProtocol:
     _newcomers: list[int] = field(default_factory=list)
     _learned: set[int] = field(default_factory=set)
     _damaged: dict[int, set[RunKey]] = field(default_factory=dict)
+    _forgot: set[int] = field(default_factory=set)  # members that have nothing of undecided steps any more
     _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
     _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
@@ -226,6 +227,8 @@ class ControllerProtocol:
         if message.rank not in self.members:
             return []
         self._damaged.setdefault(message.rank, set()).update(message.runs)
+        if message.reason:
+            self._forgot.add(message.rank)
         return self._begin(after=-1)
 
     def status(self, message: Status) -> list[Effect]:
@@ -295,9 +298,10 @@ class ControllerProtocol:
         begun = EpochBegun(placement, kinds, reasons, version, next_epoch.redone(work, held), learners, why, target)
         self._change, self._newcomers, self._saving = None, [], stops
         self._paused = bool(learners and clean and self._goal is not None and self._goal.blocking)
-        for table in (self._gone, self._learned, self._damaged, self._relinked):
+        place = self._place_message(version, work)
+        for table in (self._gone, self._learned, self._damaged, self._forgot, self._relinked):
             table.clear()
-        effects: list[Effect] = self._send_all(self._place_message(version, work))
+        effects: list[Effect] = self._send_all(place)
         if stops:
             return [*effects, *([begun] if kinds else []), Save(version, change.epoch, stops)]
         effects.append(begun)
@@ -330,8 +334,10 @@ class ControllerProtocol:
     def _place_message(self, version: int, work: tuple[Work, ...] | None) -> Place:
         again = version and not self._saving and self.validates_at(version) and self._validated < version
         validate = version if again else -1
+        forgot = tuple(sorted(self._forgot & {*self.placement.mesh.members}))
+        saves, pauses = bool(self._saving), self._paused
         return next_epoch.place_message(
-            self.placement, self.addresses, version, work, validate, saves=bool(self._saving), pauses=self._paused
+            self.placement, self.addresses, version, work, validate, saves=saves, pauses=pauses, forgot=forgot
         )
 
     def _send_all(self, message: Message) -> list[Effect]:

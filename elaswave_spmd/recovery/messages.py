@@ -206,7 +206,7 @@ class Place(Message, frozen=True):
     member, and `work` says who runs what of step version + 1 (None: nothing of it was begun, and the placement holds
     for it too). `validate`: the version whose validation is to be run again, or -1. `save`: the run is about to stop:
     write the state of `version` and begin no other step. `pause`: begin none before the next PREPARE, as training
-    stands still while state is learned.
+    stands still while state is learned. `forgot`: members that lost what they had of undecided steps; they get it anew.
     """
 
     epoch: int
@@ -220,6 +220,7 @@ class Place(Message, frozen=True):
     validate: int = -1
     save: bool = False
     pause: bool = False
+    forgot: tuple[int, ...] = ()
 
 
 class Learned(Message, frozen=True):
@@ -238,12 +239,14 @@ class Fingerprints(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """Worker to controller: before it applied `step`, these runs were not what it had written. It has given them up."""
+    """Worker to controller: before it applied `step`, these runs were not what it had written, or its device had to be
+    brought back, for this `reason`: then all that it had of undecided steps is lost too. It has given them up."""
 
     rank: int
     epoch: int
     step: int
     runs: tuple[tuple[int, int, int], ...]
+    reason: str = ""
 
 
 class LinkClosed(Message, frozen=True):

@@ -106,6 +106,7 @@ def place_message(
     *,
     saves: bool,
     pauses: bool,
+    forgot: tuple[int, ...] = (),
 ) -> Place:
     """The PLACE of an epoch; arguments as its fields."""
     mesh = placement.mesh
@@ -113,7 +114,7 @@ def place_message(
     known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
     rows = to_rows(placement.holders) if placement.holders is not None and not known else ()
     of_mesh = mesh.stages, placement.layer_cuts, placement.unit_counts, dict(addresses)
-    return Place(mesh.epoch, *of_mesh, rows, version, work, validate, saves, pauses)
+    return Place(mesh.epoch, *of_mesh, rows, version, work, validate, saves, pauses, forgot)
 
 
 def of_step(status: Status, step: int) -> StepHeld | None:

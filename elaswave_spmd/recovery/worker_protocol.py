@@ -150,6 +150,19 @@ class WorkerProtocol:
         self._filed.setdefault(publish.step, []).append(publish)
         return []
 
+    @property
+    def may_forget(self) -> bool:
+        """Whether nobody can have decided a step beyond the version: this worker has not voted for one in its epoch."""
+        return self.rank not in self._votes.get(self.version + 1, {})
+
+    def forget(self) -> None:
+        """Nothing of undecided steps is here any more: every entry is to come again."""
+        assert self.may_forget, self
+        for table in (self._norms, self._losses, self._missing):
+            for step in [s for s in table if s > self.version]:
+                del table[step]
+        self._computed = self.version
+
     # ---- a change of the mesh epoch
 
     def promise(self, epoch: int) -> bool:

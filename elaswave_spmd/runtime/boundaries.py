@@ -82,6 +82,12 @@ class Boundaries:
         self._received |= self._used or {}
         self._used = None
 
+    def forget_all(self) -> None:
+        """Nothing of what came or was sent is to be used any more."""
+        self._received.clear()
+        self._kept.clear()
+        self._used = None if self._used is None else {}
+
     def put_back(self, key: BoundaryKey, tensor: Tensor) -> None:
         """What was taken for an action that could not be finished."""
         self._received[key] = tensor

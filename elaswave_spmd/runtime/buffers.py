@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -102,6 +102,15 @@ class ValueBuffer:
         self._versions[first:stop] = version
         # Looked at before every action, changed a few times a step: so it is worked out here.
         self._common_version = version if (self._versions == version).all() else None
+
+    def keep_only(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Only these stretches [first, stop) of pages have a version from now on; the others are to come again."""
+        kept = np.full_like(self._versions, -1)
+        for first, stop in runs:
+            kept[first:stop] = self._versions[first:stop]
+        self._versions = kept
+        versions = np.unique(kept)
+        self._common_version = int(versions[0]) if len(versions) == 1 and versions[0] >= 0 else None
 
     @property
     def versions(self) -> np.ndarray:

@@ -284,6 +284,13 @@ class GradientReducer:
         for pool in self._pools.values():
             pool.release_all()
 
+    def forget(self) -> None:
+        """Gives up everything of undecided steps, own sums and those of others."""
+        for table in (self._local, self._kept, self._steps):
+            table.clear()
+        self._early, self._final, self._sum_bytes = [], frozenset(), 0
+        self._pools.clear()  # messages that are under way may refer to its buffers, and their memory may be bad
+
     # ---- what it has
 
     @property

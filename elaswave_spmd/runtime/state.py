@@ -248,6 +248,13 @@ class HeldState:
             found.update(self._device.to_host(values).numpy().data)
         return found.digest()
 
+    def disown_all(self) -> list[RunKey]:
+        """Gives up the state of all runs; it is to be learned from somebody else. Returns what it had."""
+        had = [part for part in self if part.version != LEARNING]
+        for part in had:
+            part.version = LEARNING
+        return [part.run.key for part in had]
+
     def flip_a_bit(self) -> None:
         """Damages the optimizer state of the first held run, as failing memory would (chaos)."""
         part = next(iter(self))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class Mark:
     event: Any
 
 
+class Faults(Protocol):
+    """A vendor's calls for a device that has failed; as `Device` has them."""
+
+    def recover(self, error: BaseException) -> Remedy | None: ...
+
+    def reuse(self, tensors: Iterable[Tensor]) -> int: ...
+
+
 class AcceleratorDevice:
     """One accelerator.
 
@@ -46,7 +54,7 @@ class AcceleratorDevice:
         kind: whose capabilities say what `api` can do.
         place: the device of its tensors.
         api: torch's module for it (torch.cuda, torch_npu.npu, ...).
-        recover: as in `Device`, of a kind that can be brought back after a fault.
+        faults: of a kind that can be brought back after a fault.
     """
 
     def __init__(
@@ -54,9 +62,9 @@ class AcceleratorDevice:
         kind: DeviceKind,
         place: torch.device,
         api: Any,
-        recover: Callable[[BaseException], Remedy | None] = lambda error: None,
+        faults: Faults | None = None,
     ) -> None:
-        self.kind, self.place, self._api, self._recover = kind, place, api, recover
+        self.kind, self.place, self._api, self._faults = kind, place, api, faults
         self._streams, self._pins = kind.capabilities.streams, kind.capabilities.pinned_copies
         if self._streams:
             api.set_device(place)
@@ -122,4 +130,8 @@ class AcceleratorDevice:
         return MemoryFigures(allocated, peak, total)
 
     def recover(self, error: BaseException) -> Remedy | None:
-        return self._recover(error)
+        return self._faults.recover(error) if self._faults is not None else None
+
+    def reuse(self, tensors: Iterable[Tensor]) -> None:
+        assert self._faults is not None, "no memory of it was found bad"
+        self._faults.reuse(tensors)

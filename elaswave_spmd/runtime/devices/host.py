@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -70,3 +70,6 @@ class HostDevice:
 
     def recover(self, error: BaseException) -> Remedy | None:
         return None
+
+    def reuse(self, tensors: Iterable[Tensor]) -> None:
+        raise AssertionError("host memory that is bad is not brought back")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -32,6 +32,7 @@ class Capabilities:
         forks: workers may be forked from a process that has imported what they need.
         preload: modules for such a process to import: importing them opens no device and leaves no thread.
         inductor: torch.compile can make its layer programs (`runtime.compile`), and gives the same bits every time.
+        recovers: a device that has failed can be brought back, and its process goes on.
     """
 
     streams: bool
@@ -46,6 +47,7 @@ class Capabilities:
     forks: bool
     preload: tuple[str, ...] = ()
     inductor: bool = False
+    recovers: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtypes and (self.collectives or not self.shrinks_groups), self
@@ -195,4 +197,8 @@ class Device(Protocol):
 
         Returns: None: it cannot be, or the error is none of the device's; the worker fails with it.
         """
+        ...
+
+    def reuse(self, tensors: Iterable[Tensor]) -> None:
+        """After `Remedy.RELOAD`: tensors whose memory is bad get other memory; what they held is lost."""
         ...

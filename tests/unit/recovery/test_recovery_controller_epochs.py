@@ -8,6 +8,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Polic
 from elaswave_spmd.recovery.effects import Done, EpochBegun, Evict, Send, Unrecoverable
 from elaswave_spmd.recovery.messages import (
     Applied,
+    Damaged,
     Finished,
     Learned,
     Ready,
@@ -303,3 +304,34 @@ def test_a_loss_ends_the_standing_still() -> None:
     answer(protocol, 1)
     assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
     assert not any(place.pause for place in places(answer(protocol, 1)).values())
+
+
+# ---- devices that failed and came back
+
+
+@pytest.mark.parametrize("runs", [(), "all"])
+def test_a_worker_that_lost_what_it_had_is_named_in_the_next_place_alone(runs: object) -> None:
+    protocol = started(3)
+    commit(protocol, 3)
+    own = tuple(run.key for run in holders_of(protocol) if run.primary == 1)
+    effects = protocol.damaged(Damaged(1, 0, 4, own if runs == "all" else (), "UCE ERROR"))
+    assert {p.after for p in prepares(effects).values()} == {-1} and len(prepares(effects)) == 3
+    found = places(answer(protocol, 3))
+    assert {place.forgot for place in found.values()} == {(1,)}
+    if runs == "all":
+        assert not any(1 in run.holders for run in holders_of(protocol) if run.key in own)
+    protocol.lost(2, "killed")
+    assert {place.forgot for place in places(answer(protocol, 3)).values()} == {()}
+
+
+def test_who_forgot_and_is_lost_before_the_place_is_not_named() -> None:
+    protocol = started(3)
+    protocol.damaged(Damaged(1, 0, 1, (), "FORCE STOP"))
+    protocol.lost(1, "killed")
+    assert {place.forgot for place in places(answer(protocol)).values()} == {()}
+
+
+def test_copies_that_are_damaged_are_no_reason_to_send_again() -> None:
+    protocol = started(3)
+    protocol.damaged(Damaged(1, 0, 1, ()))
+    assert {place.forgot for place in places(answer(protocol)).values()} == {()}

@@ -26,6 +26,7 @@ class Npu:
         compiles=False,
         islands=False,
         forks=False,
+        recovers=True,
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
@@ -65,7 +66,7 @@ class Npu:
         place = torch.device("npu", index % npu.device_count())
         has_groups = torch.distributed.is_initialized
         faults = NpuFaults(npu, place.index, torch_npu.distributed, _recovery, has_groups)
-        return AcceleratorDevice(self, place, npu, faults.recover)
+        return AcceleratorDevice(self, place, npu, faults)
 
 
 KIND = Npu()

@@ -1,0 +1,106 @@
+"""On Ascend NPUs with CANN and torch_npu: what nothing else shows. Never run so far: docs/hardware.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.runtime.devices import Island, Remedy, ThisMachine, device_of
+from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, abort, event_of
+
+KIND = device_of("npu")
+LACKS = KIND.missing(ThisMachine())
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}" for lack in LACKS)),
+]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Any]:
+    yield KIND.open(0, Island())
+
+
+def test_copies_cross_and_come_back(device: Any) -> None:
+    import torch
+
+    values = torch.arange(1000, dtype=torch.float32).view(10, 100)
+    there = device.from_host(values)
+    assert there.device.type == "npu" and torch.equal(device.to_host(there + 1), values + 1)
+    copy = device.copy_to_host(there)
+    assert torch.equal(copy.wait(), values) and copy.done()
+    figures = device.memory()
+    assert figures is not None and 0 < figures.allocated <= figures.peak
+
+
+def test_masks_are_those_of_the_host(device: Any) -> None:
+    import numpy as np
+
+    from elaswave_spmd.keyed import Keys
+    from elaswave_spmd.keyed.dropout import keep_mask_numpy, keep_mask_torch
+
+    keys, shape = Keys.make(7, 2**33 + 5, [3, 2**40], 4), (2, 37, 11)
+    there = device.to_host(keep_mask_torch(shape, 0.3, keys, 1, device.place))
+    assert np.array_equal(there.numpy(), keep_mask_numpy(shape, 0.3, keys, 1))
+
+
+def test_a_stopped_device_says_so_and_comes_back(device: Any) -> None:
+    import torch
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    kept = device.from_host(torch.ones(8))
+    assert torch_npu.npu.stop_device(device.place.index) in (None, 0)
+    with pytest.raises(RuntimeError) as caught:
+        device.to_host(kept * 2)
+    assert event_of(caught.value) is NpuEvent.STOPPED
+    assert device.recover(caught.value) is Remedy.REDO
+    assert torch.equal(device.to_host(kept * 2), torch.full((8,), 2.0)), "what was in memory is there"
+
+
+def test_sound_memory_needs_no_reload(device: Any) -> None:
+    """An error made up here: the check that follows it looks at real memory."""
+    import torch
+
+    kept = device.from_host(torch.ones(8))
+    assert device.recover(RuntimeError("UCE ERROR")) is Remedy.REDO
+    assert torch.equal(device.to_host(kept), torch.ones(8))
+
+
+def _member(rank: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = KIND.open(rank, Island())
+    shared = dist.FileStore(store, 3)  # pyright: ignore[reportPrivateImportUsage]
+    place = torch.device("npu")
+    group = GroupInBackground(
+        dist, "hccl", shared, timeout=timedelta(seconds=60), abort=lambda old, why: abort(old, place, why)
+    )
+    for epoch, members in enumerate(([0, 1, 2], [0, 2])):
+        if rank not in members:
+            group.close()
+            return
+        group.change(epoch, members, rank)
+        assert group.group is None
+        group.wait()
+        assert group.ready == epoch, group.failure
+        group.use(epoch)
+        values = device.from_host(torch.full((4,), float(members[0])))
+        dist.broadcast(values, src=0, group=group.group)
+        assert torch.equal(device.to_host(values), torch.zeros(4))
+    group.close()
+
+
+def test_a_group_loses_a_member_and_goes_on(tmp_path: Path) -> None:
+    import torch.multiprocessing as mp
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    if torch_npu.npu.device_count() < 3:
+        pytest.skip(f"three NPUs are needed, there are {torch_npu.npu.device_count()}")
+    mp.spawn(_member, (str(tmp_path / "store"),), nprocs=3)  # pyright: ignore[reportPrivateImportUsage]

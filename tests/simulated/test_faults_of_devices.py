@@ -1,0 +1,196 @@
+"""A device fails in the middle of a step and is brought back: the step is done again, with the same bits.
+
+The fault is an exception at a point of a step, as torch_npu raises one; the device that comes back is the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.runtime.describe import describe
+from elaswave_spmd.runtime.devices import Device, Remedy
+from elaswave_spmd.runtime.points import Point
+from elaswave_spmd.runtime.recovering import RecoveringExecutor
+from elaswave_spmd.runtime.state import LEARNING
+from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.testing import LocalCluster, cluster
+from elaswave_spmd.testing.faults import AnyFault, Fault
+from elaswave_spmd.testing.processes import Killed, LostStateError, Worker
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    expected,
+    meta_model,
+    one_thread,
+    outcome,
+    placement_of,
+)
+
+TEXT = "UCE ERROR, error code is 507053"
+Hits = dict[tuple[int, int, str], Remedy | None]
+"""(rank, step, point) -> the remedy of a fault there, at the first visit."""
+
+
+class MadeUpDevice:
+    """A device that can be brought back as a test says; bad memory comes back as other memory, with other content."""
+
+    def __init__(self, remedies: list[Remedy | None]) -> None:
+        self._remedies = remedies
+
+    def synchronize(self) -> None: ...
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        return self._remedies.pop() if TEXT in str(error) else None
+
+    def reuse(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.fill_(torch.nan)
+
+
+@pytest.fixture
+def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[RecoveringExecutor]]:
+    """Has devices of a cluster fail; returns the executors that were made, in order."""
+
+    def prepare(hits: Hits) -> list[RecoveringExecutor]:
+        left, made = dict(hits), []
+
+        def make(rank: int, *rest: Any, visit: Callable[[Point, int], None], **named: Any) -> RecoveringExecutor:
+            struck: list[Remedy | None] = []
+
+            def visit_first(point: Point, step: int) -> None:
+                visit(point, step)
+                if (rank, step, point.value) in left:
+                    struck.append(left.pop((rank, step, point.value)))
+                    raise RuntimeError(f"{TEXT}\nlook at the log")
+
+            executor = RecoveringExecutor(rank, *rest, visit=visit_first, **named)
+            executor.device = cast(Device, MadeUpDevice(struck))
+            made.append(executor)
+            return executor
+
+        monkeypatch.setattr(cluster, "Executor", make)
+        return made
+
+    return prepare
+
+
+class MadeUpMachines(LocalCluster):
+    """A cluster whose workers send copies, as from a device with memory of its own."""
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: torch.Tensor | None) -> None:
+        super().send(sender, peer, message, None if payload is None else payload.clone())
+
+
+class EndingMachines(MadeUpMachines):
+    """A device that cannot be brought back is the end of its worker."""
+
+    def _advance(self, worker: Worker) -> None:
+        try:
+            super()._advance(worker)
+        except RuntimeError as error:
+            if TEXT not in str(error):
+                raise
+            try:
+                self.strike(worker.rank, Fault(0, "kill", worker.rank, "forward"))
+            except Killed as killed:
+                self._kill(worker.rank, *killed.args)
+
+
+def train(
+    run: Run,
+    mesh: str,
+    zero: int,
+    seed: int = 0,
+    faults: tuple[AnyFault, ...] = (),
+    kind: type[LocalCluster] = MadeUpMachines,
+) -> tuple[Any, list[m.Damaged]]:
+    """(what came out, what damaged workers said)."""
+    placement = placement_of(run, mesh, zero)
+    description = describe(meta_model(run.model), page_size=run.page_size)
+    holders = deal_holders(
+        description.layout,
+        placement.mesh.stages,
+        placement.layer_cuts,
+        replicated=not placement.shardings.optim.axes,
+        topology=placement.mesh.topology,
+        mirror_count=1,
+        scatter=0,
+    )
+    made = kind(
+        run.job(),
+        replace(placement, holders=holders),
+        description,
+        lambda: meta_model(run.model),
+        TRAIN,
+        VALIDATION,
+        seed=seed,
+        faults=faults,
+        policy=Policy(mirror_count=1),
+        uneven=bool(seed % 2),
+    )
+    found: list[m.Damaged] = []
+    damaged = made._controller.damaged
+    made._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore
+    return outcome(made.run()), found
+
+
+@pytest.mark.parametrize("remedy", Remedy)
+@pytest.mark.parametrize("point", ["forward", "backward", "reduce"])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp2", 0), ("dp3", 1), ("dp2_pp2", 2), ("pp2", 1), ("dp2", 3)])
+@one_thread()
+def test_the_step_is_done_again(
+    mesh: str, zero: int, point: str, remedy: Remedy, strike: Callable[[Hits], list[RecoveringExecutor]]
+) -> None:
+    run = Run(units=5, steps=6, model="gpt_tied")
+    executors = strike({(1, 3, point): remedy})
+    found, damaged = train(run, mesh, zero)
+    assert found == expected(run)
+    (said,) = damaged
+    assert (said.rank, said.step, said.reason) == (1, 3, TEXT)
+    held = [part for part in executors[1].replica.state]
+    assert bool(said.runs) == (remedy is Remedy.RELOAD and bool(held))
+    assert all(part.version != LEARNING for part in held)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@one_thread()
+def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits], list[RecoveringExecutor]]) -> None:
+    draw = random.Random(seed)
+    run = Run(units=5, steps=8, model=draw.choice(["gpt", "mlp", "gpt_tied"]), dtype=draw.choice(["fp32", "bf16"]))
+    mesh, zero = draw.choice([("dp3", 1), ("dp3_pp2", 2), ("dp4", 3), ("dp2_pp2", 0), ("stages3-2", 1)])
+    points = ["forward", "backward", "reduce"]
+    hits: Hits = {
+        (draw.randrange(4), draw.randint(2, 6), draw.choice(points)): draw.choice(list(Remedy))
+        if i == 0
+        else Remedy.REDO
+        for i in range(3)
+    }
+    strike(hits)
+    other = (Fault(draw.randint(2, 6), "kill", 2, draw.choice(points)),) if seed % 4 == 3 else ()
+    try:
+        found, damaged = train(run, mesh, zero, seed, other, EndingMachines)
+    except LostStateError as lost:
+        assert lost.losses + list(hits.values()).count(Remedy.RELOAD) > 1, "one mirror stands in for one loss"
+        return
+    assert found == expected(run)
+    assert damaged or not any(rank in (0, 1) for rank, _, _ in hits), "the first fault strikes while all is well"
+
+
+@pytest.mark.parametrize("point", ["forward", "apply", "publish"])
+@one_thread()
+def test_what_cannot_be_brought_back_ends_the_worker(
+    point: str, strike: Callable[[Hits], list[RecoveringExecutor]]
+) -> None:
+    """No remedy; or a fault in an update, which may have changed half of the state."""
+    strike({(1, 3, point): None if point == "forward" else Remedy.REDO})
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        train(Run(units=5, steps=6), "dp2", 1)
