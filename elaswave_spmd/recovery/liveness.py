@@ -107,7 +107,7 @@ class Liveness:
         """
         worker = self._workers.get(rank)
         if worker is None:
-            if rank in self._starting and not waiting:  # it has compiled something: else it says nothing before it is ready
+            if rank in self._starting and not waiting:  # it has compiled something
                 self._starting[rank] = 0.0
             return
         if worker.progress is not None and progress != worker.progress:
