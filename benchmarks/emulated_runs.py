@@ -10,6 +10,7 @@ healthy mesh.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -29,7 +30,7 @@ LAYERS = 8  # of each stage of the healthy mesh
 WIDTH, SEQ_LEN = 8, 4
 FORWARD_S = 0.024  # of a stage of the healthy mesh; backward takes twice as long
 WARM_STEPS = 3
-BANDWIDTH, LATENCY_S = 1e9, 1e-4  # of links, as schedule.bandwidth and schedule.latency say by default
+BANDWIDTH, LATENCY_S = 1e9, 1e-4  # of links, where they are not measured
 _PATIENCE_S = 300.0
 
 
@@ -41,12 +42,16 @@ class Run:
         metrics, events: lines of metrics.jsonl and events.jsonl.
         costs: of layers and workers as the run measured them; None: it did not.
         busy: cores that its processes kept busy between steps WARM_STEPS and the one that was asked for.
+        weights: their sha256 at the end.
+        trace: events of trace.json; empty without run.trace=true.
     """
 
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
     costs: CostModel | None
     busy: float
+    weights: str
+    trace: list[dict[str, Any]]
 
     @property
     def losses(self) -> dict[int, str]:
@@ -72,10 +77,10 @@ class Run:
         return Assignment(stages, tuple(last["layer_cuts"]), counts, first.dealing)
 
 
-def costs_of(num_stages: int) -> CostModel:
-    """What layers are made to take, and about the bytes that they have."""
+def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
+    """What layers are made to take (`times` as long as FORWARD_S says), and about the bytes that they have."""
     parameters = 2 * WIDTH * WIDTH + 4 * WIDTH
-    seconds = FORWARD_S / LAYERS
+    seconds = times * FORWARD_S / LAYERS
     layer = LayerCost(
         "layer",
         seconds,
@@ -89,13 +94,14 @@ def costs_of(num_stages: int) -> CostModel:
     return CostModel((layer,) * (LAYERS * num_stages), BANDWIDTH, LATENCY_S)
 
 
-def emulated(mesh: Mesh, units: int, steps: int, **settings: object) -> dict[str, object]:
+def emulated(mesh: Mesh, units: int, steps: int, times: float = 1.0, **settings: object) -> dict[str, object]:
     """Settings of a run by name; `settings` with __ for the dot.
 
     Args:
         units: of a step.
+        times: as for costs_of.
     """
-    layer = costs_of(len(mesh.stages)).layers[0]
+    layer = costs_of(len(mesh.stages), times).layers[0]
     found: dict[str, object] = {
         "mesh.stages": f"[{','.join(str(len(members)) for members in mesh.stages)}]",
         "sharding": "zero1",
@@ -146,6 +152,8 @@ def run(settings: Mapping[str, object], costs: CostModel, cache: Path, until: in
             json_lines(into / "events.jsonl"),
             CostModel.from_json(measured.read_text()) if measured.exists() else None,
             _busy(*used),
+            json.loads((into / "summary.json").read_text())["weights_sha256"],
+            json.loads(trace.read_text())["traceEvents"] if (trace := into / "trace.json").exists() else [],
         )
 
 

@@ -26,6 +26,8 @@ from benchmarks.members import follow
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.allocator import keep_freed_memory
+from elaswave_spmd.runtime.devices import device_of
+from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER, Links
@@ -42,6 +44,7 @@ from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, l
 
 LAYERS = 8
 KINDS = ("master", *AdamW().state_names)
+_HOST = HostDevice(device_of("cpu"))
 _TIMEOUT_S = 60.0
 _UNITS = 12
 _EVEN = 768  # elements of an array are a multiple: of 3 and 4 workers, and of a page's alignment
@@ -125,7 +128,7 @@ class Worker:
         self._healthy = healthy(self._layout, workers, mirror_count)
         self._replica: Replica | None = None
         self._early: list[Incoming] = []
-        self._port = LinkPort(links, self._mailbox, torch.float32)
+        self._port = LinkPort(links, self._mailbox, torch.float32, _HOST)
         return {"address": links.address}
 
     def serve(self) -> dict[str, Any]:
@@ -182,7 +185,7 @@ class Worker:
                 raise RuntimeError(f"no link to {missing}")
             job = Job(0, 10**6, _UNITS, 1, 1, "fp32", AdamW(), LearningRate(1e-3))
             self._replica = Replica(
-                self._rank, job, self._layout, {}, epoch.placement, epoch.version, self._port.send, pass_by
+                self._rank, job, self._layout, {}, epoch.placement, epoch.version, _HOST, self._port.send, pass_by
             )
         self._replica.bind(epoch.placement, epoch.placement.holder_runs(self._layout), epoch.version, False)
         if first and not epoch.placement.mesh.epoch:
@@ -237,7 +240,9 @@ class Worker:
                 [box] = transfer.slices
                 start = self._start["old"][key]
                 header = msgspec.msgpack.encode([*key, box.start, box.stop])
-                self._links.send(transfer.dst, header, [self._old[key][box.start - start : box.stop - start]])
+                self._links.send(
+                    transfer.dst, header, [self._old[key][box.start - start : box.stop - start]], lend=True
+                )
         for key, plan in self._plans.items():
             if (kept := plan.local_copy(self._rank)) is not None:
                 [box] = kept.slices

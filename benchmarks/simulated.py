@@ -7,8 +7,13 @@ accelerator (benchmarks/emulated_runs.py: real processes, links and bytes; layer
 as it is. Emulated: of five blocks of steps the median mean, from metrics.jsonl. Simulated: elaswave_spmd.simulator on
 the same placement and action lists, with reduction, mirrors, votes and publication, once with the times that programs
 are told to take, which is known in advance, and once with those that the run measured of its layers (costs.json;
-a sleep lasts a little longer than it is told to). The links are those that a run plans with by default: 1 GB/s, 0.1 ms.
-What processes compute beside their programs' sleep is not in it.
+a sleep lasts a little longer than it is told to) and its links; "as told", links have 1 GB/s and 0.1 ms.
+What processes compute beside their programs' sleep is not in it: 16 processes take turns on two cores when a step ends,
+and that is a few ms for each of them. So a forward through a stage takes 48 ms here, a backward 96: TIMES as long as
+elsewhere.
+
+Then, with nothing emulated: two workers that compute a gpt (d_model 256, one thread each, two cores), as a pipeline and
+data parallel, and the same step simulated with the layer times that the run measured (benchmarks/simulated_real.py).
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from typing import Any
 from benchmarks.emulated_runs import LAYERS, WARM_STEPS, Run, blocks, costs_of, emulated, placed, run
 from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
+from benchmarks.simulated_real import REAL_COLUMNS, real_rows
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
@@ -30,6 +36,7 @@ from elaswave_spmd.scheduling.timing import Assignment
 from elaswave_spmd.simulator import Wires, Work, execute, healthy
 
 BLOCKS, BLOCK_STEPS, SETTLE_STEPS = 5, 4, 9
+TIMES = 2.0
 _RULE = MemoryRule(1, 1)  # sharding=zero1, mirror.count=1
 _STILL = {"schedule__every": 2, "schedule__window": 3, "schedule__min_gain": 0.9}
 _FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__graph": "false"}
@@ -47,7 +54,7 @@ class Example:
     def placement(self) -> Placement:
         """What the run begins with."""
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
-        return healthy(mesh, costs_of(len(mesh.stages)), self.units)
+        return healthy(mesh, costs_of(len(mesh.stages), TIMES), self.units)
 
 
 EXAMPLES = (
@@ -69,8 +76,8 @@ def emulate(example: Example, cache: Path, steps: int) -> Run:
     placement, settles = example.placement, example.slow >= 0
     slow: dict[str, object] = {"emulated__slow": f"[{{rank: {example.slow}, speed: 0.5}}]"} if settles else {}
     number = WARM_STEPS + SETTLE_STEPS * settles + steps + 1
-    settings = emulated(placement.mesh, example.units, number, **(_FOLLOWS if settles else _STILL), **slow)
-    return run(settings, costs_of(len(placement.mesh.stages)), cache, WARM_STEPS + 3)
+    settings = emulated(placement.mesh, example.units, number, TIMES, **(_FOLLOWS if settles else _STILL), **slow)
+    return run(settings, costs_of(len(placement.mesh.stages), TIMES), cache, WARM_STEPS + 3)
 
 
 def simulate(assignment: Assignment, costs: CostModel) -> float:
@@ -86,7 +93,7 @@ def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
         raise RuntimeError(f"{example}: the placement changed after step {done.last_change}")
     means = blocks(done.seconds(first, first + BLOCKS * block - 1), BLOCKS)
     assignment = done.assignment(example.placement)
-    told = costs_of(assignment.num_stages).with_speeds({example.slow: 0.5} if example.slow >= 0 else {})
+    told = costs_of(assignment.num_stages, TIMES).with_speeds({example.slow: 0.5} if example.slow >= 0 else {})
     return {
         "mesh": example.mesh + (f", worker {example.slow} at half speed" if example.slow >= 0 else ""),
         "units": example.units,
@@ -149,6 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, what in (("told_s", "as told"), ("measured_s", "as measured")):
         worst = max(abs(off(of_mesh, name)) for of_mesh in found)
         print(f"simulated {what}: off by at most {100 * worst:.1f} % of the emulated step")
+    with new_directory("simulated-data-") as cache:
+        result.table(
+            "Steps of a real gpt on two workers, and the same steps simulated", REAL_COLUMNS, real_rows(cache, block)
+        )
     result.finish(args.json)
     return 0
 

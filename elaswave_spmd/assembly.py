@@ -15,7 +15,9 @@ from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
+from elaswave_spmd.runtime.compiled import CompiledPrograms
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
@@ -97,7 +99,9 @@ def plan_run(
         mesh, description.layout, shardings, job.num_units, layer_costs=layer_costs, page_layout=settings.schedule.pages
     )
     placement = _with_mirrors(placement, description.layout, settings)
-    return RunPlan(settings, data, job, description, placement, costs or _unmeasured(settings, job, description.layout))
+    costs = costs or _unmeasured(job, description.layout)
+    costs = costs.with_links(settings.schedule.latency, settings.schedule.bandwidth)
+    return RunPlan(settings, data, job, description, placement, costs)
 
 
 def _check_islands(model: LayeredModel, settings: Settings) -> None:
@@ -143,8 +147,8 @@ def read_profile(path: str) -> CostModel:
     return replace(CostModel.from_json(text, where), speeds=())
 
 
-def _unmeasured(settings: Settings, job: Job, layout: ModelLayout) -> CostModel:
-    """Layers before anything is measured: a nanosecond for each element."""
+def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
+    """Layers and links before anything is measured: a nanosecond for each element; 1 GB/s and 0.1 ms."""
     copies = 1 + len(job.optimizer.state_names)
     layers = tuple(
         LayerCost(
@@ -157,7 +161,7 @@ def _unmeasured(settings: Settings, job: Job, layout: ModelLayout) -> CostModel:
         )
         for layer in layout.layers
     )
-    return CostModel(layers, settings.schedule.bandwidth, settings.schedule.latency)
+    return CostModel(layers, 1e9, 1e-4)
 
 
 def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:
@@ -210,6 +214,7 @@ def make_executor(
     plan: RunPlan,
     rank: int,
     port: Port,
+    device: Device,
     first: Epoch,
     place_of: Callable[[Place], Epoch],
     visit: Visit = pass_by,
@@ -219,6 +224,7 @@ def make_executor(
     """The executor of one worker: only its own layers get memory.
 
     Args:
+        device: that it computes with.
         first: the mesh epoch in which it becomes a member.
         place_of: what a later PLACE says, worked out; connects to whoever is new.
         visit: told of the points that a step passes.
@@ -231,7 +237,8 @@ def make_executor(
         plan.description.layout,
         first,
         lambda layers: _modules(plan, layers),
-        programs or make_programs(plan, rank),
+        programs or make_programs(plan, rank, device.place),
+        device,
         plan.description.inits,
         open_split(plan.data, "train"),
         open_split(plan.data, "validation") if plan.job.validates else None,
@@ -245,12 +252,14 @@ def make_executor(
 def make_programs(
     plan: RunPlan,
     rank: int,
+    place: torch.device,
     frequency: Callable[[], float] = lambda: 1.0,
     compiled: Callable[[str], None] = lambda layer: None,
 ) -> StagePrograms:
-    """What runs the layers of one worker; compiled where the device compiles, for all layers of the model.
+    """What runs the layers of one worker; compiled, for all layers of the model, where that is wanted or has to be.
 
     Args:
+        place: where parameters and what programs take and give lie.
         frequency: of an emulated device; asked before every program.
         compiled: told the name of each layer when its programs are there.
     """
@@ -258,11 +267,17 @@ def make_programs(
     model = make_model(settings, plan.data.vocab_size)
     args = program_args(plan.job, layout, model.loss)
     if settings.runtime.device != EMULATED:
+        unit, dtype = (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype
+        if settings.runtime.compile:
+            programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
+            modules = _modules(plan, range(len(layout.layers)))
+            programs.compile([*modules.values()], layout, unit, dtype, compiled)
+            return programs
         if not kind_of(settings).capabilities.compiles:
             return StagePrograms(**args)
         island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
         programs = XlaPrograms(**args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, layout, (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype, compiled)
+        programs.compile(model.layers, layout, unit, dtype, compiled)
         return programs
     e = settings.emulated
     speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731

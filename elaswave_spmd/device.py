@@ -9,10 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices import DeviceKind, Island, Machine, ThisMachine, check_usable, device_of
+from elaswave_spmd.runtime.devices import (
+    DeviceKind,
+    Island,
+    Machine,
+    ThisMachine,
+    check_usable,
+    device_names,
+    device_of,
+)
 from elaswave_spmd.runtime.zygote import Method
 from elaswave_spmd.runtime_settings import EMULATED
 from elaswave_spmd.settings import Settings
+
+_INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""No pool of compiling processes: it would begin in the process that workers are forked from."""
+
+_COMPILER = "torch._inductor.compile_fx"
 
 
 @dataclass(frozen=True)
@@ -47,17 +60,43 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
 
     Raises:
         ConfigError: the machine lacks something that the device needs; a variable is set to a value that contradicts
-            the settings; several devices for each worker, where a worker has one.
+            the settings; several devices for each worker, where a worker has one; `runtime.compile` where it cannot be.
     """
     machine, kind = machine or ThisMachine(), kind_of(settings)
     check_usable(kind.name, machine, also=(EMULATED,))
-    if kind.capabilities.state == "device":
-        raise ConfigError(
-            "workers of this version keep their state in host memory",
-            got=settings.runtime.device,
-            where=f"runtime.device={settings.runtime.device}",
-            exists="cpu, xla, emulated",
-        )
     island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
-    environment = kind.environment(machine.environment, island)
-    return WorkerStart(environment, kind.capabilities.preload, "fork" if kind.capabilities.forks else "spawn")
+    environment, preload = kind.environment(machine.environment, island), kind.capabilities.preload
+    if settings.runtime.compile:
+        check_compile(settings, machine)
+        environment, preload = environment | _INDUCTOR, (*preload, _COMPILER)
+    return WorkerStart(environment, preload, "fork" if kind.capabilities.forks else "spawn")
+
+
+def check_compile(settings: Settings, machine: Machine) -> None:
+    """Refuses `runtime.compile` where there is nothing to compile, or nothing to compile with.
+
+    Raises:
+        ConfigError: a device whose programs torch.compile does not make; no C++ compiler.
+    """
+    device = settings.runtime.device
+    if device == EMULATED or not device_of(device).capabilities.inductor:
+        raise ConfigError(
+            "torch.compile makes layer programs for devices that run the layers as they are written",
+            got=f"runtime.device={device}",
+            where="runtime.compile=true",
+            exists=", ".join(name for name in device_names() if device_of(name).capabilities.inductor),
+            fix="runtime.compile=false",
+        )
+    compiler = cxx(machine)
+    if not machine.has_program(compiler):
+        raise ConfigError(
+            "torch.compile needs a C++ compiler on every machine",
+            got=f"no {compiler}",
+            where="runtime.compile=true",
+            fix="install g++, or name a compiler in the variable CXX, or runtime.compile=false",
+        )
+
+
+def cxx(machine: Machine) -> str:
+    """The C++ compiler that torch.compile uses."""
+    return machine.environment.get("CXX", "g++")

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from elaswave_spmd.data import PreparedData
-from elaswave_spmd.device import kind_of
+from elaswave_spmd.device import cxx, kind_of
 from elaswave_spmd.mesh import ISLAND_AXES
+from elaswave_spmd.runtime.compiled import compiler_version
+from elaswave_spmd.runtime.devices import ThisMachine
 from elaswave_spmd.settings import Settings
 
 _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
@@ -38,13 +40,17 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         hardware |= {axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES}
         hardware["client"] = os.environ.get("PJRT_DEVICE", "CPU")
         versions["torch_xla"] = metadata.version("torch_xla")
+    numbers: dict[str, Any] = {"dtype": runtime.dtype, "threads_per_worker": runtime.threads_per_worker}
+    if runtime.compile:
+        numbers["compile"] = True
+        versions["cxx"] = compiler_version(cxx(ThisMachine()))
     return {
         "seed": settings.seed,
         "unit": {"size": settings.unit.size},
         "train": {"steps": train.steps, "global_batch": train.global_batch, "seq_len": train.seq_len},
         "model": model,
         "optim": optim,
-        "runtime": {"dtype": runtime.dtype, "threads_per_worker": runtime.threads_per_worker},
+        "runtime": numbers,
         "data": {
             "sha256": data.sha256,
             "tokenizer": data.tokenizer,

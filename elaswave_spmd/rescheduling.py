@@ -7,6 +7,7 @@ is nothing to move, frequencies follow.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from elaswave_spmd.recovery.decide import Stages
 from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.schedule_settings import ScheduleSettings
+from elaswave_spmd.scheduling.blocks import first_units
 from elaswave_spmd.scheduling.costs import CostModel
 from elaswave_spmd.scheduling.dataflow import dealings, host_numbers
 from elaswave_spmd.scheduling.profile import LayerSample, ProfileSmoother
@@ -66,6 +68,7 @@ class Rescheduler:
         self._frequencies = frequencies or Frequencies(settings, observer)
         self._profile = ProfileSmoother(len(base.layers), window=settings.window)
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
+        self._links: dict[int, tuple[float, ...]] = {}  # rank -> latency in seconds, bytes per second
         self._observed = 0  # steps since the mesh was last changed
         self._epoch = protocol.placement.mesh.epoch
         self._asked: tuple[Goal, int] | None = None  # what the last looks asked for, and how many did
@@ -106,12 +109,17 @@ class Rescheduler:
 
     @property
     def costs(self) -> CostModel:
-        """As measured up to now."""
-        return self._profile.costs(self._base)
+        """As measured up to now; links as the middle worker measured its own, where settings do not say."""
+        base = self._base
+        if self._links:
+            base = base.with_links(*map(statistics.median, zip(*self._links.values(), strict=True)))
+        return self._profile.costs(base.with_links(self._settings.latency, self._settings.bandwidth))
 
     def measured(self, message: Measured) -> None:
         """A worker tells what its layers took in a step, and what they keep."""
         self._base = self._base.with_memory(message.memory)
+        if message.link:
+            self._links[message.rank] = message.link
         scale = self._frequencies.scale(message.rank, message.step)
         if scale is None:
             return
@@ -129,6 +137,7 @@ class Rescheduler:
             self._observed += 1
         if sorted(members) != sorted(self._members):
             self._members, self._changes = members, 0
+            self._links = {rank: link for rank, link in self._links.items() if rank in members}
         if self._epoch != self._protocol.placement.mesh.epoch:
             self._epoch, self._observed, self._asked, self._content = self._protocol.placement.mesh.epoch, 0, None, 0
         self._frequencies.committed(step)
@@ -222,7 +231,9 @@ class Rescheduler:
         costs, placement = self.costs, self._protocol.placement
         speeds = [costs.speeds_of(members) for members in stages]
         hosts, dealing, cuts = host_numbers(stages, placement.mesh.topology), placement.dealing, placement.layer_cuts
-        found = [dealt.counts for dealt in dealings(num_units, speeds, dealing=dealing, hosts=hosts)]
+        starts = first_units(stages, placement.mesh.stages, placement.unit_counts)
+        dealt = dealings(num_units, speeds, dealing=dealing, hosts=hosts, starts=starts)
+        found = [one.counts for one in dealt]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
             return found[0]

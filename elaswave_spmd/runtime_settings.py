@@ -18,7 +18,8 @@ TRANSPORTS = ("ipc", "tcp")
 class RuntimeSettings:
     """What workers run on, and where. `dtype` is of parameters and activations in layers; master state is fp32.
 
-    `threads_per_worker` and `dtype` are part of a run's identity: other values, other bits.
+    `threads_per_worker`, `dtype` and `compile` (layer programs are made by torch.compile) are part of a run's identity:
+    other values, other bits.
 
     Several machines: the controller opens a store at `rendezvous` (HOST:PORT, HOST its own machine as the others know
     it) and waits up to `agents_timeout` seconds for `agents` agents. `local_workers` of the mesh's workers run beside
@@ -32,6 +33,7 @@ class RuntimeSettings:
     dtype: str = "fp32"
     transport: str = "ipc"
     activation_checkpointing: bool = False
+    compile: bool = False
     host: str | None = None
     rendezvous: str | None = None
     agents: int = 0
@@ -45,6 +47,7 @@ class RuntimeSettings:
         checks.choice("runtime.dtype", self.dtype, DTYPES)
         checks.choice("runtime.transport", self.transport, TRANSPORTS)
         checks.flag("runtime.activation_checkpointing", self.activation_checkpointing)
+        checks.flag("runtime.compile", self.compile)
         if self.host is not None:
             checks.text("runtime.host", self.host)
         if self.rendezvous is not None:

@@ -27,7 +27,7 @@ class ScheduleSettings:
     page by page of each layer or in one piece per worker. The second of each is there to be compared with.
 
     `profile`: costs.json of an earlier run of this model, to plan the first mesh with. `bandwidth` (bytes/s) and
-    `latency` (s) of a link, for what moving costs.
+    `latency` (s) of a link, for what moving costs; None: as measured.
 
     `frequency`: who sets the frequencies of devices, once nothing else is to be changed: from `f_min` to `f_max` of the
     normal one.
@@ -44,8 +44,8 @@ class ScheduleSettings:
     moves: str = "live"
     pages: str = INTERLEAVED
     profile: str | None = None
-    bandwidth: float = 1e9
-    latency: float = 1e-4
+    bandwidth: float | None = None
+    latency: float | None = None
     frequency: str = "none"
     f_min: float = 0.5
     f_max: float = 1.0
@@ -62,8 +62,10 @@ class ScheduleSettings:
         checks.choice("schedule.pages", self.pages, PAGE_LAYOUTS)
         if self.profile is not None:
             checks.put(self, profile=checks.text("schedule.profile", self.profile))
-        checks.put(self, bandwidth=checks.number("schedule.bandwidth", self.bandwidth, above=0))
-        checks.put(self, latency=checks.number("schedule.latency", self.latency, at_least=0))
+        if self.bandwidth is not None:
+            checks.put(self, bandwidth=checks.number("schedule.bandwidth", self.bandwidth, above=0))
+        if self.latency is not None:
+            checks.put(self, latency=checks.number("schedule.latency", self.latency, at_least=0))
         checks.choice("schedule.frequency", self.frequency, FREQUENCIES)
         checks.put(self, f_min=checks.number("schedule.f_min", self.f_min, above=0, at_most=1))
         checks.put(self, f_max=checks.number("schedule.f_max", self.f_max, at_least=1))

@@ -9,23 +9,24 @@ import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
-
 from elaswave_spmd.assembly import RunPlan, make_executor, make_programs, plan_run
 from elaswave_spmd.chaos import Chaos
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.device import kind_of
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.observe.trace import TracePart
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.allocator import keep_freed_memory
 from elaswave_spmd.runtime.checkpoint_writer import CheckpointOrders, CheckpointWriter
+from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.frequency import FrequencyCell
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.layer_times import Row
+from elaswave_spmd.runtime.link_probe import LinkProbe
 from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.points import Point
@@ -37,6 +38,7 @@ from elaswave_spmd.tracing import TracedPort, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
+_COPYING_S = 5e-5  # between two looks at payloads that are on their way to host memory
 
 
 def main(spec: dict[str, Any]) -> int:
@@ -50,9 +52,10 @@ def main(spec: dict[str, Any]) -> int:
     Returns: the exit code.
     """
     rank, settings = int(spec["rank"]), Settings.from_dict(spec["settings"])
-    torch.set_num_threads(settings.runtime.threads_per_worker)
+    device = open_device(settings, rank)
     keep_freed_memory()
-    mailbox = Mailbox()
+    probe = LinkProbe(lambda peer, header, payloads: links.send(peer, header, payloads))
+    mailbox = Mailbox(probe.tap)
     if settings.elastic.enabled:
         # SIGTERM is a wish to leave: its handler may do no more than this, it can come in the middle of anything.
         signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
@@ -68,7 +71,7 @@ def main(spec: dict[str, Any]) -> int:
     orders = CheckpointOrders(**spec["checkpoints"])
     trace = open_trace(spec.get("trace"), rank)
     frequency = FrequencyCell(cells, rank) if (cells := spec.get("frequencies")) else None
-    worker = Worker(rank, settings, links, mailbox, orders, trace, frequency)
+    worker = Worker(rank, settings, device, links, mailbox, probe, orders, trace, frequency)
     try:
         links.connect(CONTROLLER, spec["controller"])
         costs = CostModel.from_json(spec["costs"]) if spec["costs"] else None
@@ -92,6 +95,12 @@ def main(spec: dict[str, Any]) -> int:
     return 0
 
 
+def open_device(settings: Settings, rank: int) -> Device:
+    """The device that the settings name, in this process; an emulated one is the CPU with a clock of its own."""
+    island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
+    return kind_of(settings).open(rank, island)
+
+
 class Worker:
     """The worker's life, from its place in the mesh to the controller's Stop."""
 
@@ -99,14 +108,18 @@ class Worker:
         self,
         rank: int,
         settings: Settings,
+        device: Device,
         links: Links,
         mailbox: Mailbox,
+        probe: LinkProbe,
         orders: CheckpointOrders,
         trace: TracePart | None = None,
         frequency: Callable[[], float] | None = None,
     ) -> None:
-        self._rank, self._settings, self._links, self._mailbox = rank, settings, links, mailbox
+        self._rank, self._settings, self._device = rank, settings, device
+        self._links, self._mailbox = links, mailbox
         self._trace, self._frequency = trace, frequency or (lambda: 1.0)
+        self._probe, self._link_told = probe, False
         self._progress = Progress(waiting=True, action="start")
         self.step = 0
         self._programs: StagePrograms | None = None
@@ -127,7 +140,7 @@ class Worker:
             beat = m.Heartbeat(self._rank, next(told), False, f"compiling, {layer} done")
             self._links.send(CONTROLLER, m.encode(beat))
 
-        self._programs = make_programs(plan, self._rank, self._frequency, compiled)
+        self._programs = make_programs(plan, self._rank, self._device.place, self._frequency, compiled)
 
     def work(self, plan: RunPlan) -> None:
         """Waits for its place and trains until it is told to stop."""
@@ -137,13 +150,16 @@ class Worker:
         first = self._epoch(plan, place)
         others = [p for p in place.addresses if p != self._rank]
         self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # of those that are closed the port will hear
-        port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, early)
+        if others:
+            self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))  # the next one round
+        port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
         # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
         saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
         executor = make_executor(
             plan,
             self._rank,
             port if self._trace is None else TracedPort(port, self._trace),
+            self._device,
             first,
             lambda p: self._epoch(plan, p),
             self._visit,
@@ -152,7 +168,7 @@ class Worker:
         )
         if self._trace is not None:
             executor.trace(self._trace.action)
-        self.checkpoints.attach(executor.replica, plan.description.layout)
+        self.checkpoints.attach(executor.replica, plan.description.layout, self._device)
         executor.measured = self._send_costs
         port.controller_gone = lambda: self._orphaned(executor)
         executor.save = self.checkpoints.save
@@ -162,12 +178,19 @@ class Worker:
         for what in executor.run():
             progress.waiting, progress.action = True, what
             began = time.perf_counter()
-            if not self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic()):
+            if not self._wait(port):
                 raise Stopped
             if self._trace is not None:
                 self._trace.wait(what, began, time.perf_counter())
             progress.waiting = False
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+
+    def _wait(self, port: LinkPort) -> bool:
+        """Until something has come; False: nothing did, and without a controller it has waited long enough."""
+        while port.is_copying():
+            if self._mailbox.wait(_COPYING_S):
+                return True
+        return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
 
     def _orphaned(self, executor: Executor) -> None:
         """The controller is gone. Nobody begins another step, and a step that all have begun is still completed.
@@ -194,8 +217,10 @@ class Worker:
         self.chaos.visit(point, step)
 
     def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...]) -> None:
-        if rows or memory:
-            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory, self.num_compiled)))
+        link = () if self._link_told else self._probe.found or ()
+        if rows or memory or link:
+            self._link_told = self._link_told or bool(link)
+            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory, self.num_compiled, link)))
 
     def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""

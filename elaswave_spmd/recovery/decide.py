@@ -26,7 +26,8 @@ def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int],
 
     Returns: as few as no stage at all, when nobody is left.
     """
-    left = [[rank for rank in members if rank not in gone] for members in stages]
+    lost = frozenset(gone)
+    left = [[rank for rank in members if rank not in lost] for members in stages]
     free = list(newcomers)
     for number, members in enumerate(left):
         if not members and free:

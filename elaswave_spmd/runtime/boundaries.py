@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.buffers import aligned_copy
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
 
 ACTIVATION, GRADIENT, VALIDATION = "activation", "gradient", "validation activation"
@@ -37,11 +37,12 @@ class Boundaries:
     """The boundary tensors of one worker.
 
     Args:
+        device: where they lie, those that came too.
         keep: keep what was sent until its step is decided (salvage.boundaries=keep).
     """
 
-    def __init__(self, rank: int, send: Send, *, keep: bool) -> None:
-        self._rank, self._send, self._keep = rank, send, keep
+    def __init__(self, rank: int, send: Send, device: Device, *, keep: bool) -> None:
+        self._rank, self._send, self._device, self._keep = rank, send, device, keep
         self._received: dict[BoundaryKey, Tensor] = {}
         self._kept: dict[BoundaryKey, Tensor] = {}
         self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since STATUS
@@ -58,7 +59,7 @@ class Boundaries:
 
     def receive(self, message: Crossing, payload: Tensor) -> None:
         """Files what came, in memory aligned as if it had been made here."""
-        self._received[_key(message)] = aligned_copy(payload, message.shape)
+        self._received[_key(message)] = self._device.from_host(payload.view(message.shape))
 
     def __contains__(self, key: BoundaryKey) -> bool:
         return key in self._received

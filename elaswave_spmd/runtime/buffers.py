@@ -30,17 +30,31 @@ def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> lis
     return bound
 
 
+def move_constants(module: nn.Module, place: torch.device) -> None:
+    """What modules keep besides parameters, as buffers or attributes, goes to `place`."""
+    for owner in module.modules():
+        attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, Tensor)]
+        for name, value in [*owner.named_buffers(recurse=False), *attributes]:
+            if value.device != place:
+                setattr(owner, name, value.to(place))
+
+
 class ValueBuffer:
     """The parameters of one layer in the compute dtype, and the version of each page.
 
     A unit of step t may run the layer only when every page is exactly at t - 1: mixing versions would change the
     result silently. Sharded parameters are dropped after a step's last unit and filled again by the next versions.
+
+    Args:
+        module: of the layer; its parameters become views of the buffer, and its constants go to `place` too.
+        place: the device of the values.
     """
 
-    def __init__(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, place: torch.device) -> None:
         self.layout = layout
         self.module = module
-        self.flat = torch.zeros(layout.num_value_elements, dtype=dtype)
+        self.flat = torch.zeros(layout.num_value_elements, dtype=dtype, device=place)
+        move_constants(module, place)
         self.parameters = bind_parameters(module, layout, self.flat)
         self._versions = np.full(layout.num_value_pages, -1, dtype=np.int64)
         self._common_version: int | None = None
@@ -54,7 +68,9 @@ class ValueBuffer:
         return self.flat[start:end]
 
     def install(self, first: int, stop: int, values: Tensor, version: int) -> None:
-        """Copies published values in; `values` may be of another float dtype (fp32 master into bf16).
+        """Copies published values in.
+
+        `values` may be of another float dtype (fp32 master into bf16), and may lie on another device.
 
         Pages that are at this version already stay as they are: what came twice may be under way for so long that the
         memory which it was sent from has moved on.
@@ -117,9 +133,9 @@ class ValueBuffer:
 class GradientBuffer:
     """One tree node's gradient of one layer: fp32, flat, with a view per parameter. What lies between stays zero."""
 
-    def __init__(self, layout: LayerLayout) -> None:
+    def __init__(self, layout: LayerLayout, place: torch.device) -> None:
         self.layout = layout
-        self.flat = torch.empty(layout.num_gradient_elements, dtype=torch.float32)
+        self.flat = torch.empty(layout.num_gradient_elements, dtype=torch.float32, device=place)
         for start, stop in layout.gradient_gaps:
             self.flat[start:stop] = 0.0
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]
@@ -149,15 +165,15 @@ class GradientBuffer:
 class GradientPool:
     """Gradient buffers of one layer, used again from step to step."""
 
-    def __init__(self, layout: LayerLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: LayerLayout, place: torch.device) -> None:
+        self._layout, self._place = layout, place
         self._free: list[GradientBuffer] = []
         self._lent: list[GradientBuffer] = []
         self.peak = 0
 
     def acquire(self) -> GradientBuffer:
         """A buffer whose parameters' gradients are those of an earlier node: to be overwritten."""
-        buffer = self._free.pop() if self._free else GradientBuffer(self._layout)
+        buffer = self._free.pop() if self._free else GradientBuffer(self._layout, self._place)
         self._lent.append(buffer)
         self.peak = max(self.peak, len(self._lent))
         return buffer
@@ -179,8 +195,3 @@ class GradientPool:
     def num_bytes(self) -> int:
         """Bytes of the buffers held at the same time, at most so far."""
         return self.peak * self._layout.num_gradient_elements * 4
-
-
-def aligned_copy(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A fresh contiguous tensor: torch's allocator aligns it to 64 bytes, a network frame need not be."""
-    return torch.empty(shape, dtype=values.dtype).copy_(values.view(shape))

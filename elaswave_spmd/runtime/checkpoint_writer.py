@@ -26,6 +26,7 @@ from elaswave_spmd.recovery.manifest import MANIFEST
 from elaswave_spmd.recovery.messages import Applied, Wrote
 from elaswave_spmd.recovery.run_lock import Ballot
 from elaswave_spmd.recovery.writers import writers_of
+from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.state import LEARNING
 from elaswave_spmd.scheduling.placement import RunKey
@@ -122,9 +123,9 @@ class CheckpointWriter:
         self._writers_epoch = -1
         self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
 
-    def attach(self, replica: Replica, layout: ModelLayout) -> None:
-        """From now on."""
-        self._replica, self._layout = replica, layout
+    def attach(self, replica: Replica, layout: ModelLayout, device: Device) -> None:
+        """From now on. `device`: where the replica's state lies."""
+        self._replica, self._layout, self._device = replica, layout, device
         replica.applied = self._applied
 
     def save(self) -> None:
@@ -180,13 +181,14 @@ class CheckpointWriter:
         if self._writers_epoch != placement.mesh.epoch:
             self._writers_epoch = placement.mesh.epoch
             self._writers = writers_of(placement.holder_runs(self._layout), self._layout)
-        found: Arrays = {}
+        copies: dict[RunKey, dict[str, HostCopy]] = {}
         for part in self._replica.state:
             if self._writers[part.run.key] == self._rank and part.version != LEARNING:
                 assert part.version == step, (part.run, part.version, step)
                 state = {MASTER: part.master, **part.optimizer_state}
-                found[part.run.key] = {kind: values.numpy().copy() for kind, values in state.items()}
-        return found
+                copies[part.run.key] = {kind: self._device.copy_to_host(values) for kind, values in state.items()}
+        # All of them are under way; the state changes after this call.
+        return {key: {kind: copy.wait().numpy() for kind, copy in of_run.items()} for key, of_run in copies.items()}
 
     def _write_all(self) -> None:
         """The thread: one shard after another."""

@@ -14,6 +14,7 @@ from elaswave_spmd.keyed import Init
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.accounting import peak_rss, state_bytes
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.layer_memory import MemoryRow
@@ -39,7 +40,7 @@ class Executor:
         layout: how state lies.
         first: the epoch in which it becomes a member.
         modules: makes this worker's layers; their parameters are replaced by views of flat buffers.
-        programs: runs layers, one at a time.
+        programs: runs layers, one at a time, on tensors of `device`.
         inits: owned parameter name -> initial distribution.
         train, validation: the data.
         port: the way out.
@@ -56,6 +57,7 @@ class Executor:
         first: Epoch,
         modules: Modules,
         programs: StagePrograms,
+        device: Device,
         inits: Mapping[str, Init],
         train: Batches,
         validation: Batches | None,
@@ -73,12 +75,11 @@ class Executor:
         self.measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = lambda step, rows, memory: None
         """Told after every step what its layer programs took, and what new ones keep."""
         self.save: Callable[[], None] = lambda: None  # called when the run is about to stop: write the state as it is
-        self._boundaries = Boundaries(rank, port.send, keep=keep_boundaries)
-        self._units = UnitRunner(
-            job, layout, modules, programs, train, self._boundaries, self._until, self._take, visit
-        )
+        self._boundaries = Boundaries(rank, port.send, device, keep=keep_boundaries)
+        runs = modules, programs, device, train, self._boundaries
+        self._units = UnitRunner(job, layout, *runs, self._until, self._take, visit)
         self.values = self._units.values
-        self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, port.send, visit)
+        self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, device, port.send, visit)
         self._units.reducer = self.replica.reducer
         self._begun: StepUnderWay | None = None
         self._todo: dict[int, Todo] | None = None
@@ -261,7 +262,7 @@ class Executor:
         self.replica.computed(step)
         yield from self._until(lambda: self.version >= step, "votes of step", step)
         self._boundaries.forget(step)
-        self.measured(step, self._units.times.take(), self._units.programs.memory.take())
+        self.measured(step, self._units.take_times(), self._units.programs.memory.take())
 
     def _begin(self, step: int) -> None:
         if self._todo is None:

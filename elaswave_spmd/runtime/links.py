@@ -9,6 +9,10 @@ A dead peer stays dead: sockets never reconnect by themselves, because a message
 would belong to another life. The closed connection is filed as `PeerClosed`. The price is that a connect to a peer that
 has not yet bound is refused for good: connect only after the peer said that it is bound, then `wait_connected` before
 the first message that matters.
+
+On one host large payloads may be lent, not sent (runtime.lending), once the peer has shown that it can read this
+process's memory. A loan that is gone before it is read breaks the link as a lost connection does: what its sender said
+after it is dropped, until there is another link.
 """
 
 from __future__ import annotations
@@ -17,19 +21,19 @@ import contextlib
 import hmac
 import ipaddress
 import os
-import selectors
 import struct
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.event_loop import EventLoop
+from elaswave_spmd.runtime.lending import LEND_BYTES, Lender, LentGone, Loan, lending
 from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
 
 CONTROLLER = -1
@@ -37,11 +41,10 @@ Transport = Literal["ipc", "tcp"]
 
 # From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more.
 ZERO_COPY_BYTES = 64 * 1024
-# libzmq delivers messages within its 8 KiB read batch at any byte offset; those are copied, which aligns them.
-_SMALL_BYTES = 16 * 1024
-_BURST = 256  # messages taken from the PULL socket before the other sockets are looked at
 _SENDER = struct.Struct("<i")
-_MONITOR_EVENT = struct.Struct("=hi")
+_PLAIN, _ASK, _CAN_READ, _RETURNED = 0, 0x81, 0x82, 0x83  # after sender and token; below 0x80: payloads that are lent
+_MOST_LENT = 7  # payloads of a message
+_NUMBER = struct.Struct("<q")
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -60,10 +63,15 @@ def socket_directory() -> str:
 
 
 class _Link:
-    """The sending side of one link. `lock` guards `open`, the socket that any thread may use; None once closed."""
+    """The sending side of one link. `lock` guards `open`, the socket that any thread may use; None once closed.
 
-    def __init__(self, peer: int, socket: zmq.Socket[bytes], number: int) -> None:
+    `lends`: the peer can read this process's memory.
+    """
+
+    def __init__(self, peer: int, socket: zmq.Socket[bytes], number: int, prefix: bytes, lender: Lender | None) -> None:
         self.peer, self.lock = peer, threading.Lock()
+        self._prefix, self._lender, self._number = prefix, lender, number
+        self.lends, self.asked = False, 0
         self.up = threading.Event()  # handshake done, or closed
         self.bytes_sent = self.messages_sent = 0
         self.open: zmq.Socket[bytes] | None = socket
@@ -72,27 +80,53 @@ class _Link:
             _CLOSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED, f"inproc://monitor-{number}"
         )
 
-    def send(self, head: bytes, payloads: Sequence[Any]) -> bool:
+    def ask(self) -> None:
+        """Has the peer try to read something here; it says `_CAN_READ` with the number of that loan if it could."""
+        if self._lender is not None and (loan := self._lender.lend(memoryview(b"can read"), self._number)):
+            self.asked = loan.number
+            self.send(loan.encode(), kind=_ASK)
+
+    def send(self, header: bytes, payloads: Sequence[Any] = (), *, kind: int = _PLAIN, lend: bool = False) -> bool:
         # Everything that can be refused is refused before the first frame: half a message would swallow the next one.
         views = [memoryview(payload) for payload in payloads]
         for view in views:
             if not view.c_contiguous:
                 raise ValueError(f"a payload must be contiguous; got shape {view.shape}, strides {view.strides}")
+        size = sum(view.nbytes for view in views)
+        lent = self._lend(views) if lend and self.lends else 0
+        head = b"".join((self._prefix, bytes((kind | lent,)), header))
         with self.lock:
-            if self.open is None:
-                return False
-            last = len(views)
-            try:
-                # There is no high-water mark, so a socket that cannot take a message has lost its connection. Without
-                # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
-                for i, frame in enumerate((head, *views)):
-                    flags = zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0)
-                    self.open.send(frame, flags, copy=i == 0 or views[i - 1].nbytes < ZERO_COPY_BYTES)
-            except zmq.Again:
-                return False
-            self.bytes_sent += len(head) + sum(view.nbytes for view in views)
-            self.messages_sent += 1
-            return True
+            sent = self.open is not None and self._put(self.open, head, views)
+            if sent and kind < _ASK:
+                self.bytes_sent += len(head) + size
+                self.messages_sent += 1
+        if lent and not sent:
+            assert self._lender is not None
+            self._lender.take_back(self._number)
+        return sent
+
+    def _lend(self, views: list[memoryview]) -> int:
+        """Puts loans in the place of large payloads. Returns which: bit i for payload i."""
+        assert self._lender is not None
+        found = 0
+        for i, view in enumerate(views[:_MOST_LENT]):
+            if view.nbytes >= LEND_BYTES and (loan := self._lender.lend(view, self._number)):
+                views[i] = memoryview(loan.encode())
+                found |= 1 << i
+        return found
+
+    @staticmethod
+    def _put(socket: zmq.Socket[bytes], head: bytes, views: Sequence[memoryview]) -> bool:
+        last = len(views)
+        try:
+            # There is no high-water mark, so a socket that cannot take a message has lost its connection. Without
+            # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
+            for i, frame in enumerate((head, *views)):
+                flags = zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0)
+                socket.send(frame, flags, copy=i == 0 or views[i - 1].nbytes < ZERO_COPY_BYTES)
+        except zmq.Again:
+            return False
+        return True
 
     def close(self, linger_ms: int = 0) -> bool:
         """Returns whether it was open. The monitor is closed by the event loop, when it says that it has stopped."""
@@ -100,6 +134,8 @@ class _Link:
             socket, self.open = self.open, None
             if socket is not None:
                 socket.close(linger_ms)
+        if self._lender is not None:
+            self._lender.take_back(self._number)
         self.up.set()
         return socket is not None
 
@@ -139,6 +175,9 @@ class Links:
         self._token = token
         self._mailbox = mailbox
         self._prefix = _SENDER.pack(me) + token
+        self._lender, self._reader = lending() if transport == "ipc" else (None, None)
+        self._shown: dict[int, int] = {}  # peer -> number of the loan that shows that its memory can be read
+        self._broken: set[int] = set()  # peers whose messages are dropped: one of theirs was lost; the event loop's own
         self._links: dict[int, _Link] = {}
         self._num_connects = 0
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
@@ -151,7 +190,7 @@ class Links:
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError("the link address could not be bound", got=str(error), where=directory or host) from error
-        self._loop = _EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerGone()))
+        self._loop = EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerGone()))
         self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
         self._thread.start()
 
@@ -165,13 +204,15 @@ class Links:
             socket = self._new_socket(zmq.PUSH)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._num_connects += 1
-            link = self._links[peer] = _Link(peer, socket, self._num_connects)
+            link = self._links[peer] = _Link(peer, socket, self._num_connects, self._prefix, self._lender)
             self._loop.watch(link.monitor, lambda event: self._link_event(link, event))
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
                 link.close()
                 raise RunError(f"links of {self.me}: {address!r} is no address of {peer}: {error}") from error
+        link.ask()
+        self._tell_can_read(peer)
 
     def wait_connected(self, peers: Iterable[int], timeout: float) -> list[int]:
         """Wait until the link to each of `peers` is up; returns those closed or not up after `timeout` seconds."""
@@ -184,15 +225,18 @@ class Links:
                 missing.append(peer)
         return missing
 
-    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = ()) -> bool:
+    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, lend: bool = False) -> bool:
         """Send one message; any thread; never blocks. False when the link is closed: the message is nobody's any more.
 
         A payload is any contiguous buffer (bytes, memoryview, numpy array). Those of `ZERO_COPY_BYTES` and more are
         sent from where they lie, some time later: they must not be written to until the protocol says that `peer` has
         them. ValueError for a buffer that is not contiguous; nothing is sent then.
+
+        `lend`: payloads will never be written to again, so that large ones may be lent, for however long it takes the
+        receiver to look.
         """
         link = self._links.get(peer)
-        return link is not None and link.send(self._prefix + header, payloads)
+        return link is not None and link.send(header, payloads, lend=lend)
 
     def drop(self, peer: int) -> None:
         """Close the link to `peer` at once, unsent messages included. No notice is filed. Unknown peers are ignored."""
@@ -223,6 +267,9 @@ class Links:
                 return
             self._closed = True
             links = list(self._links.values())
+        deadline = time.monotonic() + linger_ms / 1e3
+        while self._lender is not None and self._lender.num_large and time.monotonic() < deadline:
+            time.sleep(1e-3)
         for link in links:
             link.close(linger_ms)
         self._loop.stop()
@@ -249,10 +296,55 @@ class Links:
 
     def _file(self, head: bytes, payloads: tuple[memoryview, ...]) -> None:
         start = len(self._prefix)
-        if len(head) < start or not hmac.compare_digest(head[_SENDER.size : start], self._token):
+        if len(head) <= start or not hmac.compare_digest(head[_SENDER.size : start], self._token):
             self.wrong_tokens += 1
             return
-        self._mailbox.put(Envelope(_SENDER.unpack_from(head)[0], head[start:], payloads))
+        sender, kind, header = _SENDER.unpack_from(head)[0], head[start], head[start + 1 :]
+        if kind >= _ASK:
+            self._file_of_loans(sender, kind, header)
+        elif sender not in self._broken:
+            found = self._borrow(sender, kind, payloads) if kind else payloads
+            if found is not None:
+                self._mailbox.put(Envelope(sender, header, found))
+
+    def _file_of_loans(self, sender: int, kind: int, header: bytes) -> None:
+        if kind == _ASK:  # the first on a link
+            self._broken.discard(sender)
+            loan = Loan.decode(header)
+            with contextlib.suppress(LentGone, PermissionError):
+                if self._reader is not None and self._reader.read(loan) == b"can read":
+                    with self._edit:
+                        self._shown[sender] = loan.number
+                    self._tell_can_read(sender)
+            return
+        (number,) = _NUMBER.unpack(header)
+        link = self._links.get(sender)
+        if kind == _CAN_READ and link is not None and link.asked == number:
+            link.lends = True
+        if self._lender is not None:
+            self._lender.returned(number)
+
+    def _tell_can_read(self, peer: int) -> None:
+        with self._edit:
+            link, number = self._links.get(peer), self._shown.get(peer)
+        if link is not None and number is not None:
+            link.send(_NUMBER.pack(number), kind=_CAN_READ)
+
+    def _borrow(self, sender: int, which: int, payloads: tuple[memoryview, ...]) -> tuple[memoryview, ...] | None:
+        """Payloads with those that are lent; None: one is lost, and so is everything that follows on this link."""
+        assert self._reader is not None, "it is asked whether it can read before anything is lent"
+        found = list(payloads)
+        for i, payload in enumerate(payloads):
+            if which >> i & 1:
+                loan = Loan.decode(payload)
+                try:
+                    found[i] = self._reader.read(loan)
+                except (LentGone, PermissionError):
+                    self._broken.add(sender)
+                    return None
+                if (link := self._links.get(sender)) is not None:
+                    link.send(_NUMBER.pack(loan.number), kind=_RETURNED)
+        return tuple(found)
 
     def _link_event(self, link: _Link, event: int) -> None:
         """Called in the event loop."""
@@ -265,117 +357,6 @@ class Links:
             ours = was_open and self._links.get(link.peer) is link and not self._closed
         if ours:
             self._mailbox.put(PeerClosed(link.peer))
-
-
-class _EventLoop:
-    """The thread that owns the PULL socket and the monitors: one wait over their file descriptors, the life pipe and a
-    pipe of its own, through which other threads hand it work."""
-
-    def __init__(
-        self,
-        pull: zmq.Socket[bytes],
-        file: Callable[[bytes, tuple[memoryview, ...]], None],
-        life_fd: int | None,
-        on_controller_gone: Callable[[], None],
-    ) -> None:
-        self._pull, self._file = pull, file
-        self._on_controller_gone = on_controller_gone
-        self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
-        self._todo: deque[Callable[[], None]] = deque()
-        self._stopping = False
-        self._wake_lock, self._wake_open = threading.Lock(), True
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._selector = selectors.DefaultSelector()
-        self._register(pull.FD, lambda: None)  # the PULL socket is read on every turn anyway
-        self._register(self._wake_read, self._drain_wake)
-        if life_fd is not None:
-            self._register(life_fd, lambda: self._life_ended(life_fd))
-
-    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
-        """Call `on_event` with each event of `monitor`, from any thread; it is closed when its socket is gone.
-
-        Not before: libzmq's thread would wait for ever, and all links with it, with another event to tell."""
-        self._hand_over(lambda: self._add(monitor, on_event))
-
-    def stop(self) -> None:
-        """End the thread and close its sockets; from any other thread."""
-        self._hand_over(lambda: setattr(self, "_stopping", True))
-
-    def run(self) -> None:
-        pending = True  # zmq's descriptors tell of changes only: read before the first wait
-        while not self._stopping:
-            for key, _ in self._selector.select(0 if pending else None):
-                key.data()
-            while self._todo:
-                self._todo.popleft()()
-            pending = self._drain_pull()
-        for monitor in list(self._monitors):
-            self._remove(monitor)
-        self._pull.close(0)
-        self._selector.close()
-
-    def close_wake_pipe(self) -> None:
-        """After the thread has ended. Not in the thread: others may be about to write."""
-        with self._wake_lock:
-            self._wake_open = False
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-
-    def _hand_over(self, work: Callable[[], None]) -> None:
-        self._todo.append(work)
-        with self._wake_lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the loop as well
-            if self._wake_open:
-                os.write(self._wake_write, b"\0")
-
-    def _register(self, fd: int, on_ready: Callable[[], None]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, on_ready)
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_read, 4096):
-                pass
-
-    def _life_ended(self, life_fd: int) -> None:
-        self._selector.unregister(life_fd)
-        self._on_controller_gone()
-
-    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
-        self._monitors[monitor] = on_event
-        self._register(monitor.FD, lambda: self._drain_monitor(monitor))
-        self._drain_monitor(monitor)
-
-    def _remove(self, monitor: zmq.Socket[bytes]) -> None:
-        if self._monitors.pop(monitor, None) is not None:
-            self._selector.unregister(monitor.FD)
-            monitor.close(0)
-
-    def _drain_monitor(self, monitor: zmq.Socket[bytes]) -> None:
-        while monitor in self._monitors:
-            try:
-                event, _ = _MONITOR_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                return
-            if event == zmq.EVENT_MONITOR_STOPPED:
-                self._remove(monitor)
-            else:
-                self._monitors[monitor](event)
-
-    def _drain_pull(self) -> bool:
-        """Read until nothing is left (False) or a burst is done (True: come back without waiting)."""
-        pull = self._pull
-        for _ in range(_BURST):
-            try:
-                head = pull.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            payloads: tuple[memoryview, ...] = ()
-            while pull.getsockopt(zmq.RCVMORE):
-                frame = pull.recv(copy=False)
-                payloads += (memoryview(bytearray(frame.buffer)) if len(frame) < _SMALL_BYTES else frame.buffer,)
-            self._file(head, payloads)
-        return True
 
 
 def _check(transport: str, directory: str, token: bytes, host: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PAGES_AT_ONCE = 32  # 512 KiB of fp32 at the default page size: the folds stay in cache
+_PAGES_AT_ONCE = 32  # 512 KiB of fp32 at the default page size: on the CPU the folds stay in cache
 _NARROW = 64  # elements per page down to which pages are folded in those groups, and from which all are folded at once
 
 
@@ -29,15 +29,16 @@ def page_norm_values(gradient: Tensor, page_size: int) -> list[float]:
 def _whole_pages(pages_PE: Tensor) -> list[float]:
     num_pages, size = pages_PE.shape
     width = 1 << (size - 1).bit_length()
-    narrow = torch.empty(num_pages, min(width, _NARROW), dtype=pages_PE.dtype)
-    for first in range(0, num_pages, _PAGES_AT_ONCE):
-        group = pages_PE[first : first + _PAGES_AT_ONCE]
+    narrow = torch.empty(num_pages, min(width, _NARROW), dtype=pages_PE.dtype, device=pages_PE.device)
+    at_once = _PAGES_AT_ONCE if pages_PE.device.type == "cpu" else num_pages  # elsewhere a call costs more than a cache
+    for first in range(0, num_pages, at_once):
+        group = pages_PE[first : first + at_once]
         if width == size:
             squares = group * group
         else:
-            squares = torch.zeros(len(group), width, dtype=group.dtype)
+            squares = torch.zeros(len(group), width, dtype=group.dtype, device=group.device)
             squares[:, :size] = group * group
-        narrow[first : first + _PAGES_AT_ONCE] = _fold(squares, narrow.shape[1])
+        narrow[first : first + at_once] = _fold(squares, narrow.shape[1])
     return _fold(narrow, 1)[:, 0].tolist()
 
 

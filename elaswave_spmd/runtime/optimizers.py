@@ -79,7 +79,8 @@ class AdamW:
         states: Mapping[str, Sequence[Tensor]],
         how: Update,
     ) -> None:
-        number = torch.tensor(float(how.step))
+        place = params[0].device
+        number = torch.tensor(float(how.step), device=place)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             list(params),
             list(grads),
@@ -94,7 +95,7 @@ class AdamW:
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=torch.tensor(how.divisor) if how.divisor != 1.0 else None,
+            grad_scale=torch.tensor(how.divisor, device=place) if how.divisor != 1.0 else None,
             found_inf=None,
         )
 
@@ -117,7 +118,7 @@ class SGD:
         states: Mapping[str, Sequence[Tensor]],
         how: Update,
     ) -> None:
-        scale = torch.tensor(how.divisor)
+        scale = torch.tensor(how.divisor, device=params[0].device)
         for param, grad, momentum in zip(params, grads, states["momentum"], strict=True):
             if how.divisor != 1.0:
                 grad.div_(scale)

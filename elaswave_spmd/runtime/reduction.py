@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery.messages import NodeSum
@@ -53,6 +54,7 @@ class GradientReducer:
     sharded gradients they are given up when sent, and a unit whose sum is lost with a primary is computed again.
 
     Args:
+        place: the device on which sums lie, and where payloads come that are added to them.
         sharded: gradients are sharded: nodes leave as soon as they are done and their buffers are not kept.
         add_in_place: autograd may add a unit's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
@@ -65,13 +67,14 @@ class GradientReducer:
         rank: int,
         layout: ModelLayout,
         num_units: int,
+        place: torch.device,
         *,
         sharded: bool,
         add_in_place: bool,
         send: Send,
         entry_done: EntryDone,
     ) -> None:
-        self.rank, self.num_units = rank, num_units
+        self.rank, self.num_units, self._place = rank, num_units, place
         self._layout, self._sharded, self._add_in_place = layout, sharded, add_in_place
         self._send, self._entry_done = send, entry_done
         self._pools: dict[int, GradientPool] = {}
@@ -176,7 +179,7 @@ class GradientReducer:
 
         `alone`: a unit that this worker does for another one, or again: it is not added to others here.
         """
-        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer]))
+        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
         leaf = (unit, unit + 1)
         if alone:
             self._alone = pool.acquire()

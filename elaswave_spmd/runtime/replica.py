@@ -16,6 +16,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_runs
 from elaswave_spmd.runtime.boundaries import Send
 from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.numerics import page_norm_values
@@ -34,6 +35,7 @@ class Replica:
     Args:
         values: compute buffers of the layers that this worker computes; the executor changes it between epochs.
         version: the step that the state is at when this worker becomes a member.
+        device: where state and sums lie.
         visit: told of the points that a step passes (for faults to be injected, and progress).
     """
 
@@ -45,19 +47,20 @@ class Replica:
         values: Mapping[int, ValueBuffer],
         placement: Placement,
         version: int,
+        device: Device,
         send: Send,
         visit: Visit,
     ) -> None:
         self.rank, self._job, self._layout, self._values = rank, job, layout, values
         self._send, self._visit = send, visit
         self.drops_params = bool(placement.shardings.params.axes)
-        self.state = HeldState(
-            layout, job.optimizer, separate_master=self.drops_params or job.torch_dtype != torch.float32
-        )
+        separate = self.drops_params or job.torch_dtype != torch.float32
+        self.state = HeldState(layout, job.optimizer, device, separate_master=separate)
         self.reducer = GradientReducer(
             rank,
             layout,
             job.num_units,
+            device.place,
             sharded=bool(placement.shardings.grads.axes),
             add_in_place=job.torch_dtype == torch.float32,
             send=send,
@@ -93,9 +96,8 @@ class Replica:
         self.placement, self._holder_runs = placement, holder_runs
         self._written.clear()
         held, before = held_runs(holder_runs, self.rank), self._runs
-        loss_run = next((r for r in held if self._is_loss(r)), None)
-        self._loss_key = loss_run.key if loss_run else None
-        self._loss_taught = self._loss_taught and loss_run is not None
+        self._loss_key = next((r.key for r in held if self._is_loss(r)), None)
+        self._loss_taught = self._loss_taught and self._loss_key is not None
         self._runs = {r.key: r for r in held}
         self._since = {key: self._since_when(key, highest_version) for key in self._runs}
         # Of an epoch that it never was in, it does not know who learned: who learned before may have to begin again.
@@ -138,10 +140,9 @@ class Replica:
 
     def initialise(self, inits: Mapping[str, Init]) -> None:
         """Initial values of all held pages: version 0, published."""
-        seed = self._job.seed
 
         def draw(name: str, first: int, stop: int) -> Tensor:
-            return torch.from_numpy(materialize(inits[name], seed, name, first, stop))
+            return torch.from_numpy(materialize(inits[name], self._job.seed, name, first, stop))
 
         self.state.initialise(draw)
         for layer in self._layers:

@@ -186,11 +186,18 @@ class StagePrograms:
         An output is contiguous and in the compute dtype whether or not a stage ends behind the layer: else the next
         layer would see other strides, or another dtype, on another mesh.
         """
-        y = self._modules[layer](x, keys)
+        y = self._compute(layer, x, keys, batch)
         if layer == self._last:
-            assert batch is not None
-            return checked_loss(self._loss(y, batch))
+            return checked_loss(y)
         return checked_output(y, self._values[layer].flat.dtype, self._values[layer].layout.name)
+
+    def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """The layer as the model has it, with the loss of the last one."""
+        y = self._modules[layer](x, keys)
+        if layer < self._last:
+            return y
+        assert batch is not None
+        return self._loss(y, batch)
 
     def set_training(self, training: bool) -> None:
         """Switches what was in training mode at the start: not what a model itself put into evaluation mode."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.optimizers import PageOptimizer, Update
 from elaswave_spmd.scheduling.placement import HolderRun, RunKey
 from elaswave_spmd.sharding.pages import LayerLayout, ModelLayout
@@ -62,13 +63,14 @@ class HeldState:
     Args:
         layout: of the model.
         optimizer: the update.
+        device: where all of it lies.
         separate_master: keep masters apart from the compute buffers (bf16, or sharded parameters).
     """
 
-    def __init__(self, layout: ModelLayout, optimizer: PageOptimizer, *, separate_master: bool) -> None:
+    def __init__(self, layout: ModelLayout, optimizer: PageOptimizer, device: Device, *, separate_master: bool) -> None:
         self.optimizer = optimizer
         self.separate_master = separate_master
-        self._layout = layout
+        self._layout, self._device = layout, device
         self._values: Mapping[int, ValueBuffer] = {}
         self.layers: dict[int, list[HeldRun]] = {}
         self._cuts: dict[int, list[_Cut]] = {}
@@ -95,9 +97,9 @@ class HeldState:
 
     def _new(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
         start, stop = layout.span(run.first, run.stop)
-        states = {name: torch.zeros(stop - start) for name in self.optimizer.state_names}
-        in_place = self._in_compute_buffer(run)
-        return HeldRun(run, start, stop, torch.empty(0) if in_place else torch.zeros(stop - start), states)
+        zeros = lambda size: torch.zeros(size, device=self._device.place)  # noqa: E731
+        states = {name: zeros(stop - start) for name in self.optimizer.state_names}
+        return HeldRun(run, start, stop, zeros(0 if self._in_compute_buffer(run) else stop - start), states)
 
     def _in_compute_buffer(self, run: HolderRun) -> bool:
         return not self.separate_master and run.layer in self._values
@@ -228,17 +230,23 @@ class HeldState:
 
     def fingerprints(self) -> dict[RunKey, bytes]:
         """A hash of the state of each held run that has any."""
-        return {part.run.key: _fingerprint(part) for part in self if part.version != LEARNING}
+        return {part.run.key: self._fingerprint(part) for part in self if part.version != LEARNING}
 
     def disown_damaged(self, written: Mapping[RunKey, bytes]) -> list[RunKey]:
         """Gives up the runs whose state is no longer what was written; they are to be learned from somebody else."""
         damaged = []
         for part in self:
             hashed = written.get(part.run.key)  # a hash costs about as much as the update: taken where asked for
-            if hashed is not None and part.version != LEARNING and hashed != _fingerprint(part):
+            if hashed is not None and part.version != LEARNING and hashed != self._fingerprint(part):
                 part.version = LEARNING
                 damaged.append(part.run.key)
         return damaged
+
+    def _fingerprint(self, part: HeldRun) -> bytes:
+        found = hashlib.blake2b(digest_size=8)
+        for values in (part.master, *part.optimizer_state.values()):
+            found.update(self._device.to_host(values).numpy().data)
+        return found.digest()
 
     def flip_a_bit(self) -> None:
         """Damages the optimizer state of the first held run, as failing memory would (chaos)."""
@@ -256,13 +264,6 @@ class HeldState:
             found[prefix + "master"] += part.master.numel() * 4
             found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
         return found
-
-
-def _fingerprint(part: HeldRun) -> bytes:
-    found = hashlib.blake2b(digest_size=8)
-    for values in (part.master, *part.optimizer_state.values()):
-        found.update(values.numpy().data)
-    return found.digest()
 
 
 def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:

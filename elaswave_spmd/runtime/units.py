@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
 from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.job import Job
-from elaswave_spmd.runtime.layer_times import LayerTimes
+from elaswave_spmd.runtime.layer_times import LayerTimes, Row
 from elaswave_spmd.runtime.points import Point, Visit
 from elaswave_spmd.runtime.reduction import GradientReducer
 from elaswave_spmd.runtime.stage import Batches, StagePrograms
@@ -50,6 +51,7 @@ class UnitRunner:
 
     Args:
         programs: runs the layers.
+        device: where their parameters, inputs and outputs lie.
         until, take: the executor's ways to wait for a condition, and to take messages in between.
     """
 
@@ -61,6 +63,7 @@ class UnitRunner:
         layout: ModelLayout,
         modules: Modules,
         programs: StagePrograms,
+        device: Device,
         train: Batches,
         boundaries: Boundaries,
         until: Until,
@@ -70,14 +73,21 @@ class UnitRunner:
         self._job, self._layout, self._modules, self._train = job, layout, modules, train
         self._boundaries, self._until, self._take, self._visit = boundaries, until, take, visit
         self.values: dict[int, ValueBuffer] = {}
-        self.programs = programs
-        self.times = LayerTimes()
+        self.programs, self._device, self._place = programs, device, device.place
+        self._times = LayerTimes()
+        # Programs whose time the device has to be asked for later; None: they are done when they return.
+        self._unasked: list[tuple[tuple[int, int, int, bool], Any, Any]] | None = None
+        if device.kind.capabilities.streams:
+            self._unasked = []
         self.traced: Traced | None = None
         self.backward_of = -1  # the unit in the middle of its backward
         self._batches: dict[int, Batch] = {}
         self._samples: dict[int, np.ndarray] = {}
-        self._seed, self._step_number = torch.tensor(job.seed), torch.tensor(0)
+        self._seed, self._step_number = self._number(job.seed), self._number(0)
         self._words = WordSource()
+
+    def _number(self, value: int) -> Tensor:
+        return torch.tensor(value, device=self._place)
 
     def take(self, placement: Placement, stage: int) -> bool:
         """Makes buffers and programs of exactly the stage's layers. Returns whether they are others than before."""
@@ -89,19 +99,20 @@ class UnitRunner:
         wanted = [layer for layer in layers if layer not in self.values]
         new = self._modules(wanted)
         kept = {layer: v for layer, v in self.values.items() if layer in layers}
-        made = {ly: ValueBuffer(self._layout.layers[ly], new[ly], self._job.torch_dtype) for ly in wanted}
+        layouts, dtype = self._layout.layers, self._job.torch_dtype
+        made = {layer: ValueBuffer(layouts[layer], new[layer], dtype, self._place) for layer in wanted}
         self.values.clear()  # the dict is shared with the replica
         self.values.update((layer, kept[layer] if layer in kept else made[layer]) for layer in layers)
         self._layers = layers
         self.programs.bind({layer: self.values[layer].module for layer in layers}, self.values)
-        self._layer_numbers = {layer: torch.tensor(layer) for layer in layers}
+        self._layer_numbers = {layer: self._number(layer) for layer in layers}
         self._batches.clear()
         return True
 
     def begin_step(self, step: int, units: Sequence[int]) -> None:
         """The units that are to come in this step, as far as known."""
         self.programs.discard_all()  # forwards of the last step whose backward another worker did
-        self._step_number = torch.tensor(step)
+        self._step_number = self._number(step)
         self._samples = {}
         self._batches.clear()
         self._sample(step, units)
@@ -124,12 +135,12 @@ class UnitRunner:
             given = batch.tokens
         else:
             given = yield from self._receive(key)
-        samples, x = torch.from_numpy(self._samples[unit]), given
+        samples, x = torch.from_numpy(self._samples[unit]).to(self._place), given
         try:
             for layer in self._layers:
                 yield from self.until_at(layer, step - 1)
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
-                started = perf_counter()
+                started = self._device.mark()
                 x = self.programs.forward(layer, unit, x, keys, batch)
                 self._ran(step, unit, layer, False, started)
                 self._take()
@@ -162,7 +173,7 @@ class UnitRunner:
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
             buffer, add = self.reducer.begin_unit(layer, unit, alone=alone)
-            started = perf_counter()
+            started = self._device.mark()
             dy = self.programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
             self._ran(step, unit, layer, True, started)
             if drop:
@@ -184,13 +195,13 @@ class UnitRunner:
         """A validation unit at a version: its token-sum loss in the last stage, its output in others."""
         size = self._job.unit_size
         ids = np.arange(unit * size, (unit + 1) * size)
-        batch = to_batch(data, ids) if self._is_first or self._is_last else None
+        batch = to_batch(data, ids, self._place) if self._is_first or self._is_last else None
         if self._is_first:
             assert batch is not None
             x = batch.tokens
         else:
             x = yield from self._receive(BoundaryKey(VALIDATION, version, unit, self._layers.start))
-        keys = Keys.make(self._job.seed, version, ids, 0)
+        keys = Keys.make(self._job.seed, version, ids, 0, self._place)
         for layer in self._layers:
             yield from self.until_at(layer, version)
             x = self.programs.evaluate(layer, x, keys.at(layer), batch)
@@ -206,14 +217,29 @@ class UnitRunner:
             self._sample(step, [unit])
         if not self._is_first and not self._is_last:
             return None
-        batch = self._batches[unit] = to_batch(self._train, self._samples[unit])
+        batch = self._batches[unit] = to_batch(self._train, self._samples[unit], self._place)
         return batch
 
-    def _ran(self, step: int, unit: int, layer: int, backward: bool, started: float) -> None:
-        ended = perf_counter()
-        self.times.add(layer, ended - started, backward=backward)
+    def _ran(self, step: int, unit: int, layer: int, backward: bool, started: Any) -> None:
+        ended = self._device.mark()
+        if self._unasked is None:
+            self._took(step, unit, layer, backward, started, ended)
+        else:
+            self._unasked.append(((step, unit, layer, backward), started, ended))
+
+    def _took(self, step: int, unit: int, layer: int, backward: bool, began: float, ended: float) -> None:
+        self._times.add(layer, ended - began, backward=backward)
         if self.traced is not None:
-            self.traced(step, unit, layer, backward, started, ended)
+            self.traced(step, unit, layer, backward, began, ended)
+
+    def take_times(self) -> tuple[Row, ...]:
+        """What layer programs took since the last call."""
+        if self._unasked:
+            times = iter(self._device.times([mark for _, *marks in self._unasked for mark in marks]))
+            for (program, _, _), began, ended in zip(self._unasked, times, times, strict=True):
+                self._took(*program, began, ended)
+            self._unasked.clear()
+        return self._times.take()
 
     # ---- waiting
 
@@ -228,6 +254,6 @@ class UnitRunner:
         return self._boundaries.pop(key)
 
 
-def to_batch(data: Batches, ids: np.ndarray) -> Batch:
-    tokens, targets = data.batch(ids)
-    return Batch(torch.from_numpy(np.ascontiguousarray(tokens)), torch.from_numpy(np.ascontiguousarray(targets)))
+def to_batch(data: Batches, ids: np.ndarray, place: torch.device) -> Batch:
+    tokens, targets = (torch.from_numpy(np.ascontiguousarray(rows)).to(place) for rows in data.batch(ids))
+    return Batch(tokens, targets)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import heapq
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.placement import CONTIGUOUS, Placement
 
 FORWARD, BACKWARD = "F", "B"
 _STEP = 1 << 24  # in units of which durations are whole numbers: ends are equal or not, without rounding
@@ -66,8 +68,9 @@ def in_flight_limits(stage_sizes: Sequence[int], unit_counts: Sequence[Sequence[
         longest = shortest = list(stage_sizes)
         ragged = len(set(stage_sizes)) > 1
     else:
-        longest = [_duration(min(n for n in counts if n)) for counts in unit_counts]
-        shortest = [_duration(max(counts)) for counts in unit_counts]
+        occurring = [set(counts) for counts in unit_counts]
+        longest = [_duration(min(some - {0})) for some in occurring]
+        shortest = [_duration(max(some)) for some in occurring]
         ragged = len({tuple(counts) for counts in unit_counts}) > 1
     if not ragged:
         return tuple(range(len(stage_sizes), 0, -1))
@@ -96,15 +99,37 @@ def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Sc
 def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
     """One worker's entry of `schedule(placement)`.
 
-    On an even mesh the workers at one position of all stages share their units with nobody: then only those are looked
-    at, and the cost does not grow with the number of workers.
+    Only those are looked at with whom it shares units, or who share units with such. On an even mesh they are those at
+    its position in all stages; after a loss in a large mesh, those of its block (scheduling.blocks). So the cost does
+    not grow with the number of workers.
     """
-    if len(set(placement.unit_counts)) > 1:
+    stages, counts = placement.mesh.stages, placement.unit_counts
+    if len(set(counts)) == 1:
+        position = placement.mesh.position_in_stage(rank)
+        column = [members[position] for members in stages]
+        return _simulate(placement, column, placement.units_of(rank), in_flight_limits([1] * len(column)))[rank]
+    units = placement.units_of(rank)
+    if placement.dealing != CONTIGUOUS or not units:
         return schedule(placement)[rank]
-    position = placement.mesh.position_in_stage(rank)
-    column = [members[position] for members in placement.mesh.stages]
-    limits = in_flight_limits([1] * len(column))
-    return _simulate(placement, column, placement.units_of(rank), limits)[rank]
+    found, positions = _neighbours(counts, units[0], units[-1] + 1)
+    ranks = [rank for members, (a, b) in zip(stages, positions, strict=True) for rank in members[a:b]]
+    return _simulate(placement, ranks, found, in_flight_limits([len(members) for members in stages], counts))[rank]
+
+
+def _neighbours(unit_counts: Sequence[Sequence[int]], first: int, stop: int) -> tuple[range, list[tuple[int, int]]]:
+    """The units that are tied to units [first, stop) by workers who have some of both; by stage, who has them.
+
+    Units are dealt contiguously: a stage's cuts are the sums of its counts. The units grow to both sides until they end
+    at a cut of every stage.
+    """
+    cuts = [list(accumulate(counts, initial=0)) for counts in unit_counts]
+    while True:
+        first_now = min(of_stage[bisect_right(of_stage, first) - 1] for of_stage in cuts)
+        stop_now = max(of_stage[bisect_left(of_stage, stop)] for of_stage in cuts)
+        if (first_now, stop_now) == (first, stop):
+            break
+        first, stop = first_now, stop_now
+    return range(first, stop), [(bisect_right(c, first) - 1, bisect_left(c, stop)) for c in cuts]
 
 
 def _turns(placement: Placement, units: Iterable[int]) -> dict[int, float]:

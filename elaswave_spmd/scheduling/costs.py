@@ -139,6 +139,11 @@ class CostModel:
             layers[layer] = replace(layers[layer], activation_bytes=kept, boundary_bytes=output)
         return self if tuple(layers) == self.layers else replace(self, layers=tuple(layers))
 
+    def with_links(self, latency_s: float | None, bandwidth: float | None) -> CostModel:
+        """The same costs with links that take so much; None: as they were."""
+        latency_s = self.latency_s if latency_s is None else latency_s
+        return replace(self, latency_s=latency_s, bandwidth=bandwidth or self.bandwidth)
+
     def without(self, ranks: Collection[int]) -> CostModel:
         """The same costs without these workers."""
         gone = frozenset(ranks)

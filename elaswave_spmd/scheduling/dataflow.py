@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
 from elaswave_spmd.mesh import Topology
+from elaswave_spmd.scheduling.blocks import cut_blocks
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 
 MOST_WORK = 20_000_000
@@ -273,33 +275,75 @@ def deal_stages(
     *,
     dealing: str = CONTIGUOUS,
     hosts: Sequence[Counts] | None = None,
+    starts: Sequence[np.ndarray] | None = None,
     settle: bool = True,
 ) -> Dataflow:
     """All stages, left to right; stages that are alike, after stages that are alike, are worked out once.
 
+    Large stages are dealt block by block (scheduling.blocks): the first aim is kept, the other two are of each block.
+
     Args:
         speeds: per stage, float64[workers].
         hosts: per stage, what host_numbers says; None: all on one.
+        starts: per stage, what blocks.first_units says; None: nothing was dealt before.
         settle: False: keep to the first aim.
     """
-    found: dict[tuple[bytes, Before | None, Counts], Counts] = {}
+    of_stages = list(hosts or [()] * len(speeds))
+    counts = _deal_blocks(num_units, speeds, of_stages, starts, settle) if dealing == CONTIGUOUS else None
+    counts = counts or _deal(num_units, speeds, of_stages, dealing, settle)
     measured: dict[tuple[Counts, Before | None, Counts], tuple[int, int, int]] = {}
     before: Before | None = None
-    counts: list[Counts] = []
     nodes = crossing = links = 0
-    for v, of_stage in zip(speeds, hosts or [()] * len(speeds), strict=True):
-        key = v.tobytes(), before, of_stage
-        if key not in found:
-            found[key] = deal_by_speed(num_units, v, dealing=dealing, before=before, hosts=of_stage, settle=settle)
-        dealt = found[key]
+    for dealt, of_stage in zip(counts, of_stages, strict=True):
         if (dealt, before, of_stage) not in measured:
             measured[dealt, before, of_stage] = _measure(num_units, dealt, dealing, before, of_stage)
         more = measured[dealt, before, of_stage]
         nodes, crossing, links = nodes + more[0], crossing + more[1], links + more[2]
-        counts.append(dealt)
         before = Before(dealt, of_stage)
     loads = tuple(float((np.array(dealt) / v).max()) for dealt, v in zip(counts, speeds, strict=True))
-    return Dataflow(tuple(counts), loads, nodes, crossing, links)
+    return Dataflow(counts, loads, nodes, crossing, links)
+
+
+def _deal(
+    num_units: int, speeds: Sequence[np.ndarray], hosts: Sequence[Counts], dealing: str, settle: bool
+) -> tuple[Counts, ...]:
+    """Units of each worker, by stage."""
+    found: dict[tuple[bytes, Before | None, Counts], Counts] = {}
+    before: Before | None = None
+    counts: list[Counts] = []
+    for v, of_stage in zip(speeds, hosts, strict=True):
+        key = v.tobytes(), before, of_stage
+        if key not in found:
+            found[key] = deal_by_speed(num_units, v, dealing=dealing, before=before, hosts=of_stage, settle=settle)
+        counts.append(found[key])
+        before = Before(found[key], of_stage)
+    return tuple(counts)
+
+
+def _deal_blocks(
+    num_units: int,
+    speeds: Sequence[np.ndarray],
+    hosts: Sequence[Counts],
+    starts: Sequence[np.ndarray] | None,
+    settle: bool,
+) -> tuple[Counts, ...] | None:
+    """Block by block; None: there are none. Blocks that are alike are worked out once."""
+    blocks = cut_blocks(num_units, [caps_of(least_load(num_units, v), v) for v in speeds], starts)
+    if not blocks:
+        return None
+    found: dict[tuple[object, ...], tuple[Counts, ...]] = {}
+    dealt: list[tuple[Counts, ...]] = []
+    for block in blocks:
+        first, stop = block.units
+        some = [v[a:b] for v, (a, b) in zip(speeds, block.parts, strict=True)]
+        near, numbers = [], dict[int, int]()  # hosts by the order in which they come: blocks are alike on other hosts
+        for of_stage, (a, b) in zip(hosts, block.parts, strict=True):
+            near.append(tuple(numbers.setdefault(host, len(numbers)) for host in of_stage[a:b]))
+        key = stop - first, *(v.tobytes() for v in some), *near
+        if key not in found:
+            found[key] = _deal(stop - first, some, near, CONTIGUOUS, settle)
+        dealt.append(found[key])
+    return tuple(tuple(chain.from_iterable(of_block[s] for of_block in dealt)) for s in range(len(speeds)))
 
 
 def dealings(
@@ -308,13 +352,14 @@ def dealings(
     *,
     dealing: str = CONTIGUOUS,
     hosts: Sequence[Counts] | None = None,
+    starts: Sequence[np.ndarray] | None = None,
 ) -> tuple[Dataflow, ...]:
     """By all aims, and by the first alone where that is another dealing: which is faster, a step's actions show.
 
     Arguments as for `deal_stages`.
     """
-    settled = deal_stages(num_units, speeds, dealing=dealing, hosts=hosts)
-    plain = deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, settle=False)
+    settled = deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, starts=starts)
+    plain = deal_stages(num_units, speeds, dealing=dealing, hosts=hosts, starts=starts, settle=False)
     return (settled,) if plain.counts == settled.counts else (settled, plain)
 
 

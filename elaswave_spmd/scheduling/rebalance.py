@@ -15,6 +15,7 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Topology
+from elaswave_spmd.scheduling.blocks import first_units
 from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dataflow import Dataflow, dealings, host_numbers
 from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
@@ -192,7 +193,10 @@ class _Planner:
         rows, _ = stage_workers(speeds, self.old.num_units, [self.memory_limit] * len(stages))
         moves = Moves(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         hosts = host_numbers(stages, self.topology)
-        return _Crew(stages, rows, moves, dealings(self.old.num_units, speeds, dealing=self.old.dealing, hosts=hosts))
+        old = self.old
+        starts = first_units(stages, old.stages, old.unit_counts)
+        found = dealings(old.num_units, speeds, dealing=old.dealing, hosts=hosts, starts=starts)
+        return _Crew(stages, rows, moves, found)
 
     def now(self, crew: _Crew) -> tuple[Variant, list[str]]:
         """What can run at once: the old layers on the stages that are there, if they fit in memory."""

@@ -29,6 +29,8 @@ from elaswave_spmd.recovery.effects import (
 )
 from elaswave_spmd.runtime.collect import collect_pages
 from elaswave_spmd.runtime.describe import ModelDescription
+from elaswave_spmd.runtime.devices import Device, device_of
+from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.job import Job
@@ -56,6 +58,7 @@ class LocalCluster:
         policy: how the controller answers.
         uneven: some workers and some links are much slower than others.
         trace: told of everything that a reader of a failed run wants to know, line by line.
+        device: that all workers share; None: the CPU.
     """
 
     def __init__(
@@ -72,14 +75,15 @@ class LocalCluster:
         policy: Policy | None = None,
         uneven: bool = False,
         trace: Callable[[str], None] | None = None,
+        device: Device | None = None,
     ) -> None:
         self._job, self._description, self._healthy = job, description, placement
         self._make_model, self._train, self._validation = make_model, train, validation
         self._random = random.Random(seed)
         self.plan = Plan(faults)
-        self._uneven, self._trace = uneven, trace
+        self._uneven, self._trace, self._device = uneven, trace, device or HostDevice(device_of("cpu"))
         self._next_rank = max(placement.mesh.members) + 1
-        self._wires = Wires(job.torch_dtype, self._random, uneven=uneven)
+        self._wires = Wires(job.torch_dtype, self._device, self._random, uneven=uneven)
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []
         self._window: list[int] = []  # lost since every page had all its mirrors
@@ -93,15 +97,8 @@ class LocalCluster:
         self.result = Trained()
         self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
-        self._controller = ControllerProtocol(
-            placement,
-            description.layout,
-            job.steps,
-            job.validation_units,
-            validates_at,
-            policy or Policy(),
-            domain_of=self._domain_of,
-        )
+        what = placement, description.layout, job.steps, job.validation_units, validates_at, policy or Policy()
+        self._controller = ControllerProtocol(*what, domain_of=self._domain_of)
         self._started = False
         for rank in placement.mesh.members:
             self._spawn(rank)
@@ -112,7 +109,7 @@ class LocalCluster:
         return paths[rank % len(paths)] if len(paths) > 1 else None
 
     def _note(self, *what: object) -> None:
-        if self._trace is not None:
+        if self._trace:
             self._trace(" ".join(map(str, (f"{self._turn:5}", *what))))
 
     # ---- messages
@@ -167,19 +164,20 @@ class LocalCluster:
 
     def _begin(self, worker: Worker, place: m.Place) -> None:
         """The worker becomes a member."""
-        rank, model = worker.rank, self._make_model()
+        layout, loss = self._description.layout, self._make_model().loss
 
         def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
             made = self._make_model().layers
             return {layer: made[layer] for layer in layers}
 
         worker.executor = Executor(
-            rank,
+            worker.rank,
             self._job,
-            self._description.layout,
+            layout,
             Epoch.of(self._healthy, place),
             modules,
-            StagePrograms(**program_args(self._job, self._description.layout, model.loss)),
+            StagePrograms(**program_args(self._job, layout, loss)),
+            self._device,
             self._description.inits,
             self._train,
             self._validation,

@@ -24,6 +24,7 @@ _CREATED = (
     *("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"),
     *("full", "ones", "zeros", "scalar_tensor"),
 )
+_FUSED = ("silu_backward",)  # else made of other operators, with other bits, where a device has no kernel for it
 _CROSSING = ("aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize")
 
 
@@ -50,6 +51,9 @@ class MadeUpTensor(torch.Tensor):
 
     def untyped_storage(self) -> Any:
         return self.behind.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.behind.tolist()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"MadeUpTensor({self.behind!r})"
@@ -93,6 +97,9 @@ def register() -> list[torch.library.Library]:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_module())
     library = torch.library.Library("aten", "IMPL")
     library.impl("_copy_from", _copy_from, "PrivateUse1")  # torch.tensor(data, device=...) calls it past any dispatch
+    for name in _FUSED:
+        func = getattr(torch.ops.aten, name).default
+        library.impl(name, lambda *args, func=func, **kwargs: _run(func, args, kwargs), "PrivateUse1")
     for name in _CREATED:
         base, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, base), overload or "default")

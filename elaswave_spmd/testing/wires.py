@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.port import Incoming, payload_dtype, tensor_of
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.runtime.port import Incoming, arrived, payload_dtype, tensor_of
 from elaswave_spmd.testing.faults import RECEIVER, AnyFault, MessageFault
 
 Link = tuple[int, int]
@@ -28,13 +29,14 @@ class Flying:
     header: bytes
     payload: Tensor | None
 
-    def arrive(self, compute: torch.dtype) -> Incoming:
+    def arrive(self, compute: torch.dtype, device: Device) -> Incoming:
         """The payload is read now, at the latest time a link may read it: overwriting it before shows as wrong bits."""
         message = m.decode(self.header)
         if self.payload is None:
             return Incoming(self.sender, message)
-        data = self.payload.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return Incoming(self.sender, message, tensor_of(memoryview(data), payload_dtype(message, compute)))
+        data = device.to_host(self.payload).reshape(-1).view(torch.uint8).numpy().tobytes()
+        payload = tensor_of(memoryview(data), payload_dtype(message, compute))
+        return Incoming(self.sender, message, arrived(message, payload, device))
 
 
 class Wires:
@@ -42,12 +44,13 @@ class Wires:
 
     Args:
         compute: dtype of activations and published parameters.
+        device: of all workers.
         draw: decides what arrives when.
         uneven: one link in ten is much slower than the others.
     """
 
-    def __init__(self, compute: torch.dtype, draw: random.Random, *, uneven: bool) -> None:
-        self._compute, self._random, self._uneven = compute, draw, uneven
+    def __init__(self, compute: torch.dtype, device: Device, draw: random.Random, *, uneven: bool) -> None:
+        self._compute, self._device, self._random, self._uneven = compute, device, draw, uneven
         self.flying: dict[Link, deque[Flying]] = {}
         self._links: dict[int, list[Link]] = {}  # by receiver
         self._slow: dict[Link, bool] = {}
@@ -80,7 +83,7 @@ class Wires:
                     if not self._is_out(link):
                         break
                     frozen[link] -= 1
-                yield queue.popleft().arrive(self._compute)
+                yield queue.popleft().arrive(self._compute, self._device)
 
     def _waits(self, link: Link) -> bool:
         if link not in self._slow:

@@ -84,7 +84,7 @@ class Done:
 
 
 @contextmanager
-def launch(folder: Path, *arguments: str, mark: str = "") -> Iterator[Launched]:
+def launch(folder: Path, *arguments: str, mark: str = "", script: Path = TRAIN) -> Iterator[Launched]:
     """Starts `python train.py ARGUMENTS` in `folder`, in a session of its own; kills what is left at the end."""
     mark = mark or f"ELASWAVE_TEST={uuid.uuid4()}"
     sockets = Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))  # short: paths of ipc sockets are
@@ -92,7 +92,7 @@ def launch(folder: Path, *arguments: str, mark: str = "") -> Iterator[Launched]:
     environment = {**os.environ, name: value, "XDG_RUNTIME_DIR": str(sockets)}
     environment.pop("PYTHONWARNINGS", None)
     process = subprocess.Popen(
-        [sys.executable, str(TRAIN), *arguments],
+        [sys.executable, str(script), *arguments],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -114,9 +114,9 @@ def launch(folder: Path, *arguments: str, mark: str = "") -> Iterator[Launched]:
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-def train(folder: Path, *arguments: str, timeout: float = 100) -> Done:
-    """Runs `python train.py ARGUMENTS` to its end."""
-    with launch(folder, *arguments) as launched:
+def train(folder: Path, *arguments: str, timeout: float = 100, script: Path = TRAIN) -> Done:
+    """Runs `python train.py ARGUMENTS`, or another script, to its end."""
+    with launch(folder, *arguments, script=script) as launched:
         return launched.finish(timeout)
 
 

@@ -54,6 +54,7 @@ def test_layers_move_to_where_they_cost_least(tmp_path: Path, still: tuple[objec
     found = CostModel.from_json((tmp_path / "pp" / "run" / "costs.json").read_text())
     assert found.layers[3].seconds > 2 * found.layers[1].seconds
     assert all(layer.activation_bytes and layer.boundary_bytes for layer in found.layers), "weighed on the workers"
+    assert found.bandwidth != 1e9 and found.latency_s != 1e-4, "links are measured, too"
     events = run(tmp_path / "planned", *costly, f"schedule.profile={tmp_path / 'pp' / 'run' / 'costs.json'}")
     assert not [e for e in events if e["event"] == "rebalance"]
     assert bits(tmp_path / "planned") == bits(tmp_path / "pp") == still

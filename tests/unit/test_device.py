@@ -7,11 +7,11 @@ import pytest
 from elaswave_spmd.device import WorkerStart, kind_of, worker_start
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.settings import Settings
-from tests.unit.devices.made_up_machines import GPU, NPU, PLAIN, XLA
+from tests.unit.devices.made_up_machines import GPU, NPU, PLAIN, XLA, MadeUpMachine
 
 
-def settings(device: str, threads: int = 1, **mesh: int) -> Settings:
-    runtime = {"device": device, "threads_per_worker": threads}
+def settings(device: str, threads: int = 1, compile: bool = False, **mesh: int) -> Settings:
+    runtime = {"device": device, "threads_per_worker": threads, "compile": compile}
     return Settings.from_dict({"runtime": runtime, "mesh": mesh})
 
 
@@ -31,8 +31,9 @@ def test_workers_of_an_island_get_its_devices_and_threads() -> None:
 @pytest.mark.parametrize(("axis", "size"), [("tp", 2), ("fsdp", 3)])
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_only_islands_have_several_devices(device: str, axis: str, size: int) -> None:
+    made = Settings.from_dict({"runtime": {"device": device}, "mesh": {axis: size}})
     with pytest.raises(ConfigError, match="has one device") as caught:
-        worker_start(settings(device, **{axis: size}), PLAIN)
+        worker_start(made, PLAIN)
     assert "runtime.device=xla" in caught.value.fix
 
 
@@ -49,7 +50,30 @@ def test_what_is_missing_comes_before_what_is_set_wrong() -> None:
         worker_start(settings("npu", tp=2), PLAIN)
 
 
-@pytest.mark.parametrize(("device", "machine"), [("cuda", GPU), ("npu", NPU)])
-def test_state_lies_in_host_memory(device: str, machine: object) -> None:
-    with pytest.raises(ConfigError, match="host memory"):
-        worker_start(settings(device), machine)  # pyright: ignore[reportArgumentType]
+def test_workers_of_a_gpu_are_forked_and_those_of_an_npu_are_not() -> None:
+    gpu, npu = worker_start(settings("cuda"), GPU), worker_start(settings("npu"), NPU)
+    assert (gpu.method, npu.method) == ("fork", "spawn")
+    assert "CUBLAS_WORKSPACE_CONFIG" in gpu.environment
+
+
+def test_workers_that_compile_are_forked_from_a_process_without_a_pool() -> None:
+    start = worker_start(settings("cpu", compile=True, dp=2), PLAIN)
+    assert start.environment == {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    assert start.preload == ("torch._inductor.compile_fx",) and start.method == "fork"
+
+
+@pytest.mark.parametrize(("device", "machine"), [("xla", XLA), ("emulated", PLAIN)])
+def test_other_devices_have_nothing_for_torch_compile(device: str, machine: MadeUpMachine) -> None:
+    with pytest.raises(ConfigError, match=r"torch\.compile") as caught:
+        worker_start(settings(device, compile=True), machine)
+    assert caught.value.got == f"runtime.device={device}" and caught.value.exists.split(", ")[0] == "cpu"
+
+
+def test_torch_compile_needs_a_compiler() -> None:
+    bare = PLAIN.without(programs=())
+    assert worker_start(settings("cpu"), bare) == WorkerStart()
+    with pytest.raises(ConfigError, match=r"C\+\+ compiler") as caught:
+        worker_start(settings("cpu", compile=True), bare)
+    assert caught.value.got == "no g++" and "CXX" in caught.value.fix
+    named = PLAIN.without(programs=("clang++-18",), environment={"CXX": "clang++-18"})
+    assert worker_start(settings("cpu", compile=True), named).preload

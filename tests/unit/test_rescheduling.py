@@ -203,3 +203,19 @@ def test_units_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> None:
     counts = world.rescheduler._deal(world.placement.mesh.stages, 64)
     assert [len(of_stage) for of_stage in counts] == sizes and all(sum(of_stage) == 64 for of_stage in counts)
     assert all(max(of_stage) - min(of_stage) <= max(1, 64 // len(of_stage)) for of_stage in counts)
+
+
+def test_links_are_as_the_middle_worker_measured_its_own() -> None:
+    world = World([2, 2])
+    before = world.rescheduler.costs
+    for rank, bandwidth in enumerate((1e9, 9e9, 2e9, 3e9)):
+        world.rescheduler.measured(Measured(rank, 1, (), link=(1e-5 * (rank + 1), bandwidth)))
+    costs = world.rescheduler.costs
+    assert (costs.latency_s, costs.bandwidth) == (pytest.approx(2.5e-5), pytest.approx(2.5e9))
+    assert costs.layers == before.layers
+
+
+def test_links_that_settings_name_are_not_measured_ones() -> None:
+    world = World([2], bandwidth=5e6, latency=0.25)
+    world.rescheduler.measured(Measured(0, 1, (), link=(1e-5, 1e9)))
+    assert (world.rescheduler.costs.latency_s, world.rescheduler.costs.bandwidth) == (0.25, 5e6)

@@ -27,6 +27,7 @@ from elaswave_spmd.runtime.optimizers import AdamW, Update
 from elaswave_spmd.runtime.stage import StagePrograms
 from elaswave_spmd.sharding import specs_of
 
+HOST = torch.device("cpu")
 SEED, UNIT, TOKENS, UNITS, STEPS = 3, 4, 128, 2, 3
 
 
@@ -50,10 +51,10 @@ class Training:
                 drawn = materialize(found.inits[name], SEED, name, 0, slot.parameter.num_elements)
                 master[slot.start : slot.stop] = torch.from_numpy(drawn)
         self.programs = make(model)
-        self.values = {i: ValueBuffer(layer, model.layers[i], dtype) for i, layer in enumerate(layers)}
+        self.values = {i: ValueBuffer(layer, model.layers[i], dtype, HOST) for i, layer in enumerate(layers)}
         self._install(0)
         self.programs.bind({i: v.module for i, v in self.values.items()}, self.values)
-        self._gradients = [GradientBuffer(layer) for layer in layers]
+        self._gradients = [GradientBuffer(layer, HOST) for layer in layers]
         self._moments = {name: [torch.zeros_like(m) for m in self.masters] for name in AdamW().state_names}
 
     def _install(self, version: int) -> None:

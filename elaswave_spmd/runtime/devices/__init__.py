@@ -13,6 +13,7 @@ from elaswave_spmd.runtime.devices.kind import (
     Island,
     MemoryFigures,
     Missing,
+    Remedy,
 )
 from elaswave_spmd.runtime.devices.machine import Machine, ThisMachine
 from elaswave_spmd.runtime.devices.registry import check_usable, device_names, device_of
@@ -26,6 +27,7 @@ __all__ = [
     "Machine",
     "MemoryFigures",
     "Missing",
+    "Remedy",
     "ThisMachine",
     "check_usable",
     "device_names",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures
+from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,26 @@ class HostDevice:
         # torch's allocator aligns to 64 bytes, a network frame need not be.
         return torch.empty(values.shape, dtype=values.dtype).copy_(values)
 
+    def to_place(self, values: Tensor) -> Tensor:
+        return values
+
     def to_host(self, values: Tensor) -> Tensor:
         return values.detach().contiguous()
 
     def copy_to_host(self, values: Tensor) -> Copied:
         return Copied(values.detach().clone(memory_format=torch.contiguous_format))
 
+    def mark(self) -> float:
+        return perf_counter()
+
+    def times(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
     def synchronize(self) -> None:
         self._settle()
 
     def memory(self) -> MemoryFigures | None:
         return self._figures()
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from elaswave_spmd.runtime.devices.machine import Machine
 
@@ -30,6 +31,7 @@ class Capabilities:
         islands: a worker may have several local devices, one program over all of them (mesh axes tp and fsdp).
         forks: workers may be forked from a process that has imported what they need.
         preload: modules for such a process to import: importing them opens no device and leaves no thread.
+        inductor: torch.compile can make its layer programs (`runtime.compile`), and gives the same bits every time.
     """
 
     streams: bool
@@ -43,6 +45,7 @@ class Capabilities:
     islands: bool
     forks: bool
     preload: tuple[str, ...] = ()
+    inductor: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtypes and (self.collectives or not self.shrinks_groups), self
@@ -117,6 +120,15 @@ class MemoryFigures:
     total: int | None = None
 
 
+class Remedy(Enum):
+    """What has to follow when a device has been brought back after a fault, without an end of its process."""
+
+    REDO = "redo"
+    """State is intact: what this worker had of the step under way is given up, and done again."""
+    RELOAD = "reload"
+    """State is lost too: it is learned again from those who mirror it."""
+
+
 class HostCopy(Protocol):
     """A copy to host memory that is under way."""
 
@@ -146,6 +158,10 @@ class Device(Protocol):
         """
         ...
 
+    def to_place(self, values: Tensor) -> Tensor:
+        """The values at `place`, of any alignment: the tensor itself where it lies there already."""
+        ...
+
     def to_host(self, values: Tensor) -> Tensor:
         """The values in host memory, contiguous: the tensor itself where it lies there already."""
         ...
@@ -154,10 +170,29 @@ class Device(Protocol):
         """Begins a copy to host memory, never `values` itself, which may not change before it is done."""
         ...
 
+    def mark(self) -> Any:
+        """Marks the point between what has been asked of the device and what will be, to tell when it was reached."""
+        ...
+
+    def times(self, marks: Sequence[Any]) -> list[float]:
+        """When marks were reached, by time.perf_counter(); waits for the last one.
+
+        Args:
+            marks: in the order in which they were made.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Waits until everything that was queued is done."""
         ...
 
     def memory(self) -> MemoryFigures | None:
         """None: this device has no memory of its own."""
+        ...
+
+    def recover(self, error: BaseException) -> Remedy | None:
+        """Brings the device back after an error that an operation on it raised.
+
+        Returns: None: it cannot be, or the error is none of the device's; the worker fails with it.
+        """
         ...

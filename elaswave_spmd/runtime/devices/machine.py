@@ -7,6 +7,7 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +33,10 @@ class Machine(Protocol):
 
     def has_path(self, pattern: str) -> bool:
         """Whether a file matches a glob pattern."""
+        ...
+
+    def has_program(self, name: str) -> bool:
+        """Whether a program of this name, or at this path, can be run."""
         ...
 
     def entry_points(self, group: str) -> tuple[str, ...]:
@@ -65,6 +70,9 @@ class ThisMachine:
 
     def has_path(self, pattern: str) -> bool:
         return bool(glob.glob(pattern))
+
+    def has_program(self, name: str) -> bool:
+        return shutil.which(name) is not None
 
     def entry_points(self, group: str) -> tuple[str, ...]:
         return tuple(entry.name for entry in importlib.metadata.entry_points(group=group))

@@ -29,7 +29,7 @@ train.resume unit.size page.size model.layers model.d_model model.heads model.dr
 optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
-runtime.activation_checkpointing mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp sharding
+runtime.activation_checkpointing runtime.compile mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp sharding
 elastic.enabled elastic.min_workers
 elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
 timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start

@@ -15,6 +15,7 @@ class MadeUpMachine:
     libraries: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ("g++",)
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def version(self, distribution: str) -> str | None:
@@ -28,6 +29,9 @@ class MadeUpMachine:
 
     def has_path(self, pattern: str) -> bool:
         return pattern in self.paths
+
+    def has_program(self, name: str) -> bool:
+        return name in self.programs
 
     def entry_points(self, group: str) -> tuple[str, ...]:
         return self.plugins if group == "torch_xla.plugins" else ()

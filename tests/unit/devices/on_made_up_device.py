@@ -24,10 +24,9 @@ SAMPLES = 2
 def programs(model: LayeredModel, place: torch.device) -> tuple[StagePrograms, list[GradientBuffer]]:
     """All layers at `place`, with initial values and gradient buffers."""
     found = describe(model, page_size=256)
-    with torch.device(place):
-        modules = {index: module.to_empty(device=place) for index, module in enumerate(model.layers)}
-        values = {i: ValueBuffer(found.layout.layers[i], modules[i], torch.float32) for i in modules}
-        gradients = [GradientBuffer(found.layout.layers[i]) for i in modules]
+    modules = dict(enumerate(model.layers))
+    values = {i: ValueBuffer(found.layout.layers[i], modules[i], torch.float32, place) for i in modules}
+    gradients = [GradientBuffer(found.layout.layers[i], place) for i in modules]
     for layer in values.values():
         for slot, parameter in zip(layer.layout.slots, layer.parameters, strict=True):
             name = slot.parameter.name

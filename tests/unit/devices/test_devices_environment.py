@@ -19,6 +19,12 @@ def test_xla_leaves_cpu_variables_out_for_a_plugin() -> None:
     assert found["PJRT_DEVICE"] == "NPU" and "CPU_NUM_DEVICES" not in found
 
 
+def test_a_plugin_that_torch_xla_would_not_look_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="XLA_REGISTER_INSTALLED_PLUGINS"):
+        device_of("xla").environment({"PJRT_DEVICE": "NPU", "XLA_REGISTER_INSTALLED_PLUGINS": "0"}, Island())
+    assert device_of("xla").environment({"XLA_REGISTER_INSTALLED_PLUGINS": "0"}, Island())["PJRT_DEVICE"] == "CPU"
+
+
 def test_flags_of_the_user_stay() -> None:
     found = device_of("xla").environment({"XLA_FLAGS": "--xla_dump_to=hlo"}, Island())
     assert found["XLA_FLAGS"].split()[0] == "--xla_dump_to=hlo"

@@ -62,7 +62,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Wanted(3, 2),
     m.Heartbeat(3, 2**40, True, "votes of step 7"),
     m.Applied(9, 0, 1, 0.1, 0.2, False),
-    m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4), (1, 0.0, 0.5, 0, 4)), ((0, 4096, 1024),)),
+    m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4), (1, 0.0, 0.5, 0, 4)), ((0, 4096, 1024),), 4, (1e-4, 2e9)),
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
     m.Validated(5),
     m.FinalPages(0, 0, 9),

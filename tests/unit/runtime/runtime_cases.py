@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.runtime.devices import device_of
+from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+
+HOST = HostDevice(device_of("cpu"))
 
 
 def small_layout(page_size: int = 128) -> ModelLayout:

@@ -9,7 +9,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
 from elaswave_spmd.scheduling.placement import Placement
-from tests.unit.runtime.runtime_cases import placed
+from tests.unit.runtime.runtime_cases import HOST, placed
 
 ME, OTHER = 1, 2
 STEP = 7
@@ -23,7 +23,7 @@ class Sent(list[tuple[int, m.Message, Tensor]]):
 
 def make(*, keep: bool = True) -> tuple[Boundaries, Sent]:
     sent = Sent()
-    return Boundaries(ME, sent, keep=keep), sent
+    return Boundaries(ME, sent, HOST, keep=keep), sent
 
 
 def tensor(number: float) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from elaswave_spmd.runtime.buffers import GradientBuffer, GradientPool, ValueBuffer, aligned_copy, bind_parameters
+from elaswave_spmd.runtime.buffers import GradientBuffer, GradientPool, ValueBuffer, bind_parameters
 from elaswave_spmd.sharding.pages import LayerLayout, LayerUse, ParameterInfo, lay_out
-from tests.unit.runtime.runtime_cases import small_layout
+from tests.unit.runtime.runtime_cases import HOST, small_layout
 
 
 class Layer(nn.Module):
@@ -38,7 +38,7 @@ def test_parameters_become_aligned_views_under_all_their_names(device: str) -> N
 
 
 def test_a_buffer_is_at_a_version_only_with_all_its_pages() -> None:
-    values = ValueBuffer(layout(), Layer(), torch.float32)
+    values = ValueBuffer(layout(), Layer(), torch.float32, HOST.place)
     pages = layout().num_value_pages
     assert pages > 3 and not values.is_at(0)
     values.mark(0, pages - 1, 0)
@@ -50,14 +50,14 @@ def test_a_buffer_is_at_a_version_only_with_all_its_pages() -> None:
 
 
 def test_versions_never_go_back() -> None:
-    values = ValueBuffer(layout(), Layer(), torch.float32)
+    values = ValueBuffer(layout(), Layer(), torch.float32, HOST.place)
     values.mark(0, 2, 5)
     with pytest.raises(AssertionError):
         values.mark(1, 3, 4)
 
 
 def test_installing_converts_and_marks() -> None:
-    values = ValueBuffer(layout(), Layer(), torch.bfloat16)
+    values = ValueBuffer(layout(), Layer(), torch.bfloat16, HOST.place)
     start, stop = layout().span(1, 3)
     master = torch.randn(stop - start)
     values.install(1, 3, master, 2)
@@ -66,7 +66,7 @@ def test_installing_converts_and_marks() -> None:
 
 
 def test_dropped_memory_is_gone_and_comes_back_with_the_next_version() -> None:
-    values = ValueBuffer(layout(), Layer(), torch.float32)
+    values = ValueBuffer(layout(), Layer(), torch.float32, HOST.place)
     pages = layout().num_value_pages
     values.mark(0, pages, 0)
     values.drop()
@@ -78,7 +78,7 @@ def test_dropped_memory_is_gone_and_comes_back_with_the_next_version() -> None:
 
 def test_a_layer_without_parameters_is_always_ready() -> None:
     empty = lay_out([LayerUse("a", ()), LayerUse("b", ())]).layers[0]
-    values = ValueBuffer(empty, nn.Identity(), torch.float32)
+    values = ValueBuffer(empty, nn.Identity(), torch.float32, HOST.place)
     assert values.is_at(0) and values.is_at(7)
     values.drop()
     values.allocate()
@@ -86,7 +86,7 @@ def test_a_layer_without_parameters_is_always_ready() -> None:
 
 
 def test_gradients_are_set_by_parameter_and_missing_ones_are_zero() -> None:
-    buffer = GradientBuffer(layout())
+    buffer = GradientBuffer(layout(), HOST.place)
     weight, bias = torch.randn(33, 9, dtype=torch.bfloat16), torch.randn(33)
     buffer.set([weight, bias])
     assert torch.equal(buffer.views[0], weight.float()) and torch.equal(buffer.views[1], bias)
@@ -100,7 +100,7 @@ def test_gradients_are_set_by_parameter_and_missing_ones_are_zero() -> None:
 
 def test_the_last_layer_has_a_page_for_the_loss() -> None:
     last = small_layout().layers[-1]
-    buffer = GradientBuffer(last)
+    buffer = GradientBuffer(last, HOST.place)
     buffer.loss.copy_(torch.tensor(2.5))
     block = last.loss_block
     assert block is not None
@@ -109,7 +109,7 @@ def test_the_last_layer_has_a_page_for_the_loss() -> None:
 
 
 def test_a_pool_lends_each_buffer_to_one_at_a_time() -> None:
-    pool = GradientPool(layout())
+    pool = GradientPool(layout(), HOST.place)
     first, second = pool.acquire(), pool.acquire()
     assert first is not second and pool.peak == 2
     pool.release(first)
@@ -123,5 +123,5 @@ def test_a_pool_lends_each_buffer_to_one_at_a_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_received_boundary_is_copied_to_aligned_memory(dtype: torch.dtype) -> None:
     odd = torch.randn(65).to(dtype)[1:]
-    copy = aligned_copy(odd, (8, 8))
+    copy = HOST.from_host(odd.view(8, 8))
     assert copy.data_ptr() % 64 == 0 and copy.shape == (8, 8) and torch.equal(copy.flatten(), odd)

@@ -18,6 +18,7 @@ from elaswave_spmd.sharding.pages import LayerUse, ParameterInfo, lay_out
 
 LAYOUT = lay_out([LayerUse(n, (ParameterInfo(f"{n}.weight", (8, 8)),)) for n in ("first", "last")], page_size=64)
 KEYS = Keys.make(1, 1, [0, 1], 0)
+HOST = torch.device("cpu")
 TOKENS = torch.zeros(2, 3, dtype=torch.int64)
 BATCH = Batch(TOKENS, TOKENS)
 
@@ -34,7 +35,7 @@ class Rows(nn.Module):
 def programs(scale: float = 1.0, fill: float = 0.0) -> EmulatedPrograms:
     device = EmulatedDevice(0.0, 0.0)
     made = EmulatedPrograms(2, loss=lambda y, _: y.sum(), loss_scale=scale, checkpointing=False, device=device)
-    values = {i: ValueBuffer(layer, Rows(), torch.float32) for i, layer in enumerate(LAYOUT.layers)}
+    values = {i: ValueBuffer(layer, Rows(), torch.float32, HOST) for i, layer in enumerate(LAYOUT.layers)}
     for value in values.values():
         value.flat.fill_(fill)
     made.bind({i: v.module for i, v in values.items()}, values)
@@ -45,7 +46,7 @@ def through(made: EmulatedPrograms, unit: int, tokens: Tensor = TOKENS) -> tuple
     """A unit forward and backward: output of layer 0, loss, and the gradients of both layers."""
     y = made.forward(0, unit, tokens, KEYS, None)
     loss = made.forward(1, unit, y, KEYS, BATCH)
-    buffers = [GradientBuffer(layer) for layer in LAYOUT.layers]
+    buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
     dy = made.backward(1, unit, None, buffers[1], add=False, batch=BATCH)
     assert dy is not None and dy.shape == y.shape
     assert made.backward(0, unit, dy, buffers[0], add=False, batch=None) is None
@@ -69,7 +70,7 @@ def test_units_inputs_and_parameters_change_every_result() -> None:
 
 def test_a_gradient_is_added_to_what_is_there() -> None:
     alone = through(programs(), 1)[3]
-    made, buffer = programs(), GradientBuffer(LAYOUT.layers[1])
+    made, buffer = programs(), GradientBuffer(LAYOUT.layers[1], HOST)
     for unit in (0, 1):
         made.forward(1, unit, made.forward(0, unit, TOKENS, KEYS, None), KEYS, BATCH)
         made.backward(1, unit, None, buffer, add=unit == 1, batch=BATCH)

@@ -15,7 +15,7 @@ from elaswave_spmd.runtime.reduction import GradientReducer, uses_of
 from elaswave_spmd.scheduling.placement import HolderRun, Placement
 from elaswave_spmd.scheduling.tree import split
 from elaswave_spmd.sharding.pages import LOSS, ModelLayout
-from tests.unit.runtime.runtime_cases import placed, small_layout
+from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 
 
 class Cluster:
@@ -31,6 +31,7 @@ class Cluster:
                 rank,
                 layout,
                 placement.num_units,
+                HOST.place,
                 sharded=bool(placement.shardings.grads.axes),
                 add_in_place=in_place,
                 send=lambda peer, message, payload: self.flying.append((peer, message, payload)),

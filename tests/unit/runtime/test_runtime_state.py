@@ -14,7 +14,7 @@ from elaswave_spmd.runtime.optimizers import SGD, AdamW
 from elaswave_spmd.runtime.state import HeldState
 from elaswave_spmd.scheduling.placement import HolderRun
 from elaswave_spmd.sharding.pages import LOSS, LayerLayout
-from tests.unit.runtime.runtime_cases import placed, small_layout
+from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 
 LAYOUT = small_layout(64)
 
@@ -40,10 +40,10 @@ def states(workers: int, zero: int, *, separate: bool, dtype: torch.dtype, sgd: 
     runs = placed((workers,), (0, 3), ((workers, *[0] * (workers - 1)),), zero).holder_runs(LAYOUT)
     found = {}
     for rank in range(workers):
-        values = {layer.index: ValueBuffer(layer, Empty(layer), dtype) for layer in LAYOUT.layers}
+        values = {layer.index: ValueBuffer(layer, Empty(layer), dtype, HOST.place) for layer in LAYOUT.layers}
         held = [run for of_layer in runs.values() for run in of_layer if rank in run.holders and not is_loss(run)]
         optimizer = SGD(0.1) if sgd else AdamW()
-        found[rank] = HeldState(LAYOUT, optimizer, separate_master=separate)
+        found[rank] = HeldState(LAYOUT, optimizer, HOST, separate_master=separate)
         found[rank].rebind(held, values)
         found[rank].initialise(draw)
     return found

@@ -24,6 +24,7 @@ class Cpu:
         compiles=False,
         islands=False,
         forks=True,
+        inductor=True,
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:

@@ -26,6 +26,7 @@ class Cuda:
         compiles=False,
         islands=False,
         forks=True,  # as long as the process that forks never asks for a device
+        inductor=True,
     )
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
@@ -48,12 +49,18 @@ class Cuda:
 
     def open(self, index: int, island: Island) -> Device:
         import torch
+        from torch.utils import deterministic
 
         from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
 
         torch.set_num_threads(island.threads)
+        # The bits of a unit must not depend on who computes it, or when.
         torch.use_deterministic_algorithms(True)
+        # Every buffer is written before it is read.
+        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.backends.cudnn.benchmark = False  # two workers may find another kernel fastest
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums of a product in fp32
         return AcceleratorDevice(self, torch.device("cuda", index % torch.cuda.device_count()), torch.cuda)
 
 

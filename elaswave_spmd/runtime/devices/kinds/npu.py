@@ -53,13 +53,19 @@ class Npu:
     def open(self, index: int, island: Island) -> Device:
         import torch
         import torch_npu  # pyright: ignore[reportMissingImports]
+        import torch_npu.distributed  # pyright: ignore[reportMissingImports]
+        from torch_npu.npu import _recovery  # pyright: ignore[reportMissingImports]
 
         from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
+        from elaswave_spmd.runtime.devices.npu_faults import NpuFaults
 
         torch.set_num_threads(island.threads)
         torch.use_deterministic_algorithms(True)
         npu = torch_npu.npu
-        return AcceleratorDevice(self, torch.device("npu", index % npu.device_count()), npu)
+        place = torch.device("npu", index % npu.device_count())
+        has_groups = torch.distributed.is_initialized
+        faults = NpuFaults(npu, place.index, torch_npu.distributed, _recovery, has_groups)
+        return AcceleratorDevice(self, place, npu, faults.recover)
 
 
 KIND = Npu()

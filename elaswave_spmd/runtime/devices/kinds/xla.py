@@ -16,10 +16,12 @@ from elaswave_spmd.runtime.devices.requirements import missing_torch, set_variab
 PLUGINS = "torch_xla.plugins"
 """The entry points by which packages bring PJRT plugins."""
 
+_REGISTERS = "XLA_REGISTER_INSTALLED_PLUGINS"
 _CLIENT, _DEVICES, _FLAGS = "PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS"
 _WHY = {
     _DEVICES: "how many local devices an island has (mesh.tp x mesh.fsdp)",
     "XLA_NO_SPECIAL_SCALARS": "that 0 and 1 are inputs of a program as other numbers are; else it is compiled anew",
+    _REGISTERS: "that torch_xla finds the plugin that PJRT_DEVICE names",
     "NPROC": "the threads that XLA computes with (runtime.threads_per_worker)",
 }
 _CHANGE_NUMBERS = (
@@ -58,7 +60,7 @@ class Xla:
         elif torch is not None and not same_release(torch, torch_xla):
             found.append(Missing(f"torch_xla for torch {torch} (this is {torch_xla})", own))
         client = machine.environment.get(_CLIENT, "CPU")
-        if torch_xla is not None and client != "CPU" and client not in machine.entry_points(PLUGINS):
+        if torch_xla is not None and client != "CPU" and client not in map(str.upper, machine.entry_points(PLUGINS)):
             what = f"a PJRT plugin for {_CLIENT}={client}: a package with an entry point {client} in {PLUGINS}"
             found.append(Missing(what, f"install one (examples/ has a skeleton), or unset {_CLIENT}"))
         return tuple(found)
@@ -81,6 +83,8 @@ class Xla:
             single = "" if island.threads > 1 else " --xla_cpu_multi_thread_eigen=false"
             wanted |= {_DEVICES: str(island.devices), "NPROC": str(max(island.threads, island.devices))}
             flags = (flags + single).strip()
+        else:
+            wanted[_REGISTERS] = "1"
         return (
             set_variables(given, wanted, _WHY)
             | {_CLIENT: client, _QUIET: given.get(_QUIET, "2")}

@@ -1,0 +1,72 @@
+"""For benchmarks/simulated.py: real arithmetic on two workers, and the same step in virtual time."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from benchmarks.emulated_runs import BANDWIDTH, LATENCY_S, blocks, placed, run
+from benchmarks.harness import say
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.simulator import Wires, Work, execute, healthy
+
+LAYERS, UNITS, UNIT_SIZE = 6, 8, 2
+_WARM_STEPS, _BLOCKS = 4, 5
+_RULE = MemoryRule(1, 1)  # sharding=zero1, mirror.count=1
+_SETTINGS: dict[str, object] = {
+    "sharding": "zero1",
+    "model.layers": LAYERS,
+    "model.d_model": 256,
+    "model.heads": 8,
+    "unit.size": UNIT_SIZE,
+    "train.global_batch": UNITS * UNIT_SIZE,
+    "train.validate_every": 0,
+    "schedule.every": 2,
+    "schedule.window": 3,
+    "schedule.min_gain": 0.9,
+    "run.tensorboard": "false",
+}
+REAL_COLUMNS = (
+    "mesh",
+    "units",
+    "workers; layers of stages",
+    "real step, ms",
+    "least - most",
+    "simulated, ms",
+    "off by",
+)
+
+
+def real_rows(cache: Path, block: int) -> list[list[str]]:
+    """Lines of the table. block: steps of each of the blocks that the median is over."""
+    rough = (
+        LayerCost("embedding", 1e-4, 1e-4),
+        *[LayerCost("block", 1e-3, 2e-3)] * LAYERS,
+        LayerCost("head", 1e-3, 1e-3),
+    )
+    found = []
+    for name in ("pp2", "dp2"):
+        mesh = Mesh.initial(MeshShape.parse(name))
+        profile = CostModel(rough, BANDWIDTH, LATENCY_S)
+        steps = _WARM_STEPS + _BLOCKS * block
+        done = run({**_SETTINGS, "mesh": name, "train.steps": steps + 1}, profile, cache, _WARM_STEPS + 2)
+        assert done.costs is not None and not done.last_change, (name, done.events)
+        assignment = Assignment.of(healthy(mesh, profile, UNITS))
+        means = blocks(done.seconds(_WARM_STEPS + 1, steps), _BLOCKS)
+        took = statistics.median(means)
+        simulated = execute(Work.of(assignment), done.costs, wires=Wires(), rule=_RULE, steps=3).step_s
+        found.append(
+            [
+                name,
+                str(UNITS),
+                placed(assignment),
+                f"{1e3 * took:.0f}",
+                f"{1e3 * min(means):.0f} - {1e3 * max(means):.0f}",
+                f"{1e3 * simulated:.0f}",
+                f"{100 * (simulated / took - 1):+.1f} %",
+            ]
+        )
+        say(", ".join(found[-1]))
+    return found

@@ -1,0 +1,164 @@
+"""Emulated: one run of 16 workers, two of them killed and one slowed down. What it did when, and a picture of that.
+
+    python -m benchmarks.timeline [--picture PATH.png] [--quick] [--json PATH]
+
+`python train.py mesh=dp4_pp4` on the emulated accelerator (benchmarks/emulated_runs.py: real processes, links and
+bytes; layer programs sleep), beside the same run with nothing happening to it. Two workers of one stage are killed in
+the middle of a step, later another one runs at half speed. Told is every change: who is affected, which step it came
+after, and what it was for, from events.jsonl; and step times, medians between the changes, beside what the simulator
+says of the placement at the end. The picture is drawn from trace.json (run.trace=true); it needs matplotlib (the extra
+`plots`). That the losses and the weights of both runs are the same, bit for bit, is checked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_runs import Run, costs_of, emulated, placed, run
+from benchmarks.harness import Result, parser, say
+from benchmarks.processes import new_directory, stop_on_signals
+from benchmarks.recovery import different_losses
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.costs import MemoryRule
+from elaswave_spmd.simulator import Wires, Work, execute, healthy
+
+MESH, UNITS, STEPS = "dp4_pp4", 32, 60
+KILLED, KILL_STEP, SLOWED, SLOW_STEP = (2, 3), 8, 9, 26
+_CHANGES = ("fail", "rebalance", "slow", "recover", "frequency")
+_FIRST_WORKER = 2  # process number of worker 0 in a trace
+_COLOURS = {"forward": "tab:blue", "backward": "tab:orange"}
+_FOLLOWING: Mapping[str, object] = {
+    "schedule__every": 2,
+    "schedule__window": 3,
+    "schedule__patience": 1,
+    "schedule__min_gain": 0.02,
+    "schedule__frequency": "simulated",
+    "schedule__f_min": 0.8,
+}
+
+
+def measure(steps: int, cache: Path) -> tuple[Run, Run]:
+    """The run that is disturbed, and the one that is not."""
+    mesh = Mesh.initial(MeshShape.parse(MESH))
+    costs = costs_of(len(mesh.stages))
+    events: dict[str, object] = {
+        "chaos__events": f"[{{step: {KILL_STEP}, kind: kill, rank: {list(KILLED)}, point: backward}}]".replace("'", ""),
+        "emulated__slow": f"[{{rank: {SLOWED}, speed: 0.5, step: {SLOW_STEP}}}]",
+        "run__trace": "true",
+    }
+    disturbed = run(emulated(mesh, UNITS, steps, **_FOLLOWING, **events), costs, cache, KILL_STEP - 2)
+    return disturbed, run(emulated(mesh, UNITS, steps), costs, cache, KILL_STEP - 2)
+
+
+def changes(found: Run) -> list[list[str]]:
+    """Lines of what happened, and of the steps in between: (after step, what, median step in ms until the next)."""
+    told = [event for event in found.events if event["event"] in _CHANGES]
+    steps = [event.get("after_step", event.get("step", 0)) for event in told]
+    lines = [["0", "start", "", MESH, _median(found, 3, min(steps, default=len(found.metrics)))]]
+    for i, (event, step) in enumerate(zip(told, steps, strict=True)):
+        stop = steps[i + 1] if i + 1 < len(told) else len(found.metrics)
+        what = event["event"]
+        reason = str(event.get("reason") or "copies are complete")
+        where = ""
+        if "layer_cuts" in event:
+            sizes = "-".join(str(len(members)) for members in event["stages"])
+            cuts = event["layer_cuts"]
+            where = f"{sizes}; {'-'.join(str(b - a) for a, b in pairwise(cuts))}"
+        lines.append([str(step), what, reason, where, _median(found, step + 2, stop)])
+    return lines
+
+
+def _median(found: Run, first: int, last: int) -> str:
+    seconds = found.seconds(first, last)
+    return f"{1e3 * statistics.median(seconds):.0f}" if seconds else "-"
+
+
+def expected(found: Run) -> tuple[str, float]:
+    """The placement at the end, and the seconds of its step, simulated with the costs that the run measured."""
+    mesh = Mesh.initial(MeshShape.parse(MESH))
+    assignment = found.assignment(healthy(mesh, costs_of(len(mesh.stages)), UNITS))
+    assert found.costs is not None
+    last = [event for event in found.events if event["event"] == "frequency"]
+    costs = found.costs
+    if last:  # measured times are told at the normal frequency
+        ratio = {int(rank): value for rank, value in last[-1]["frequencies"].items()}
+        costs = costs.with_speeds(
+            {rank: costs.speed(rank) * ratio.get(rank, 1.0) for s in assignment.stages for rank in s}
+        )
+    step = execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(1, 1), steps=3).step_s
+    return placed(assignment), step
+
+
+def draw(found: Run, path: Path) -> None:
+    """Workers as rows, time to the right: what they computed, and lines where the mesh or its frequencies changed."""
+    from matplotlib.figure import Figure
+
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    lines: list[tuple[float, str]] = []
+    for event in found.trace:
+        if event["ph"] == "X" and event["cat"] in _COLOURS:
+            key = event["pid"] - _FIRST_WORKER, event["cat"]
+            bars.setdefault(key, []).append((event["ts"] / 1e6, event["dur"] / 1e6))
+        if event["ph"] == "i" and event.get("s") == "g" and event["name"] in _CHANGES:
+            lines.append((event["ts"] / 1e6, event["name"]))
+    last = max(begin + length for some in bars.values() for begin, length in some)
+    kill = min(at for at, name in lines if name == "fail")
+    windows = [(kill - 1.5, kill + 3.5), (last - 3.0, last)]
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    tracks: Any = figure.subplots(len(windows), 1)
+    for axes, (left, right) in zip(tracks, windows, strict=True):
+        for (rank, kind), some in bars.items():
+            shown = [(begin, length) for begin, length in some if begin + length > left and begin < right]
+            axes.broken_barh(shown, (rank - 0.4, 0.8), facecolors=_COLOURS[kind], linewidth=0)
+        for at, name in lines:
+            if left < at < right:
+                axes.axvline(at, color="black", linewidth=0.8)
+                axes.text(at, -0.8, f" {name}", fontsize=8, va="bottom")
+        ranks = sorted({rank for rank, _ in bars})
+        axes.set(xlim=(left, right), ylim=(max(ranks) + 0.6, -1.2), ylabel="worker", yticks=ranks)
+        axes.tick_params(axis="y", labelsize=7)
+    tracks[0].set_title(
+        f"{MESH}, {UNITS} units a step, emulated accelerator: workers {KILLED[0]} and {KILLED[1]} are killed"
+        " (blue: forward, orange: backward)"
+    )
+    tracks[-1].set(title=f"The last steps: worker {SLOWED} at half speed, hints set", xlabel="seconds of the run")
+    figure.savefig(path, dpi=110)
+
+
+COLUMNS = ("after step", "what", "why", "workers; layers of stages", "median step until the next, ms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 1 if a bit differs."""
+    options = parser(__doc__)
+    options.add_argument("--picture", help="where the timeline is drawn")
+    args = options.parse_args(argv)
+    stop_on_signals()
+    steps = 40 if args.quick else STEPS
+    result = Result("timeline", {"mesh": MESH, "units": UNITS, "steps": steps, "quick": args.quick})
+    with new_directory("timeline-data-") as cache:
+        disturbed, quiet = measure(steps, cache)
+    problems = different_losses([disturbed.losses, quiet.losses])
+    if disturbed.weights != quiet.weights:
+        problems.append("the weights at the end differ")
+    result.table("16 workers, two killed, one slowed down (emulated accelerator)", COLUMNS, changes(disturbed))
+    where, step_s = expected(disturbed)
+    took = statistics.median(disturbed.seconds(steps - 5, steps - 1))
+    say(f"the last steps: {1e3 * took:.0f} ms; simulated for {where}: {1e3 * step_s:.0f} ms")
+    say(f"undisturbed: {1e3 * statistics.median(quiet.seconds(4, steps - 1)):.0f} ms; bits: {problems or 'equal'}")
+    result.data = {"problems": problems, "last_ms": 1e3 * took, "simulated_ms": 1e3 * step_s, "placed": where}
+    if args.picture:
+        draw(disturbed, Path(args.picture))
+    result.finish(args.json)
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

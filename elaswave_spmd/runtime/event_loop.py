@@ -1,0 +1,129 @@
+"""The thread that takes what arrives on links: one wait over all of a process's link sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+# libzmq delivers messages within its 8 KiB read batch at any byte offset; those are copied, which aligns them.
+_SMALL_BYTES = 16 * 1024
+_BURST = 256  # messages taken from the PULL socket before the other sockets are looked at
+_MONITOR_EVENT = struct.Struct("=hi")
+
+
+class EventLoop:
+    """The thread that owns the PULL socket and the monitors: one wait over their file descriptors, the life pipe and a
+    pipe of its own, through which other threads hand it work."""
+
+    def __init__(
+        self,
+        pull: zmq.Socket[bytes],
+        file: Callable[[bytes, tuple[memoryview, ...]], None],
+        life_fd: int | None,
+        on_controller_gone: Callable[[], None],
+    ) -> None:
+        self._pull, self._file = pull, file
+        self._on_controller_gone = on_controller_gone
+        self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
+        self._todo: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._wake_lock, self._wake_open = threading.Lock(), True
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector = selectors.DefaultSelector()
+        self._register(pull.FD, lambda: None)  # the PULL socket is read on every turn anyway
+        self._register(self._wake_read, self._drain_wake)
+        if life_fd is not None:
+            self._register(life_fd, lambda: self._life_ended(life_fd))
+
+    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
+        """Call `on_event` with each event of `monitor`, from any thread; it is closed when its socket is gone.
+
+        Not before: libzmq's thread would wait for ever, and all links with it, with another event to tell."""
+        self._hand_over(lambda: self._add(monitor, on_event))
+
+    def stop(self) -> None:
+        """End the thread and close its sockets; from any other thread."""
+        self._hand_over(lambda: setattr(self, "_stopping", True))
+
+    def run(self) -> None:
+        pending = True  # zmq's descriptors tell of changes only: read before the first wait
+        while not self._stopping:
+            for key, _ in self._selector.select(0 if pending else None):
+                key.data()
+            while self._todo:
+                self._todo.popleft()()
+            pending = self._drain_pull()
+        for monitor in list(self._monitors):
+            self._remove(monitor)
+        self._pull.close(0)
+        self._selector.close()
+
+    def close_wake_pipe(self) -> None:
+        """After the thread has ended. Not in the thread: others may be about to write."""
+        with self._wake_lock:
+            self._wake_open = False
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _hand_over(self, work: Callable[[], None]) -> None:
+        self._todo.append(work)
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the loop as well
+            if self._wake_open:
+                os.write(self._wake_write, b"\0")
+
+    def _register(self, fd: int, on_ready: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, on_ready)
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass
+
+    def _life_ended(self, life_fd: int) -> None:
+        self._selector.unregister(life_fd)
+        self._on_controller_gone()
+
+    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
+        self._monitors[monitor] = on_event
+        self._register(monitor.FD, lambda: self._drain_monitor(monitor))
+        self._drain_monitor(monitor)
+
+    def _remove(self, monitor: zmq.Socket[bytes]) -> None:
+        if self._monitors.pop(monitor, None) is not None:
+            self._selector.unregister(monitor.FD)
+            monitor.close(0)
+
+    def _drain_monitor(self, monitor: zmq.Socket[bytes]) -> None:
+        while monitor in self._monitors:
+            try:
+                event, _ = _MONITOR_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_MONITOR_STOPPED:
+                self._remove(monitor)
+            else:
+                self._monitors[monitor](event)
+
+    def _drain_pull(self) -> bool:
+        """Read until nothing is left (False) or a burst is done (True: come back without waiting)."""
+        pull = self._pull
+        for _ in range(_BURST):
+            try:
+                head = pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            payloads: tuple[memoryview, ...] = ()
+            while pull.getsockopt(zmq.RCVMORE):
+                frame = pull.recv(copy=False)
+                payloads += (memoryview(bytearray(frame.buffer)) if len(frame) < _SMALL_BYTES else frame.buffer,)
+            self._file(head, payloads)
+        return True

@@ -1,0 +1,86 @@
+"""Runs with layer programs by torch.compile: the same bits with a kill and without, nothing compiled in between."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from tests.faults.fault_runs import Bits, Changes, chaos
+from tests.multiprocess.real_runs import SMALL, train, write_text
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(900),  # a first run compiles; later ones find programs in the compiler's cache
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: torch.compile needs a C++ compiler"),
+]
+# With the events of the test and no others.
+ARGUMENTS = (
+    *SMALL,
+    "mesh=dp2",
+    "model.dropout=0.1",
+    "train.steps=12",
+    "schedule.dataflow=false",
+    "schedule.graph=false",
+)
+LIMIT = 400
+
+
+@dataclass(frozen=True)
+class Run:
+    bits: Bits
+    changes: Changes
+    losses: tuple[float, ...]
+    validations: tuple[float, ...]
+    events: tuple[dict[str, Any], ...]
+    programs: dict[str, list[int]]
+
+
+def run(folder: Path, *arguments: str) -> Run:
+    folder.mkdir()
+    write_text(folder)
+    done = train(folder, *ARGUMENTS, *arguments, timeout=LIMIT)
+    assert done.code == 0, done.err
+    made, events = folder / "run", tuple(read_events(folder / "run"))
+    losses = tuple(line.loss for line in read_metrics(made))
+    validations = tuple(event["loss"] for event in events if event["event"] == "validation")
+    programs = read_summary(made).get("programs_compiled_per_worker", {})
+    return Run(Bits.of(made), Changes.of(made), losses, validations, events, programs)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("compiled") / "undisturbed", "runtime.compile=true")
+
+
+def assert_all_compiled_before(found: Run, workers: int) -> None:
+    """Embedding, block and head, each forward and for validation; backward comes with the forward or apart from it."""
+    assert len(found.programs) == workers
+    assert all(6 <= before <= 9 and later == 0 for before, later in found.programs.values()), found.programs
+    assert not [event for event in found.events if event["event"] == "recompile"]
+
+
+def test_losses_are_those_of_the_layers_as_they_are_written(undisturbed: Run, tmp_path: Path) -> None:
+    assert_all_compiled_before(undisturbed, 2)
+    plain = run(tmp_path / "plain")
+    assert plain.programs == {} and len(plain.losses) == 12
+    assert undisturbed.losses == pytest.approx(plain.losses, abs=1e-4)
+    assert undisturbed.validations == pytest.approx(plain.validations, abs=1e-4)
+
+
+def test_a_kill_changes_no_bit_and_compiles_nothing(undisturbed: Run, tmp_path: Path) -> None:
+    found = run(tmp_path / "kill", "runtime.compile=true", chaos("step: 5, kind: kill, rank: 1, point: backward"))
+    assert found.changes.ranks("fail") == [[1]]
+    assert found.bits == undisturbed.bits
+    assert_all_compiled_before(found, 2)
+
+
+def test_another_mesh_has_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
+    """Stages run other layers than before, by the same programs."""
+    found = run(tmp_path / "pp2", "runtime.compile=true", "mesh=dp1_pp2")
+    assert found.bits == undisturbed.bits
+    assert_all_compiled_before(found, 2)

@@ -1,0 +1,37 @@
+"""The whole worker loop on a device that is no CPU, with losses and joins: the bits of the CPU.
+
+The device is made up (elaswave_spmd.testing.made_up_device): it computes on the CPU, under another name and with
+tensors that no CPU operator takes. So this shows that the loop, the state and the links ask no device by name and mix
+none; it shows nothing about any hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CASES = [
+    ("gpt", "fp32", "dp2_pp2", 0, []),
+    ("gpt", "fp32", "dp3", 1, ["kill", "join"]),
+    ("gpt_tied", "fp32", "dp2_pp2", 2, ["kill", "join"]),
+    ("llama", "fp32", "dp2_pp2", 3, ["kill", "join"]),
+    ("mlp", "bf16", "stages1-3", 3, ["kill", "join", "rebalance"]),
+    ("mlp", "fp32", "dp3", 0, ["corrupt", "term"]),
+]
+
+
+@pytest.mark.parametrize(("model", "dtype", "mesh", "zero", "events"), CASES)
+def test_a_run_on_the_made_up_device(model: str, dtype: str, mesh: str, zero: int, events: list[str]) -> None:
+    case = ["madeup", "cpu", model, dtype, mesh, str(zero), *events]
+    command = [sys.executable, "-m", "tests.simulated.device_runs", *case]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["differs"], found["seen"], len(found["losses"])) == ([], ["madeup"], 4)
+    assert found["epochs"] >= len(events), found

@@ -1,0 +1,124 @@
+"""The port of a worker: what leaves when, and where payloads come to lie. Links and devices are doubles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.devices import HostCopy, device_of
+from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.runtime.links import Links
+from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.port import LinkPort
+from tests.unit.runtime.runtime_cases import HOST
+
+NEED = m.Need(1, 0, 0, 1)
+PUBLISH = m.Publish(1, 0, 0, 1)
+
+
+class RecordingLinks:
+    """Keeps what is sent."""
+
+    me = 0
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, m.AnyMessage, list[Any]]] = []
+
+    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, lend: bool = False) -> bool:
+        self.sent.append((peer, m.decode(header), list(payloads)))
+        return True
+
+    @property
+    def told(self) -> list[tuple[int, str]]:
+        return [(peer, type(message).__name__) for peer, message, _ in self.sent]
+
+
+class SlowCopy:
+    """A copy that is done when a test says so."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self.complete = values.clone(), False
+
+    def done(self) -> bool:
+        return self.complete
+
+    def wait(self) -> Tensor:
+        assert self.complete, "the loop must not wait"
+        return self._values
+
+
+class PinnedDouble(HostDevice):
+    """A device that claims to copy beside computation; counts what comes to its place."""
+
+    def __init__(self) -> None:
+        cpu = device_of("cpu")
+        capabilities = replace(cpu.capabilities, streams=True, pinned_copies=True)
+        super().__init__(cast(Any, SimpleNamespace(name="double", capabilities=capabilities)))
+        self.copies: list[SlowCopy] = []
+        self.placed: list[Tensor] = []
+
+    def copy_to_host(self, values: Tensor) -> HostCopy:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.copies.append(SlowCopy(values))
+        return self.copies[-1]
+
+    def to_place(self, values: Tensor) -> Tensor:
+        self.placed.append(values)
+        return values
+
+
+def port_on(device: HostDevice) -> tuple[LinkPort, RecordingLinks, Mailbox]:
+    links, mailbox = RecordingLinks(), Mailbox()
+    return LinkPort(cast(Links, links), mailbox, torch.float32, device), links, mailbox
+
+
+def test_on_the_cpu_a_payload_leaves_at_once_from_where_it_lies() -> None:
+    port, links, _ = port_on(HOST)
+    payload = torch.arange(6.0)
+    port.send(1, PUBLISH, payload)
+    ((_, _, (frame,)),) = links.sent
+    assert np.frombuffer(frame, np.float32).ctypes.data == payload.data_ptr() and not port.is_copying()
+
+
+def test_a_payload_leaves_when_it_is_copied_and_nothing_to_its_peer_overtakes_it() -> None:
+    device = PinnedDouble()
+    port, links, _ = port_on(device)
+    port.send(1, PUBLISH, torch.arange(4.0))
+    port.send(1, NEED)
+    port.send(2, NEED)
+    port.send(1, PUBLISH, torch.arange(2.0))
+    assert links.told == [(2, "Need")] and port.is_copying()
+    device.copies[1].complete = True
+    assert port.is_copying() and links.told == [(2, "Need")]
+    device.copies[0].complete = True
+    assert not port.is_copying()
+    assert links.told == [(2, "Need"), (1, "Publish"), (1, "Need"), (1, "Publish")]
+    assert np.frombuffer(links.sent[1][2][0], np.float32).tolist() == [0, 1, 2, 3]
+    port.send(1, NEED)
+    assert links.told[-1] == (1, "Need")
+
+
+def test_taking_messages_sends_what_is_copied() -> None:
+    device = PinnedDouble()
+    port, links, _ = port_on(device)
+    port.send(1, PUBLISH, torch.arange(4.0))
+    assert port.take() == [] and not links.sent
+    device.copies[0].complete = True
+    assert port.take() == [] and links.told == [(1, "Publish")]
+
+
+def test_sums_come_to_the_device_and_other_payloads_stay_in_host_memory() -> None:
+    device = PinnedDouble()
+    port, _, mailbox = port_on(device)
+    payload = memoryview(bytearray(np.arange(3, dtype=np.float32).tobytes()))
+    for message in (m.NodeSum(1, 0, 0, 1, 0, 2), m.Entry(1, 0, 0, 1, b""), PUBLISH, m.PageState(1, 0, 0, 1, b"")):
+        mailbox.put(Envelope(1, m.encode(message), (payload,)))
+    taken = [incoming.payload for incoming in port.take()]
+    assert [any(t is p for p in device.placed) for t in taken] == [True, True, False, False]
+    assert all(t is not None and t.tolist() == [0, 1, 2] for t in taken)
