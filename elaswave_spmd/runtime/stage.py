@@ -188,23 +188,8 @@ class StagePrograms:
         """
         y = self._compute(layer, x, keys, batch)
         if layer == self._last:
-            loss = y
-            if loss.ndim:
-                raise ModelError(
-                    "a loss is one number, the sum over tokens",
-                    got=f"shape {tuple(loss.shape)}",
-                    where="loss(output, batch)",
-                    fix="end it with .sum()",
-                )
-            return loss.float()
-        if not isinstance(y, Tensor) or not y.is_floating_point():
-            raise ModelError(
-                "a layer returns one floating-point tensor",
-                got=f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__,
-                where=f"layer {self._values[layer].layout.name}",
-                fix="return the tensor that the next layer takes; make features of integers in the layer itself",
-            )
-        return y.to(self._values[layer].flat.dtype).contiguous()
+            return checked_loss(y)
+        return checked_output(y, self._values[layer].flat.dtype, self._values[layer].layout.name)
 
     def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         """The layer as the model has it, with the loss of the last one."""
@@ -218,3 +203,35 @@ class StagePrograms:
         """Switches what was in training mode at the start: not what a model itself put into evaluation mode."""
         for module in self._training:
             module.training = training
+
+
+def checked_loss(loss: Tensor) -> Tensor:
+    """A unit's loss, fp32.
+
+    Raises:
+        ModelError: it is not one number.
+    """
+    if loss.ndim:
+        raise ModelError(
+            "a loss is one number, the sum over tokens",
+            got=f"shape {tuple(loss.shape)}",
+            where="loss(output, batch)",
+            fix="end it with .sum()",
+        )
+    return loss.float()
+
+
+def checked_output(y: object, dtype: torch.dtype, name: str) -> Tensor:
+    """What layer `name` gives the next one: contiguous, and of the compute dtype.
+
+    Raises:
+        ModelError: it is not one floating-point tensor.
+    """
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        raise ModelError(
+            "a layer returns one floating-point tensor",
+            got=f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__,
+            where=f"layer {name}",
+            fix="return the tensor that the next layer takes; make features of integers in the layer itself",
+        )
+    return y.to(dtype).contiguous()

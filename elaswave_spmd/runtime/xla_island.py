@@ -24,6 +24,18 @@ from elaswave_spmd.sharding import P
 WHOLE = P()
 
 
+class FrozenTensorError(Exception):
+    """A program would have a tensor inside that is none of its inputs, at the value that it had while it was traced.
+
+    Args:
+        operators: that XLA lacks and that were run on the CPU while tracing: the likely reason.
+    """
+
+    def __init__(self, operators: tuple[str, ...]) -> None:
+        super().__init__(f"a tensor of the graph is no input; run on the CPU: {operators}")
+        self.operators = operators
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled program.
@@ -152,6 +164,9 @@ class XlaIsland:
             inputs: from `put` or of an earlier program; not used in another trace. None is a scalar: a number that is
                 part of the code and one that is given could not be told apart.
             specs: of the outputs.
+
+        Raises:
+            FrozenTensorError: the outputs depend on a tensor that is no input.
         """
         outputs, c = list(outputs), self._c
         self.wait()  # tensors of a program that still runs have no data to look at: it crashes, now and then
@@ -161,8 +176,8 @@ class XlaIsland:
         ids, values = c._get_tensors_xla_device_data_node(outputs)
         order = tuple(numbers.get(i) for i in ids)
         constants = {place: values[place] for place, number in enumerate(order) if number is None}
-        # What is no input and no number would be a parameter, say, frozen at the value that it had while tracing.
-        assert not [v.shape for v in constants.values() if v.ndim], "a tensor of the graph is no input"
+        if any(value.ndim for value in constants.values()):
+            raise FrozenTensorError(tuple(self._metrics.executed_fallback_ops()))
         graph = c._get_graph_hash(outputs)
         c._xla_warm_up_cache(outputs, [])
         return Program(graph, order, constants, tuple(specs))

@@ -19,8 +19,8 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.runtime.stage import Loss, Saved, StagePrograms
-from elaswave_spmd.runtime.xla_island import WHOLE, Program, XlaIsland
+from elaswave_spmd.runtime.stage import Loss, Saved, StagePrograms, checked_loss, checked_output
+from elaswave_spmd.runtime.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.pages import LayerLayout, ModelLayout, Slot
 
@@ -103,10 +103,21 @@ class XlaPrograms(StagePrograms):
             tokens_BT: shape of a unit.
             dtype: of parameters and activations.
             compiled: told the name of each layer when its programs are there.
+
+        Raises:
+            ModelError: a layer that cannot be compiled.
         """
         x = torch.zeros(tokens_BT, dtype=torch.int64)
         for layer, module in zip(layout.layers, modules, strict=True):
-            self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
+            try:
+                self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
+            except FrozenTensorError as error:
+                raise ModelError(
+                    "a layer that is compiled consists of operators that XLA has, on its input and parameters",
+                    got=f"run on the CPU: {', '.join(error.operators)}" if error.operators else "another tensor",
+                    where=f"layer {layer.name}",
+                    fix="write it with other operators, or use runtime.device=cpu",
+                ) from None
             compiled(layer.name)
 
     def _compile(
@@ -114,18 +125,18 @@ class XlaPrograms(StagePrograms):
     ) -> tuple[LayerPrograms, Tensor]:
         """The programs of one layer for inputs like `x`; zeros like its output."""
         island, layer = self._island, layout.index
-        shapes = {_path(layout, slot): slot.parameter.shape for slot in layout.slots}
+        shapes = [slot.parameter.shape for slot in layout.slots]
         specs = self._specs_of(layout)
 
         def given() -> list[Tensor]:
-            host = [*(torch.zeros(shape, dtype=dtype) for shape in shapes.values()), torch.zeros_like(x)]
+            host = [*(torch.zeros(shape, dtype=dtype) for shape in shapes), torch.zeros_like(x)]
             host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
             host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
             return island.put(host, [*specs, *[WHOLE] * (len(host) - len(specs))])
 
         with torch.no_grad(), _evaluating(module):
             inputs = given()
-            evaluate = island.capture([self._output(layer, module, list(shapes), inputs)], inputs, [WHOLE])
+            evaluate = island.capture([self._output(layout, module, dtype, inputs)], inputs, [WHOLE])
             island.forget_traces()
         inputs = given()
         leaves = [value for value in inputs[: len(shapes) + 1] if value.is_floating_point()]
@@ -133,7 +144,8 @@ class XlaPrograms(StagePrograms):
             leaf.requires_grad_()
         saved = _SavedTensors(island)
         with saved.hooks():
-            y = self._trained(layer, module, list(shapes), inputs)
+            y = self._output(layout, module, dtype, inputs)
+            y = y * self._loss_scale if layer == self._last else y
         residuals = saved.besides(inputs)
         forward = island.capture([y.detach(), *residuals], inputs, [WHOLE] * (1 + len(residuals)))
         outputs = island.run(forward, inputs)
@@ -169,21 +181,15 @@ class XlaPrograms(StagePrograms):
         program = self._island.capture(marked, [*again, *outputs[1:], *ends], [spec for _, spec in made])
         return program, tuple(g is not None for g in of_parameters), dx is not None
 
-    def _trained(self, layer: int, module: nn.Module, paths: list[str], inputs: list[Tensor]) -> Tensor:
-        y = self._output(layer, module, paths, inputs)
-        return y * self._loss_scale if layer == self._last else y
-
-    def _output(self, layer: int, module: nn.Module, paths: list[str], inputs: list[Tensor]) -> Tensor:
+    def _output(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
         """The layer's output, or the loss of the last one, traced; as `StagePrograms` makes it."""
+        paths = [_path(layout, slot) for slot in layout.slots]
         parameters, (x, packed, *batch) = inputs[: len(paths)], inputs[len(paths) :]
         keys = Keys(packed[0], packed[1], packed[3:], packed[2])
         y = torch.func.functional_call(module, dict(zip(paths, parameters, strict=True)), (x, keys))
-        if layer == self._last:
-            return self._loss(self._island.mark(y, WHOLE), Batch(*batch)).float()
-        if not isinstance(y, Tensor) or not y.is_floating_point():
-            raise ModelError("a layer returns one floating-point tensor", got=type(y).__name__, where=f"layer {layer}")
-        dtype = parameters[0].dtype if parameters else y.dtype
-        return self._island.mark(y.to(dtype).contiguous(), WHOLE)
+        if layout.index == self._last:
+            return checked_loss(self._loss(self._island.mark(y, WHOLE), Batch(*batch)))
+        return self._island.mark(checked_output(y, dtype, layout.name), WHOLE)
 
     # ---- running
 

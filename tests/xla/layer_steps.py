@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.keyed import Keys, materialize
+from elaswave_spmd.keyed.dropout import keep_mask_numpy, keep_mask_torch
 from elaswave_spmd.models import Batch, LayeredModel, build_model
 from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.runtime.describe import describe
@@ -84,6 +85,14 @@ class Training:
         return float(summed[-1][loss.start])
 
 
+def masks_agree(place: torch.device) -> bool:
+    """Whether keyed dropout's masks on the island are those of the CPU, bit for bit."""
+    keys = Keys.make(SEED, 2**33 + 7, np.array([0, 1, 2**40 + 3, 2**63 - 1]), 2)
+    shape, p, word = (4, 33, 7), 0.1, 5
+    there = keep_mask_torch(shape, p, keys, word, place).cpu().numpy()
+    return np.array_equal(there, keep_mask_numpy(shape, p, keys, word))
+
+
 def main(tp: int = 1, fsdp: int = 1, dropout: float = 0.0, dtype: str = "fp32") -> None:
     """Prints losses of both, the largest difference of parameters, programs compiled, and bytes on each device."""
     threads = int(os.environ.get("ISLAND_THREADS", "1"))
@@ -115,8 +124,10 @@ def main(tp: int = 1, fsdp: int = 1, dropout: float = 0.0, dtype: str = "fp32") 
     shards = {
         name: island.shard_bytes(value) for name, value in there.programs.placed(1).items() if name.endswith("weight")
     }
+    masks = masks_agree(island.place)
     bits = sum(int(m.view(torch.int32).to(torch.int64).sum()) for m in there.masters)
-    print(json.dumps({"losses": losses, "apart": apart, "compiled": compiled, "shards": shards, "bits": bits}))
+    found = {"losses": losses, "apart": apart, "compiled": compiled, "shards": shards, "masks": masks, "bits": bits}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -33,14 +33,30 @@ def test_xla_is_here_when_it_is_not_skipped() -> None:
     assert importlib.util.find_spec("torch_xla") is not None
 
 
-@pytest.mark.parametrize(("tp", "parts"), [(1, 1), (2, 2)])
-def test_steps_are_those_of_the_cpu_and_compile_nothing(tp: int, parts: int) -> None:
-    found = steps(tp)
+@pytest.fixture(scope="module")
+def two_devices() -> dict[str, Any]:
+    return steps(2, 1, 0.1)
+
+
+def check(found: dict[str, Any], devices: int) -> None:
     assert all(abs(cpu - xla) < 1e-5 for cpu, xla in found["losses"])
     assert len(set(found["compiled"])) == 1 and found["compiled"][0] <= 9  # 3 kinds of layers, 3 programs each
-    assert found["shards"]["attn.qkv.weight"] == [4 * 3 * 128 * 128 // parts] * tp
-    assert found["shards"]["attn_norm.weight"] == [4 * 128] * tp
+    assert found["shards"]["attn.qkv.weight"] == [4 * 3 * 128 * 128 // devices] * devices
+    assert found["shards"]["attn_norm.weight"] == [4 * 128] * devices
 
 
-def test_two_processes_give_the_same_bits() -> None:
-    assert steps(2)["bits"] == steps(2)["bits"]
+def test_steps_on_one_device_are_those_of_the_cpu_and_compile_nothing() -> None:
+    check(steps(1), 1)
+
+
+def test_steps_on_two_devices_too_with_dropout(two_devices: dict[str, Any]) -> None:
+    check(two_devices, 2)
+    assert two_devices["masks"], "keyed dropout draws other masks on XLA"
+
+
+def test_parameters_are_split_over_both_axes() -> None:
+    check(steps(2, 2), 4)
+
+
+def test_two_processes_give_the_same_bits(two_devices: dict[str, Any]) -> None:
+    assert steps(2, 1, 0.1)["bits"] == two_devices["bits"]

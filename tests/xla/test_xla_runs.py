@@ -127,6 +127,12 @@ def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], tel
     assert not (tmp_path / "run").exists()
 
 
+def test_a_layer_with_an_operator_that_xla_lacks_is_told(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    done = train(tmp_path, *SMALL, "model.target=mlp")
+    assert done.code == 1 and "aten::unfold" in done.err and "layer block0" in done.err
+
+
 def test_another_size_of_islands_or_number_of_threads_is_not_resumed(tmp_path: Path) -> None:
     first = run(tmp_path, "mesh.tp=2", "train.steps=6", "train.validate_every=0", "checkpoint.every=3")
     assert first.summary["steps"] == 6
