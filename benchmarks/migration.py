@@ -111,7 +111,7 @@ def of_run(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, A
         raise RuntimeError(f"no layer has moved: {[event['event'] for event in events]}")
     seconds = {line["step"]: line["seconds"] for line in metrics}
     first, last = told[0]["after_step"] + 1, told[-1]["after_step"] + 1
-    switched = next(event["after_step"] for event in told if "layers by cost" in str(event["reason"]))
+    switched = max(event["after_step"] for event in told if "layers by cost" in str(event["reason"]))
     before = statistics.median(seconds[s] for s in range(_WARM_STEPS + 1, first - 1))
     after = statistics.median(seconds[s] for s in range(STEPS - _LAST_STEPS + 1, STEPS + 1))
     extra = [seconds[s] - (before if s <= switched else after) for s in range(first, last + 1)]
