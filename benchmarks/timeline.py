@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from elaswave_spmd.simulator import Wires, Work, execute, healthy
 MESH, UNITS, STEPS = "dp4_pp4", 32, 60
 KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second when pages have mirrors again
 _CHANGES = ("fail", "rebalance", "slow", "recover", "frequency")
+_REASONS = {"rebalance": "copies are complete", "frequency": "hints, or as before a change"}
 _FIRST_WORKER = 2  # process number of worker 0 in a trace
 _COLOURS = {"forward": "tab:blue", "backward": "tab:orange"}
 _FOLLOWING: Mapping[str, object] = {
@@ -60,12 +61,12 @@ def measure(steps: int, cache: Path) -> tuple[Run, Run]:
 def changes(found: Run) -> list[list[str]]:
     """Lines of what happened, and of the steps in between: (after step, what, median step in ms until the next)."""
     told = [event for event in found.events if event["event"] in _CHANGES]
-    steps = [event.get("after_step", event.get("step", 0)) for event in told]
+    steps = list(accumulate((event.get("after_step", event.get("step", 0)) for event in told), max))
     lines = [["0", "start", "", MESH, _median(found, 3, min(steps, default=len(found.metrics)))]]
     for i, (event, step) in enumerate(zip(told, steps, strict=True)):
         stop = steps[i + 1] if i + 1 < len(told) else len(found.metrics)
         what = event["event"]
-        reason = str(event.get("reason") or "copies are complete")
+        reason = str(event.get("reason") or _REASONS.get(what, ""))
         where = ""
         if "layer_cuts" in event:
             sizes = "-".join(str(len(members)) for members in event["stages"])

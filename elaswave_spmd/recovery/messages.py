@@ -281,12 +281,9 @@ class Applied(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """Worker to controller: what its layer programs took in `step`, as in runtime.layer_times: (layer, seconds of all
-    forwards, of all backwards, how many forwards, how many backwards). `memory`, of layers that are new to it, as in
-    runtime.layer_memory: (layer, bytes that a unit keeps, bytes of its output). `compiled`: programs that it has
-    compiled so far; more than it said when it was ready means that training waited for a compilation. `link`, once it
-    is known: (latency in seconds, bandwidth in bytes per second) of its link to a neighbour, as in runtime.link_probe.
-    """
+    """Worker to controller: what its layer programs took in `step`, `rows` as runtime.layer_times has them. `memory`:
+    what units keep of layers that are new to it, as in runtime.layer_memory. `compiled`: programs that it has compiled
+    so far. `link`, once known: (latency in s, bytes per s) of its link to a neighbour (runtime.link_probe)."""
 
     rank: int
     step: int
