@@ -12,7 +12,7 @@ their turns in each repeat; what is timed begins with the first order and ends w
   With mirror.count=0 a worker cannot leave before somebody has its pages. ZeRO-3: state is apart from parameters.
 - reshard plan: a layout of contiguous tiles, as a sharded array has, goes to another one: sharding.plan_reshard says
   what moves. The product moves pages and executes no such plan; the executor is in benchmarks/redistribute_members.py,
-  over the product's links, sent from where it lies. Memory for the new tiles is there.
+  over the product's links, lent from where it lies. Memory for the new tiles is there.
 - DCP: torch.distributed.checkpoint.save by the workers there were and load by those there will be, the same tiles as
   DTensors, over gloo, into /dev/shm. Both groups exist before the clock starts, and tensors to load into are there.
 
