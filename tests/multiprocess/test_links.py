@@ -130,12 +130,13 @@ def test_a_wrong_token_is_dropped_and_counted(ends: Ends):
         assert links.wait_connected([1], 10) == []
     stranger.send(1, b"x")
     short.send(1, b"")
+    wrong = 4 if ends.transport == "ipc" else 2  # on one host each asks first whether its memory can be read
     deadline = time.monotonic() + 10
-    while other.wrong_tokens < 2 and time.monotonic() < deadline:
+    while other.wrong_tokens < wrong and time.monotonic() < deadline:
         time.sleep(0.01)
     friend.send(1, b"y")
     assert envelope(mailbox) == Envelope(0, b"y", ())
-    assert other.wrong_tokens == 2
+    assert other.wrong_tokens == wrong
 
 
 def test_connect_twice_is_one_link_and_unknown_peers_are_no_error(ends: Ends):

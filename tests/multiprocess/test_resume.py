@@ -98,7 +98,8 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
     known = [(e["step"], e["loss_hex"]) for e in read_events(shared / "undisturbed") if e["event"] == "validation"]
     assert [(e["step"], e["loss_hex"]) for e in read_events(killed) if e["event"] == "validation"] == known
     assert read_events(killed)[-1]["event"] == "finish"
-    assert len(list((killed / "checkpoints").iterdir())) == 2, "checkpoint.keep"
+    # checkpoint.keep; one more where the kill came between a manifest and the removal that follows it.
+    assert len(list((killed / "checkpoints").iterdir())) in (2, 3)
     again = train(shared, f"train.resume={name}")
     assert again.code == 2 and "has finished" in again.err
 
