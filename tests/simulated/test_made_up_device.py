@@ -17,7 +17,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CASES = [
-    ("gpt", "fp32", "dp2_pp2", 0, []),
     ("gpt", "fp32", "dp3", 1, ["kill", "join"]),
     ("gpt_tied", "fp32", "dp2_pp2", 2, ["kill", "join"]),
     ("llama", "fp32", "dp2_pp2", 3, ["kill", "join"]),
