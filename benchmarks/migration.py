@@ -31,7 +31,7 @@ from benchmarks.recovery import different_losses
 from benchmarks.recovery_runs import json_lines
 
 STEPS, _WARM_STEPS, _LAST_STEPS = 26, 3, 8
-LAYERS, D_MODEL = 6, 512
+LAYERS, D_MODEL = 6, 256
 _COSTS = (0.2, 1, 1, 1, 1, 2, 2, 0.2)
 LIVE, BLOCKING = "live", "blocking"
 INTERLEAVED, CONTIGUOUS = "interleaved", "contiguous"
@@ -76,8 +76,8 @@ def words(directory: Path, cache: Path, moves: str, pages: str) -> list[str]:
         "train.steps": STEPS,
         "train.validate_every": 0,
         "runtime.device": "emulated",
-        "emulated.forward_ms": 12,
-        "emulated.backward_ms": 24,
+        "emulated.forward_ms": 6,
+        "emulated.backward_ms": 12,
         "emulated.layer_costs": f"[{','.join(map(str, _COSTS))}]",
         "schedule.every": 2,
         "schedule.window": 4,
