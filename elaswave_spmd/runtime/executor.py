@@ -35,15 +35,12 @@ class Executor:
     """One worker of a run.
 
     Args:
-        rank: this worker.
-        job: the run's arithmetic.
-        layout: how state lies.
+        rank, job, layout: this worker, the run's arithmetic, how state lies.
         first: the epoch in which it becomes a member.
         modules: makes this worker's layers; their parameters are replaced by views of flat buffers.
         programs: runs layers, one at a time, on tensors of `device`.
         inits: owned parameter name -> initial distribution.
-        train, validation: the data.
-        port: the way out.
+        train, validation, port: the data, and the way out.
         visit: told of the points that a step passes.
         keep_boundaries: keep boundary tensors until their step is decided.
         saved: the state that a first mesh beyond version 0 begins with.
@@ -209,6 +206,8 @@ class Executor:
     def _train_on(self) -> Generator[Waiting, None, None]:
         while True:
             if self._validate_due == self.version:
+                if self._prepare is not None and self._at_once(self._prepare):
+                    self._answer(self._prepare)
                 yield from self._validate(self.version)
                 self._validate_due = -1
             if self._place is not None:
@@ -318,8 +317,6 @@ class Executor:
         gradient = (lambda _: True) if self._is_last else has(GRADIENT, self._layers.stop - 1)
         return next_ready(todo, activation, gradient)
 
-    # ---- actions
-
     def _forward(self, step: int, unit: int, *, saves: bool = True) -> Generator[Waiting, None, None]:
         yield from self._units.forward(step, unit, lambda: self._peer(step, self._stage + 1, unit), saves=saves)
 
@@ -359,8 +356,6 @@ class Executor:
         # Afterwards the parameters move on: a loss that went down with its worker could not be computed again.
         yield from self._until(lambda: self._validated >= version, "the end of validation", version)
 
-    # ---- waiting and receiving
-
     def _until(self, ready: Callable[[], bool], what: str, number: int) -> Generator[Waiting, None, None]:
         self._take()
         while not ready():
@@ -383,17 +378,21 @@ class Executor:
             case m.Validated():
                 self._validated = max(self._validated, message.step)
             case m.Prepare():
-                begun = self._begun.number if self._begun else 0
-                if (begun > message.after and begun > self.version) or message.after < 0:
+                if self._at_once(message):
                     self._answer(message)
                 elif self._prepare is None or message.epoch > self._prepare.epoch:
                     self._prepare = message
             case m.Place():
-                newest = self._place is None or message.epoch > self._place.placement.mesh.epoch
-                if newest and self.replica.protocol.accepts(message.epoch):
+                pending = self._place.placement.mesh.epoch if self._place else -1
+                if message.epoch > pending and self.replica.protocol.accepts(message.epoch):
                     self._place = self._place_of(message)
             case _:
                 self.replica.handle(incoming.sender, message, payload)
+
+    def _at_once(self, prepare: m.Prepare) -> bool:
+        """Whether to answer now. To validate first is in vain if others may have answered in the step before it."""
+        begun, in_vain = self._begun.number if self._begun else 0, self._validate_due == self.version > prepare.after
+        return prepare.after < 0 or begun > max(prepare.after, self.version) or (in_vain and self._place is None)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of training state on this worker between steps; gradients at their peak within a step."""
