@@ -142,12 +142,13 @@ def launch(rows: Sequence[Row], units: int, rounds: int, steps: int) -> dict[str
     """Starts all processes and lets them take turns.
 
     Returns: of each process its first step and the programs that it compiled after it; by title of a row the mean ms of
-        a step in each block; load averages (1 min) before the rounds.
+        a step in each block, and of its CPU time; load averages (1 min) before the rounds.
     """
     with started(rows, units) as (members, firsts):
         for row in rows:  # what a mode needs besides is compiled here
             members[row.process].block(2, 2, row.mode)
         found: dict[str, list[float]] = {row.title: [] for row in rows}
+        cpu: dict[str, list[float]] = {row.title: [] for row in rows}
         loads, later = [], {}
         for number in range(rounds):
             loads.append(os.getloadavg()[0])
@@ -155,9 +156,10 @@ def launch(rows: Sequence[Row], units: int, rounds: int, steps: int) -> dict[str
                 member = members[row.process]
                 said = member.block(10 + number * steps, steps, row.mode)
                 found[row.title].append(1000 * statistics.mean(said["seconds"]))
+                cpu[row.title].append(1000 * said["cpu_s"] / steps)
                 later[member.name] = said["compiled"] - firsts[member.name]["compiled"]
             say(f"round {number + 1} of {rounds}")
-    return {"firsts": firsts, "later": later, "ms": found, "loads": loads}
+    return {"firsts": firsts, "later": later, "ms": found, "cpu_ms": cpu, "loads": loads}
 
 
 def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[str, Any]], units: int) -> None:
@@ -178,15 +180,19 @@ def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[s
             compiled = max(first["compiled"] for first in firsts)
             own = [f"{statistics.median(seconds):.1f}", compiled, made, f"{apart:.0e}"]
         ms = [value for found in launches for value in found["ms"][row.title]]
-        spread = f"{min(ms):.0f} - {max(ms):.0f}"
-        cells.append([row.title, row.tp, *own[:3], f"{statistics.median(ms):.0f}", spread, len(ms), own[3]])
+        cpu = statistics.median([value for found in launches for value in found["cpu_ms"][row.title]])
+        times = [f"{statistics.median(ms):.0f}", f"{min(ms):.0f} - {max(ms):.0f}", len(ms), f"{cpu:.0f}"]
+        cells.append([row.title, row.tp, *own[:3], *times, own[3]])
     result.table(
         f"A step of {units} units, forward and backward, no update; gpt_tiny in one process each. First step: from "
         "torch (and torch_xla) imported until its gradients are in host memory, compiling with empty caches included; "
-        "step: median of the blocks' means; later: programs compiled after the first step; apart: loss and gradient "
-        "norm of the first step from eager's, relative, the larger of both; "
+        "step: median of the blocks' means; CPU: of all threads of the process, a step; later: programs compiled after "
+        "the first step; apart: loss and gradient norm of the first step from eager's, relative, the larger of both; "
         f"load average before the rounds {min(loads):.1f} to {max(loads):.1f}",
-        ["programs", "threads", "first step, s", "compiled", "later", "step, ms", "least - most", "blocks", "apart"],
+        [
+            *("programs", "threads", "first step, s", "compiled", "later"),
+            *("step, ms", "least - most", "blocks", "CPU, ms", "apart"),
+        ],
         cells,
     )
 
