@@ -94,7 +94,7 @@ def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
     return CostModel((layer,) * (LAYERS * num_stages), BANDWIDTH, LATENCY_S)
 
 
-def emulated(mesh: Mesh, units: int, steps: int, times: float = 1.0, **settings: object) -> dict[str, object]:
+def emulated(mesh: Mesh, units: int, steps: int, times: float = 1.0, /, **settings: object) -> dict[str, object]:
     """Settings of a run by name; `settings` with __ for the dot.
 
     Args:
