@@ -14,11 +14,12 @@ import torch
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
-from elaswave_spmd.runtime.describe import describe, has_constants
+from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
 from elaswave_spmd.runtime.job import DTYPES, Job
 from elaswave_spmd.runtime.optimizers import SGD, AdamW
 from elaswave_spmd.runtime.stage import Batches
 from elaswave_spmd.scheduling.learning_rate import LearningRate
+from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.cluster import Trained
@@ -132,19 +133,35 @@ def meta_model(name: str) -> LayeredModel:
         return MODELS[name]()
 
 
+def description_of(run: Run) -> ModelDescription:
+    return describe(meta_model(run.model), page_size=run.page_size)
+
+
 def placement_of(run: Run, mesh: str, zero: int, page_layout: str = "interleaved") -> Placement:
-    model = meta_model(run.model)
-    layout = describe(model, page_size=run.page_size).layout
-    shardings = model.shardings.with_zero(zero)
+    layout, shardings = description_of(run).layout, meta_model(run.model).shardings.with_zero(zero)
     return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.units, page_layout=page_layout)
+
+
+def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) -> Placement:
+    """As `placement_of`, with so many mirrors of each page."""
+    placement = placement_of(run, mesh, zero)
+    holders = deal_holders(
+        description_of(run).layout,
+        placement.mesh.stages,
+        placement.layer_cuts,
+        replicated=not placement.shardings.optim.axes,
+        topology=placement.mesh.topology,
+        mirror_count=mirror_count,
+        scatter=0,
+    )
+    return replace(placement, holders=holders)
 
 
 @one_thread()
 def simulate(run: Run, placement: Placement, *, order: int = 0) -> Trained:
     """The product on a mesh; `order` draws the order of workers and messages."""
-    description = describe(meta_model(run.model), page_size=run.page_size)
     make = MODELS[run.model] if has_constants(meta_model(run.model)) else lambda: meta_model(run.model)
-    return LocalCluster(run.job(), placement, description, make, TRAIN, VALIDATION, seed=order).run()
+    return LocalCluster(run.job(), placement, description_of(run), make, TRAIN, VALIDATION, seed=order).run()
 
 
 def outcome(trained: Trained) -> Outcome:

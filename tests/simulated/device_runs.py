@@ -18,14 +18,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.devices import Device, Island, device_of
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.cluster import Trained
 from elaswave_spmd.testing.faults import AnyFault, Fault, ThenFault
 from elaswave_spmd.testing.made_up_device import NAME, MadeUp, register
-from tests.simulated.bits_cases import TRAIN, VALIDATION, Run, meta_model, one_thread, outcome, placement_of
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    description_of,
+    meta_model,
+    mirrored_placement,
+    one_thread,
+    outcome,
+)
 
 EVENTS: dict[str, AnyFault] = {
     "kill": Fault(2, "kill", 1, "backward"),
@@ -53,21 +60,11 @@ class Runs:
         self.seen.add(x.device.type)
 
     def train(self, device: Device, mesh: str, zero: int, faults: Sequence[AnyFault] = ()) -> Trained:
-        run, placement = self._run, placement_of(self._run, mesh, zero)
-        description = describe(meta_model(run.model), page_size=run.page_size)
-        holders = deal_holders(
-            description.layout,
-            placement.mesh.stages,
-            placement.layer_cuts,
-            replicated=not placement.shardings.optim.axes,
-            topology=placement.mesh.topology,
-            mirror_count=1 if faults else 0,
-            scatter=0,
-        )
+        run, placement = self._run, mirrored_placement(self._run, mesh, zero, 1 if faults else 0)
         cluster = LocalCluster(
             replace(run.job(), verify_every=1 if any(fault.kind == "corrupt" for fault in faults) else 0),
-            replace(placement, holders=holders),
-            description,
+            placement,
+            description_of(run),
             self._model,
             TRAIN,
             VALIDATION,

@@ -9,19 +9,18 @@ import pytest
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.copies import Copies
-from elaswave_spmd.runtime.describe import describe
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import Fault
 from tests.simulated.bits_cases import (
     TRAIN,
     VALIDATION,
     Run,
+    description_of,
     expected,
     meta_model,
+    mirrored_placement,
     one_thread,
     outcome,
-    placement_of,
 )
 
 
@@ -32,21 +31,11 @@ from tests.simulated.bits_cases import (
 def test_a_flipped_bit_is_located_and_repaired(mesh: str, zero: int, rank: int, dtype: str) -> None:
     """The first run held by rank 0 is its own, by rank 1 mostly a mirror of it."""
     run = Run(units=5, steps=6, dtype=dtype)
-    placement = placement_of(run, mesh, zero)
-    description = describe(meta_model(run.model), page_size=run.page_size)
-    holders = deal_holders(
-        description.layout,
-        placement.mesh.stages,
-        placement.layer_cuts,
-        replicated=not placement.shardings.optim.axes,
-        topology=placement.mesh.topology,
-        mirror_count=1,
-        scatter=0,
-    )
+    placement = mirrored_placement(run, mesh, zero)
     cluster = LocalCluster(
         replace(run.job(), verify_every=1),
-        replace(placement, holders=holders),
-        description,
+        placement,
+        description_of(run),
         lambda: meta_model(run.model),
         TRAIN,
         VALIDATION,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.port import Incoming
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import SENDER, AnyFault, Fault, MessageFault
 from elaswave_spmd.testing.wires import Link
@@ -22,11 +19,12 @@ from tests.simulated.bits_cases import (
     TRAIN,
     VALIDATION,
     Run,
+    description_of,
     expected,
     meta_model,
+    mirrored_placement,
     one_thread,
     outcome,
-    placement_of,
 )
 
 _LATER = 40  # turns at most until the sender, and then the controller, hears of it
@@ -54,22 +52,12 @@ class Broken(LocalCluster):
         self._draw = random.Random(seed)
         self.broken: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
         self.lost: Counter[str] = Counter()
-        placement = placement_of(run, mesh, zero)
+        placement = mirrored_placement(run, mesh, zero, mirrors)
         self.members = placement.mesh.num_workers
-        description = describe(meta_model(run.model), page_size=run.page_size)
-        holders = deal_holders(
-            description.layout,
-            placement.mesh.stages,
-            placement.layer_cuts,
-            replicated=not placement.shardings.optim.axes,
-            topology=placement.mesh.topology,
-            mirror_count=mirrors,
-            scatter=0,
-        )
         super().__init__(
             run.job(),
-            replace(placement, holders=holders),
-            description,
+            placement,
+            description_of(run),
             lambda: meta_model(run.model),
             TRAIN,
             VALIDATION,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,12 +14,10 @@ import torch
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.devices import Device, Remedy
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.recovering import RecoveringExecutor
 from elaswave_spmd.runtime.state import LEARNING
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.testing import LocalCluster, cluster
 from elaswave_spmd.testing.faults import AnyFault, Fault
 from elaswave_spmd.testing.processes import Killed, LostStateError, Worker
@@ -28,11 +25,12 @@ from tests.simulated.bits_cases import (
     TRAIN,
     VALIDATION,
     Run,
+    description_of,
     expected,
     meta_model,
+    mirrored_placement,
     one_thread,
     outcome,
-    placement_of,
 )
 
 TEXT = "UCE ERROR, error code is 507053"
@@ -114,21 +112,11 @@ def train(
     kind: type[LocalCluster] = MadeUpMachines,
 ) -> tuple[Any, list[m.Damaged]]:
     """(what came out, what damaged workers said)."""
-    placement = placement_of(run, mesh, zero)
-    description = describe(meta_model(run.model), page_size=run.page_size)
-    holders = deal_holders(
-        description.layout,
-        placement.mesh.stages,
-        placement.layer_cuts,
-        replicated=not placement.shardings.optim.axes,
-        topology=placement.mesh.topology,
-        mirror_count=1,
-        scatter=0,
-    )
+    placement = mirrored_placement(run, mesh, zero)
     made = kind(
         run.job(),
-        replace(placement, holders=holders),
-        description,
+        placement,
+        description_of(run),
         lambda: meta_model(run.model),
         TRAIN,
         VALIDATION,

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.points import Point
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import Fault
 from tests.simulated.bits_cases import (
     TRAIN,
     VALIDATION,
     Run,
+    description_of,
     expected,
     meta_model,
+    mirrored_placement,
     one_thread,
     outcome,
-    placement_of,
 )
 
 RUN = Run(model="gpt", units=5, steps=4)  # dropout 0.1, and no mesh deals 5 units evenly
@@ -35,17 +33,7 @@ KINDS = ("kill", "stop", "term", "join", "replace")
 @one_thread()
 def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
     wanted = expected(RUN)
-    placement = placement_of(RUN, mesh, zero)
-    description = describe(meta_model(RUN.model), page_size=RUN.page_size)
-    holders = deal_holders(
-        description.layout,
-        placement.mesh.stages,
-        placement.layer_cuts,
-        replicated=not placement.shardings.optim.axes,
-        topology=placement.mesh.topology,
-        mirror_count=1,
-        scatter=0,
-    )
+    placement, description = mirrored_placement(RUN, mesh, zero), description_of(RUN)
     for order, point in enumerate(Point):
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
         fault = Fault(
@@ -53,7 +41,7 @@ def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> 
         )
         cluster = LocalCluster(
             RUN.job(),
-            replace(placement, holders=holders),
+            placement,
             description,
             lambda: meta_model(RUN.model),
             TRAIN,

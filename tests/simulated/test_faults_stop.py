@@ -14,8 +14,6 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.effects import Effect, Save
 from elaswave_spmd.recovery.writers import writers_of
 from elaswave_spmd.runtime.collect import collect_pages, is_complete
-from elaswave_spmd.runtime.describe import describe
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import AnyFault, Fault
 from elaswave_spmd.testing.processes import Worker
@@ -23,7 +21,9 @@ from tests.simulated.bits_cases import (
     TRAIN,
     VALIDATION,
     Run,
+    description_of,
     meta_model,
+    mirrored_placement,
     one_thread,
     outcome,
     placement_of,
@@ -40,21 +40,12 @@ class Saved(LocalCluster):
         self.saves: list[Save] = []
         self.saved: dict[int, list[m.FinalPages]] = {}  # mesh epoch -> pages
         self.weights: dict[int, dict[str, np.ndarray]] = {}
-        placement = placement_of(RUN, mesh, zero)
-        self.layout = describe(meta_model(RUN.model), page_size=RUN.page_size).layout
-        holders = deal_holders(
-            self.layout,
-            placement.mesh.stages,
-            placement.layer_cuts,
-            replicated=not placement.shardings.optim.axes,
-            topology=placement.mesh.topology,
-            mirror_count=2,
-            scatter=0,
-        )
+        placement = mirrored_placement(RUN, mesh, zero, 2)
+        self.layout = description_of(RUN).layout
         super().__init__(
             RUN.job(),
-            replace(placement, holders=holders),
-            describe(meta_model(RUN.model), page_size=RUN.page_size),
+            placement,
+            description_of(RUN),
             lambda: meta_model(RUN.model),
             TRAIN,
             VALIDATION,
