@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.optimizers import make_optimizer
-from elaswave_spmd.runtime.points import Visit, pass_by
+from elaswave_spmd.runtime.points import Visit
 from elaswave_spmd.runtime.port import Port
 from elaswave_spmd.runtime.recovering import RecoveringExecutor
 from elaswave_spmd.runtime.stage import StagePrograms, program_args
@@ -218,9 +218,9 @@ def make_executor(
     device: Device,
     first: Epoch,
     place_of: Callable[[Place], Epoch],
-    visit: Visit = pass_by,
-    saved: Saved | None = None,
-    programs: StagePrograms | None = None,
+    visit: Visit,
+    saved: Saved | None,
+    programs: StagePrograms,
 ) -> RecoveringExecutor:
     """The executor of one worker: only its own layers get memory.
 
@@ -232,13 +232,13 @@ def make_executor(
         saved: the state that a resumed run begins with.
         programs: as `make_programs` gives them.
     """
-    return RecoveringExecutor(
+    executor = RecoveringExecutor(
         rank,
         plan.job,
         plan.description.layout,
         first,
         _Layers(plan),
-        programs or make_programs(plan, rank, device.place),
+        programs,
         device,
         plan.description.inits,
         open_split(plan.data, "train"),
@@ -248,14 +248,17 @@ def make_executor(
         visit=visit,
         saved=saved,
     )
+    if device.kind.capabilities.recovers:
+        executor.device = device
+    return executor
 
 
 def make_programs(
     plan: RunPlan,
     rank: int,
     place: torch.device,
-    frequency: Callable[[], float] = lambda: 1.0,
-    compiled: Callable[[str], None] = lambda layer: None,
+    frequency: Callable[[], float],
+    compiled: Callable[[str], None],
 ) -> StagePrograms:
     """What runs the layers of one worker; compiled, for all layers of the model, where that is wanted or has to be.
 

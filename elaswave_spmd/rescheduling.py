@@ -21,11 +21,9 @@ from elaswave_spmd.recovery.decide import Stages
 from elaswave_spmd.recovery.effects import Effect
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.schedule_settings import ScheduleSettings
-from elaswave_spmd.scheduling.blocks import first_units
 from elaswave_spmd.scheduling.costs import CostModel
-from elaswave_spmd.scheduling.dataflow import dealings, host_numbers
 from elaswave_spmd.scheduling.profile import LayerSample, ProfileSmoother
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, plan_change, redealt
 from elaswave_spmd.scheduling.timing import Assignment, step_time
 
 if TYPE_CHECKING:
@@ -229,10 +227,8 @@ class Rescheduler:
     def _deal(self, stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
         """Units of each worker after members have come or gone: as `plan_change` would deal them, where layers stay."""
         costs, placement = self.costs, self._protocol.placement
-        speeds = [costs.speeds_of(members) for members in stages]
-        hosts, dealing, cuts = host_numbers(stages, placement.mesh.topology), placement.dealing, placement.layer_cuts
-        starts = first_units(stages, placement.mesh.stages, placement.unit_counts)
-        dealt = dealings(num_units, speeds, dealing=dealing, hosts=hosts, starts=starts)
+        dealing, cuts = placement.dealing, placement.layer_cuts
+        dealt = redealt(Assignment.of(placement), num_units, stages, costs, placement.mesh.topology)
         found = [one.counts for one in dealt]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:

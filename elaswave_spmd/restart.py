@@ -87,7 +87,8 @@ def begin_again(
         mesh=mesh.shape.name,
         reason=reason,
         message=f"{reason}: {pages} pages of state after step {protocol.version} are gone; "
-        f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, from {checkpoint.path}",
+        f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, "
+        f"from {checkpoint.path} or one that is becoming whole just now",
     )
     again = dataclasses.replace(
         settings,

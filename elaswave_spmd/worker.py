@@ -155,6 +155,7 @@ class Worker:
         port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
         # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
         saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
+        assert self._programs is not None, "they are made before it is ready"
         executor = make_executor(
             plan,
             self._rank,
@@ -166,8 +167,6 @@ class Worker:
             saved,
             self._programs,
         )
-        if self._device.kind.capabilities.recovers:
-            executor.device = self._device
         if self._trace is not None:
             executor.trace(self._trace.action)
         self.checkpoints.attach(executor.replica, plan.description.layout, self._device)

@@ -71,7 +71,7 @@ class XlaIsland:
         self._metrics, self._spmd = torch_xla.debug.metrics, spmd
         self.axes = {axis: axes[axis] for axis in ISLAND_AXES if axes.get(axis, 1) > 1}
         self.num_devices = int(np.prod([1, *self.axes.values()]))
-        if self.axes and not runtime.is_spmd():  # it warns when asked twice
+        if self.axes:
             runtime.use_spmd()
         assert runtime.global_runtime_device_count() == self.num_devices, (self.axes, "the client was made before")
         self.place: torch.device = torch_xla.device()

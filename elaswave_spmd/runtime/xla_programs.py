@@ -10,6 +10,7 @@ Tensors stay on the island between the layers of a stage; what leaves the stage,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -337,17 +338,13 @@ class _SavedTensors:
         ]
 
 
-class _evaluating:  # noqa: N801  (used like a function, in a `with`)
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Switches a module to evaluation, and back to what each of its modules was."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._training = {m: m.training for m in module.modules()}
-
-    def __enter__(self) -> Iterator[None]:
-        for module in self._training:
-            module.training = False
-        return iter(())
-
-    def __exit__(self, *_: object) -> None:
-        for module, training in self._training.items():
-            module.training = training
+    training = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner, before in training.items():
+            inner.training = before

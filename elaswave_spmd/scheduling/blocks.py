@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 
 SMALLEST_BLOCK = 16
-"""Workers of the smallest stage in a block, at least."""
+"""Workers of the smallest stage in a block, on average at least."""
 
 _FEWEST_BLOCKS = 4  # a mesh of fewer is dealt as a whole
 

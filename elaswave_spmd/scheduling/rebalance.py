@@ -168,6 +168,15 @@ def plan_change(
     return Decision(step_time(old, costs, rule), now, later, hints, plan, remaining_steps, tuple(reasons))
 
 
+def redealt(
+    old: Assignment, num_units: int, stages: Sequence[Sequence[int]], costs: CostModel, topology: Topology
+) -> tuple[Dataflow, ...]:
+    """Units by speed over workers of whom some had units before, in `old`; as dataflow.dealings."""
+    speeds, hosts = [costs.speeds_of(members) for members in stages], host_numbers(stages, topology)
+    starts = first_units(stages, old.stages, old.unit_counts)
+    return dealings(num_units, speeds, dealing=old.dealing, hosts=hosts, starts=starts)
+
+
 @dataclass(frozen=True)
 class _Crew:
     """Workers grouped into stages, with all that does not depend on the layers' cuts."""
@@ -192,11 +201,7 @@ class _Planner:
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_units, [self.memory_limit] * len(stages))
         moves = Moves(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        hosts = host_numbers(stages, self.topology)
-        old = self.old
-        starts = first_units(stages, old.stages, old.unit_counts)
-        found = dealings(old.num_units, speeds, dealing=old.dealing, hosts=hosts, starts=starts)
-        return _Crew(stages, rows, moves, found)
+        return _Crew(stages, rows, moves, redealt(self.old, self.old.num_units, stages, self.costs, self.topology))
 
     def now(self, crew: _Crew) -> tuple[Variant, list[str]]:
         """What can run at once: the old layers on the stages that are there, if they fit in memory."""

@@ -10,22 +10,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from elaswave_spmd.runtime.devices.host import Copied
 from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 
 @dataclass(frozen=True)
 class Copying:
-    """A copy to host memory on a stream of its own. `event` is None where calls are done when they return."""
+    """A copy to host memory on a stream of its own, done when the event is."""
 
     values: Tensor
-    event: Any = None
+    event: Any
 
     def done(self) -> bool:
-        return self.event is None or bool(self.event.query())
+        return bool(self.event.query())
 
     def wait(self) -> Tensor:
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
         return self.values
 
 
@@ -91,12 +91,12 @@ class AcceleratorDevice:
             return values.detach().contiguous()
         return self.copy_to_host(values).wait()
 
-    def copy_to_host(self, values: Tensor) -> Copying:
+    def copy_to_host(self, values: Tensor) -> Copying | Copied:
         values = values.detach()
         on_host = values.device.type == "cpu"
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pins and not on_host)
         if on_host or not self._streams:
-            return Copying(host.copy_(values))
+            return Copied(host.copy_(values))
         self._out.wait_stream(self._api.current_stream(self.place))  # for whatever makes the values
         with self._api.stream(self._out):
             host.copy_(values, non_blocking=self._pins)

@@ -95,15 +95,10 @@ class Xla:
         import torch
         import torch_xla  # pyright: ignore[reportMissingImports]
         import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
-        import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
 
         from elaswave_spmd.runtime.devices.host import HostDevice
 
         torch.set_num_threads(island.threads)
-        if island.devices > 1:
-            xr.use_spmd()
-        found = xr.global_runtime_device_count()
-        assert found == island.devices, f"{_DEVICES} came too late: {found} local devices"
 
         def figures() -> MemoryFigures | None:
             try:
