@@ -22,9 +22,10 @@ from typing import Any
 from benchmarks.processes import marked, new_directory, program
 from benchmarks.recovery_runs import json_lines
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.simulator import Wires, Work, execute
 
 LAYERS = 8  # of each stage of the healthy mesh
 WIDTH, SEQ_LEN = 8, 4
@@ -188,7 +189,12 @@ def _cpu_seconds(mark: str) -> dict[int, float]:
     return found
 
 
-def placed(shown: Assignment) -> str:
+def simulated_step(assignment: Assignment, costs: CostModel) -> float:
+    """Seconds of a step that follows others, of a run with sharding=zero1 and mirror.count=1."""
+    return execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(1, 1), steps=3).step_s
+
+
+def placed(stages: Sequence[Sequence[int]], layer_cuts: Sequence[int]) -> str:
     """Workers and layers of the stages, for a table."""
-    sizes = "-".join(str(len(members)) for members in shown.stages)
-    return f"{sizes}; {'-'.join(str(b - a) for a, b in itertools.pairwise(shown.layer_cuts))}"
+    sizes = "-".join(str(len(members)) for members in stages)
+    return f"{sizes}; {'-'.join(str(b - a) for a, b in itertools.pairwise(layer_cuts))}"

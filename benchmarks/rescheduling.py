@@ -204,7 +204,7 @@ def row_of(event: Event, done: Run, times: Times, said: Mapping[str, float]) -> 
         f"{said['plan']:.3f}",
         f"{said['optimum']:.3f}",
         f"{ratio / said['optimum']:.3f}",
-        placed(chosen),
+        placed(chosen.stages, chosen.layer_cuts),
         f"{times.steps}",
         f"{done.busy:.2f}",
     ]

@@ -25,19 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_runs import LAYERS, WARM_STEPS, Run, blocks, costs_of, emulated, placed, run
+from benchmarks.emulated_runs import LAYERS, WARM_STEPS, Run, blocks, costs_of, emulated, placed, run, simulated_step
 from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.simulated_real import REAL_COLUMNS, real_rows
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.timing import Assignment
-from elaswave_spmd.simulator import Wires, Work, execute, healthy
+from elaswave_spmd.simulator import healthy
 
 BLOCKS, BLOCK_STEPS, SETTLE_STEPS = 5, 4, 9
 TIMES = 2.0
-_RULE = MemoryRule(1, 1)  # sharding=zero1, mirror.count=1
 _STILL = {"schedule__every": 2, "schedule__window": 3, "schedule__min_gain": 0.9}
 _FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__graph": "false"}
 
@@ -80,11 +77,6 @@ def emulate(example: Example, cache: Path, steps: int) -> Run:
     return run(settings, costs_of(len(placement.mesh.stages), TIMES), cache, WARM_STEPS + 3)
 
 
-def simulate(assignment: Assignment, costs: CostModel) -> float:
-    """Seconds of a step that follows others."""
-    return execute(Work.of(assignment), costs, wires=Wires(), rule=_RULE, steps=3).step_s
-
-
 def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
     """Both, for one mesh. block: steps of a block."""
     done = emulate(example, cache, BLOCKS * block)
@@ -97,12 +89,12 @@ def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
     return {
         "mesh": example.mesh + (f", worker {example.slow} at half speed" if example.slow >= 0 else ""),
         "units": example.units,
-        "placed": placed(assignment),
+        "placed": placed(assignment.stages, assignment.layer_cuts),
         "emulated_s": statistics.median(means),
         "least_s": min(means),
         "most_s": max(means),
-        "told_s": simulate(assignment, told),
-        "measured_s": simulate(assignment, done.costs or told),
+        "told_s": simulated_step(assignment, told),
+        "measured_s": simulated_step(assignment, done.costs or told),
         "busy": done.busy,
     }
 
@@ -150,16 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for example in examples:
             found.append(compare(example, cache, block))
             say(", ".join(row_of(found[-1])))
+        real = real_rows(cache, block)
     result.data["meshes"] = found
     title = "Steps on the emulated accelerator, and the same steps simulated"
     result.table(title, COLUMNS, [row_of(of_mesh) for of_mesh in found])
     for name, what in (("told_s", "as told"), ("measured_s", "as measured")):
         worst = max(abs(off(of_mesh, name)) for of_mesh in found)
         print(f"simulated {what}: off by at most {100 * worst:.1f} % of the emulated step")
-    with new_directory("simulated-data-") as cache:
-        result.table(
-            "Steps of a real gpt on two workers, and the same steps simulated", REAL_COLUMNS, real_rows(cache, block)
-        )
+    result.table("Steps of a real gpt on two workers, and the same steps simulated", REAL_COLUMNS, real)
     result.finish(args.json)
     return 0
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.emulated_runs import BANDWIDTH, LATENCY_S, blocks, placed, run
+from benchmarks.emulated_runs import BANDWIDTH, LATENCY_S, blocks, placed, run, simulated_step
 from benchmarks.harness import say
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.costs import CostModel, LayerCost
 from elaswave_spmd.scheduling.timing import Assignment
-from elaswave_spmd.simulator import Wires, Work, execute, healthy
+from elaswave_spmd.simulator import healthy
 
 LAYERS, UNITS, UNIT_SIZE = 6, 8, 2
 _WARM_STEPS, _BLOCKS = 4, 5
-_RULE = MemoryRule(1, 1)  # sharding=zero1, mirror.count=1
 _SETTINGS: dict[str, object] = {
     "sharding": "zero1",
     "model.layers": LAYERS,
@@ -56,12 +55,12 @@ def real_rows(cache: Path, block: int) -> list[list[str]]:
         assignment = Assignment.of(healthy(mesh, profile, UNITS))
         means = blocks(done.seconds(_WARM_STEPS + 1, steps), _BLOCKS)
         took = statistics.median(means)
-        simulated = execute(Work.of(assignment), done.costs, wires=Wires(), rule=_RULE, steps=3).step_s
+        simulated = simulated_step(assignment, done.costs)
         found.append(
             [
                 name,
                 str(UNITS),
-                placed(assignment),
+                placed(assignment.stages, assignment.layer_cuts),
                 f"{1e3 * took:.0f}",
                 f"{1e3 * min(means):.0f} - {1e3 * max(means):.0f}",
                 f"{1e3 * simulated:.0f}",

@@ -33,7 +33,7 @@ from elaswave_spmd.settings import Settings
 
 _GATE_PATH = "ELASWAVE_BENCHMARK_GATE"
 _PRELOAD = (*launching.PRELOAD, "benchmarks.steady_sides")
-_PLAIN_PRELOAD = (*_PRELOAD, "benchmarks.plain_systems")
+_PLAIN_PRELOAD = (*_PRELOAD, "torch._dynamo", "benchmarks.plain_systems")
 
 
 class GatedPort(LinkPort):

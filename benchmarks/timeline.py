@@ -15,17 +15,16 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_runs import Run, costs_of, emulated, placed, run
+from benchmarks.emulated_runs import Run, costs_of, emulated, placed, run, simulated_step
 from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.recovery import different_losses
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import MemoryRule
-from elaswave_spmd.simulator import Wires, Work, execute, healthy
+from elaswave_spmd.simulator import healthy
 
 MESH, UNITS, STEPS = "dp4_pp4", 32, 60
 KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second when pages have mirrors again
@@ -69,9 +68,7 @@ def changes(found: Run) -> list[list[str]]:
         reason = str(event.get("reason") or _REASONS.get(what, ""))
         where = ""
         if "layer_cuts" in event:
-            sizes = "-".join(str(len(members)) for members in event["stages"])
-            cuts = event["layer_cuts"]
-            where = f"{sizes}; {'-'.join(str(b - a) for a, b in pairwise(cuts))}"
+            where = placed(event["stages"], event["layer_cuts"])
         lines.append([str(step), what, reason, where, _median(found, step + 2, stop)])
     return lines
 
@@ -93,8 +90,7 @@ def expected(found: Run) -> tuple[str, float]:
         costs = costs.with_speeds(
             {rank: costs.speed(rank) * ratio.get(rank, 1.0) for s in assignment.stages for rank in s}
         )
-    step = execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(1, 1), steps=3).step_s
-    return placed(assignment), step
+    return placed(assignment.stages, assignment.layer_cuts), simulated_step(assignment, costs)
 
 
 def draw(found: Run, path: Path) -> None:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     address = None if options.host is None else resolve(options.host, where=f"--host {options.host}")
     scratch = socket_directory()
     # Started first: it imports what workers need while this process looks for the controller.
-    zygote = start_zygote(WorkerStart(), scratch, _ORPHAN_GRACE_S)
+    zygote = start_zygote(WorkerStart(), scratch, _ORPHAN_GRACE_S, here=True)
     try:
         found = find_controller(host, port, secret, options.timeout)
         address = address or found.local_host

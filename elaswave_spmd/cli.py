@@ -8,6 +8,7 @@ until the settings are good.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -62,6 +63,8 @@ def train() -> int:
 
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; errors that a user may meet become one clear screen on stderr and an exit code."""
+    # OpenBLAS starts threads when numpy is imported; this process multiplies no matrices, and forks.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         return command()
     except UserError as error:
@@ -127,7 +130,7 @@ def _run(settings: Settings) -> int:
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd import controller  # imports torch: only now that the settings are good
 
-    return controller.run(settings)
+    return controller.run(settings, here=True)
 
 
 def _agent(program: str) -> int:

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.1  # how long a worker's end can go unnoticed
 
 
-def run(settings: Settings) -> int:
-    """Trains as the settings say. Returns the exit code.
+def run(settings: Settings, *, here: bool = False) -> int:
+    """Trains as the settings say. Returns the exit code. `here`: as for Zygote.start, if this is a command's process.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
@@ -68,17 +68,17 @@ def run(settings: Settings) -> int:
     restarts = Restarts()
     while True:
         try:
-            return _run(settings)
+            return _run(settings, here)
         except RestartError as restart:
-            settings = restarts.next(restart)
+            settings, here = restarts.next(restart), False
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: Settings, here: bool) -> int:
     """Raises RestartError when it is to be called again."""
     make_room(settings.mesh.shape.num_workers)
     scratch = socket_directory()
-    # Started first: it imports torch while this process finds the data and imports torch itself.
-    launcher = start_launcher(settings, scratch)
+    # Started first: this process has one thread now, and the zygote imports the rest while this one finds the data.
+    launcher = start_launcher(settings, scratch, here=here)
     try:
         data = prepare_data(data_spec(settings))
         from elaswave_spmd.assembly import plan_run, read_profile

@@ -10,6 +10,7 @@ from elaswave_spmd.data import DataSpec, PreparedData
 from elaswave_spmd.device import WorkerStart, worker_start
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Topology
+from elaswave_spmd.runtime import zygote
 from elaswave_spmd.runtime.agents import Agents
 from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.launcher import Launcher
@@ -19,7 +20,7 @@ from elaswave_spmd.runtime_settings import RuntimeSettings, endpoint
 from elaswave_spmd.settings import Settings
 
 TARGET = "elaswave_spmd.worker:main"
-PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq", "randomgen", "elaswave_spmd.worker", "elaswave_spmd.models")
+PRELOAD = (*zygote.PRELOAD, "randomgen", "elaswave_spmd.worker", "elaswave_spmd.models")
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -37,25 +38,26 @@ def data_spec(settings: Settings) -> DataSpec:
     )
 
 
-def start_launcher(settings: Settings, scratch: str) -> Launcher:
+def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> Launcher:
     """Opens the rendezvous, if there is one, and starts the zygote, which imports what workers need meanwhile.
 
     Args:
         scratch: directory of the sockets; removed with the last worker, and where this raises.
+        here: as for Zygote.start.
 
     Raises:
         ConfigError: a device that cannot be used here; a token file, an address or a number of workers that cannot be.
     """
     try:
         agents = _open(settings)
-        zygote = start_zygote(worker_start(settings), scratch, settings.timeouts.orphan_grace)
-        return Launcher(zygote, agents)
+        local = start_zygote(worker_start(settings), scratch, settings.timeouts.orphan_grace, here=here)
+        return Launcher(local, agents)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
 
-def start_zygote(start: WorkerStart, scratch: str, orphan_grace_s: float) -> Zygote:
+def start_zygote(start: WorkerStart, scratch: str, orphan_grace_s: float, *, here: bool = False) -> Zygote:
     """Starts the zygote of a machine's workers, and says which variables they get."""
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
@@ -66,6 +68,7 @@ def start_zygote(start: WorkerStart, scratch: str, orphan_grace_s: float) -> Zyg
         env=start.environment,
         scratch=[scratch],
         orphan_grace_s=orphan_grace_s,
+        here=here,
     )
 
 

@@ -16,7 +16,6 @@ from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.port import Incoming
-from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.state import LEARNING
 from elaswave_spmd.runtime.units import Waiting
 
@@ -80,7 +79,7 @@ class RecoveringExecutor(Executor):
         self._units.backward_of = -1
         self._units.programs.discard_all()
         self._boundaries.forget_all()
-        _forget_entries(self.replica)
+        self.replica.forget()
         runs = self._give_up_state() if remedy is Remedy.RELOAD else []
         held = [part.run for part in self.replica.state if part.version != LEARNING]
         for layer, values in self.values.items():
@@ -101,13 +100,3 @@ class RecoveringExecutor(Executor):
         tensors += [t for part in self.replica.state for t in (part.master, *part.optimizer_state.values())]
         self.device.reuse(t for t in tensors if t.untyped_storage().nbytes())  # dropped parameters have no memory
         return self.replica.state.disown_all()
-
-
-def _forget_entries(replica: Replica) -> None:
-    """The part of a replica: here for its length alone."""
-    version = replica.protocol.version
-    replica.protocol.forget()
-    replica.reducer.forget()
-    replica._entries.clear()
-    replica._early.clear()
-    replica._forwarded = {sent for sent in replica._forwarded if sent[0] <= version}

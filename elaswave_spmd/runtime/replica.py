@@ -24,6 +24,7 @@ from elaswave_spmd.runtime.optimizers import clip_divisor
 from elaswave_spmd.runtime.points import Point, Visit
 from elaswave_spmd.runtime.publication import Publisher
 from elaswave_spmd.runtime.reduction import GradientReducer
+from elaswave_spmd.runtime.run_parts import contains, cut
 from elaswave_spmd.runtime.state import LEARNING, HeldState, Saved
 from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
 from elaswave_spmd.sharding.pages import LOSS, ModelLayout
@@ -119,7 +120,7 @@ class Replica:
         for step, entries in self._entries.items():
             for key, entry in entries.items():
                 self.reducer.entry_known(step, key)
-                run, was = self._runs[key], next((r.primary for k, r in before.items() if _contains(k, key)), None)
+                run, was = self._runs[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
                 was = self.rank if run.primary in self._unsure else was
                 self._forward_entry(step, run, entry, self.protocol.norms_at(step, key), was)
         self._unsure.clear()
@@ -127,7 +128,7 @@ class Replica:
     def _since_when(self, key: RunKey, now: int) -> int:
         if key in self._since:
             return self._since[key]
-        return next((since for whole, since in self._since.items() if _contains(whole, key)), now)
+        return next((since for whole, since in self._since.items() if contains(whole, key)), now)
 
     def resume(self) -> None:
         """When everything is in place: what came early, and its votes again."""
@@ -203,21 +204,9 @@ class Replica:
         """Entries of runs that were cut follow the cuts; of runs that are not held here any more they go."""
         for step, entries in self._entries.items():
             found: dict[RunKey, Tensor] = {}
-            for (layer, first, stop), entry in entries.items():
-                found |= self._parts(layer, first, stop, entry)
+            for key, entry in entries.items():
+                found |= cut(self._layout, self._runs, key, entry)
             self._entries[step] = found
-
-    def _parts(self, layer: int, first: int, stop: int, payload: Tensor) -> dict[RunKey, Tensor]:
-        """The held runs that lie inside pages [first, stop), each with its part of the payload."""
-        if (layer, first, stop) in self._runs:
-            return {(layer, first, stop): payload}
-        layout = self._layout.layers[layer]
-        inside = [k for k in self._runs if k[0] == layer and first <= k[1] and k[2] <= stop]
-        if not inside:
-            return {}
-        start, _ = layout.span(first, stop)
-        spans = {key: layout.span(key[1], key[2]) for key in inside}
-        return {key: payload[a - start : b - start] for key, (a, b) in spans.items()}
 
     # ---- messages
 
@@ -249,7 +238,7 @@ class Replica:
     def _entry_received(self, sender: int, message: m.Entry, payload: Tensor) -> None:
         if message.step <= self.protocol.version:
             return
-        parts = self._parts(message.layer, message.first, message.stop, payload)
+        parts = cut(self._layout, self._runs, (message.layer, message.first, message.stop), payload)
         if sum(stop - first for _, first, stop in parts) < message.stop - message.first:
             self._early.append((sender, message, payload))  # of an epoch in which more is held here, perhaps
         norms = np.frombuffer(message.norms, "<f4").tolist()
@@ -390,11 +379,15 @@ class Replica:
             rows = tuple((*key, digest) for key, digest in sorted(self._written.items()))
             self._send(CONTROLLER, m.Fingerprints(self.rank, version, rows), None)
 
+    def forget(self) -> None:
+        """Gives up what has been computed, here or elsewhere, of steps that are not decided."""
+        self.protocol.forget()
+        self.reducer.forget()
+        self._entries.clear()
+        self._early.clear()
+        self._forwarded = {sent for sent in self._forwarded if sent[0] <= self.protocol.version}
+
     # ---- reports
 
     def entries_held(self, step: int) -> tuple[RunKey, ...]:
         return tuple(sorted(self._entries.get(step, {})))
-
-
-def _contains(whole: RunKey, part: RunKey) -> bool:
-    return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime import zygote_server
 from elaswave_spmd.runtime.child import GROUP_SIGNALS
+from elaswave_spmd.runtime.forked import Forked, fork
+from elaswave_spmd.runtime.zygote_server import num_threads
 
-PRELOAD = ("numpy", "torch", "torch._dynamo", "zmq")
+PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")  # the third: for the first backward
 Method = Literal["fork", "spawn"]
 _READY_TIMEOUT_S = 300.0
 _ORDER_TIMEOUT_S = 60.0
@@ -55,7 +58,7 @@ class Zygote:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | Forked,
         orders: socket.socket,
         notices: int,
         life: int,
@@ -80,6 +83,7 @@ class Zygote:
         orphan_grace_s: float = 10.0,
         scratch: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        here: bool = False,
     ) -> Zygote:
         """Launch the zygote and return at once; it imports `preload` meanwhile.
 
@@ -90,28 +94,22 @@ class Zygote:
             orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
             scratch: directories (of sockets) that are deleted when the last worker has ended.
             env: environment variables added for the zygote and all workers.
+            here: this process has done nothing yet but import: the zygote may be a fork of it, and need not import that
+                again. With threads, with `env` and with "spawn" it is an interpreter of its own all the same.
         """
         if method not in ("fork", "spawn"):
             raise ConfigError("unknown way of making workers", got=method, where="method", exists="fork, spawn")
         ours, theirs = socket.socketpair()
         notices, notices_theirs = os.pipe()
         life_theirs, life = os.pipe()
-        environment = {**os.environ, **(env or {})}
-        if method == "fork":
-            # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
-            environment["OPENBLAS_NUM_THREADS"] = "1"
-        if (root := import_root()) is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
-        command = [sys.executable, "-m", "elaswave_spmd.runtime.zygote_main", str(theirs.fileno()), str(notices_theirs)]
-        # A Ctrl-C must not meet the new interpreter before it ignores SIGINT: the blocked state is inherited.
+        fds = theirs.fileno(), notices_theirs, life_theirs
+        # A Ctrl-C must not meet the new process before it ignores SIGINT: the blocked state is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=(theirs.fileno(), notices_theirs, life_theirs),
-            )
+            if here and method == "fork" and not env and num_threads() == 1:
+                process = fork(lambda: zygote_server.run(*fds[:2]), fds, (signal.SIGINT, *GROUP_SIGNALS))
+            else:
+                process = _interpreter(method, env or {}, fds)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
@@ -276,6 +274,18 @@ class Zygote:
             self._answers += data
         line, _, self._answers = self._answers.partition(b"\n")
         return json.loads(line)
+
+
+def _interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+    """A zygote that begins with nothing. fds: of orders, of notices, and the one that workers inherit."""
+    environment = {**os.environ, **env}
+    if method == "fork":
+        # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
+        environment["OPENBLAS_NUM_THREADS"] = "1"
+    if (root := import_root()) is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "elaswave_spmd.runtime.zygote_main", str(fds[0]), str(fds[1])]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=fds)
 
 
 def import_root() -> str | None:

@@ -44,9 +44,9 @@ def refusal(folder: Path, **request: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.timeout(300)  # two runs of 500 steps
+@pytest.mark.timeout(300)  # two runs of 350 steps
 def test_workers_leave_and_join_on_demand_without_a_changed_bit(tmp_path: Path) -> None:
-    steps = "train.steps=500"
+    steps = "train.steps=350"
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     write_text(undisturbed)

@@ -6,9 +6,12 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,15 +115,39 @@ def test_what_a_worker_finds(start: Start, method: str, tmp_path: Path):
     assert first["random"][0] != second["random"][0] and first["random"][1] != second["random"][1]
 
 
-@pytest.mark.timeout(240)  # importing torch and torch._dynamo on busy cores
+@pytest.mark.timeout(240)  # importing torch on busy cores
 def test_the_zygote_has_one_thread_after_importing_torch(start: Start):
-    zygote = start(preload=("numpy", "torch", "torch._dynamo", "zmq"))
+    zygote = start(preload=("numpy", "torch", "zmq"))
     zygote.ready()
     assert zygote.num_threads == 1
     assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
     zygote.spawn(0, {"return": 7})
     assert exits(zygote, 1)[0].code == 7
     assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_process_that_has_only_imported_is_forked_itself(tmp_path: Path):
+    """In an interpreter of its own: here there are threads."""
+    report = run_here(tmp_path, "import torch")
+    assert report["command"] == report["own_command"], "a fork, that imports nothing again"
+    assert report["descriptors"] == ["0", "1", "2", *sorted(report["kept"], key=int)], "nothing else is inherited"
+    assert report["exits"] == [[7, None], [None, 9]] and report["left"] == []
+
+
+def test_a_process_with_threads_starts_another_interpreter(tmp_path: Path):
+    report = run_here(tmp_path, "import threading, time; threading.Thread(target=time.sleep, args=[5]).start()")
+    assert report["command"] != report["own_command"] and report["exits"] == [[7, None], [None, 9]]
+
+
+def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
+    """What `forks_itself.py` says of its zygote and two workers, after `before`."""
+    script = Path(__file__).with_name("forks_itself.py")
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
+    command = [sys.executable, str(script), before]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
 def test_a_failing_import_is_reported_with_its_traceback(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
