@@ -232,7 +232,7 @@ def make_executor(
         saved: the state that a resumed run begins with.
         programs: as `make_programs` gives them.
     """
-    executor = RecoveringExecutor(
+    return RecoveringExecutor(
         rank,
         plan.job,
         plan.description.layout,
@@ -248,9 +248,6 @@ def make_executor(
         visit=visit,
         saved=saved,
     )
-    if device.kind.capabilities.recovers:
-        executor.device = device
-    return executor
 
 
 def make_programs(

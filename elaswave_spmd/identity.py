@@ -35,7 +35,10 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         "machine": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
-    if kind_of(settings).capabilities.islands:
+    kind = kind_of(settings)
+    if model := kind.model(ThisMachine()):
+        hardware["model"] = model
+    if kind.capabilities.islands:
         # Devices inside a worker split its sums: unlike the mesh of workers, they are part of the bits.
         hardware |= {axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES}
         hardware["client"] = os.environ.get("PJRT_DEVICE", "CPU")

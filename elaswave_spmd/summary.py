@@ -80,7 +80,7 @@ def make_summary(
         "mesh": plan.placement.mesh.shape.name,
         "sharding": plan.placement.shardings.name,
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
-        "peak_rss_bytes_per_worker": {str(rank): finished[rank].peak_rss for rank in sorted(finished)},
+        "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,
         "corpus": {
             "name": data.corpus,

@@ -6,7 +6,6 @@ Shape suffixes: B samples of a unit, T tokens, D model width, W window, F hidden
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from elaswave_spmd.errors import ModelError
@@ -40,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
         padded_BSD = nn.functional.pad(self.norm(x_BTD), (0, 0, self.window - 1, 0))
-        past_BTE = rearrange(padded_BSD.unfold(1, self.window, 1), "b t d w -> b t (w d)")
+        num_tokens = x_BTD.shape[1]
+        past_BTE = torch.cat([padded_BSD[:, i : i + num_tokens] for i in range(self.window)], dim=-1)
         return x_BTD + self.drop(self.down(nn.functional.gelu(self.up(past_BTE))), keys)
 
 

@@ -322,7 +322,7 @@ class Finished(Message, frozen=True):
     rank: int
     epoch: int
     state_bytes: dict[str, int]
-    peak_rss: int
+    peak_bytes: dict[str, int]
 
 
 class Failed(Message, frozen=True):

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Mapping
 
 from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.replica import Replica
 
@@ -33,6 +34,11 @@ def state_bytes(replica: Replica, values: Mapping[int, ValueBuffer], job: Job) -
     }
 
 
-def peak_rss() -> int:
-    """The largest resident size that this process has had, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes(device: Device) -> dict[str, int]:
+    """The most memory that this process has had: `rss`, and where the device tells, `device` and its `device_total`."""
+    found = {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if (memory := device.memory()) is not None:
+        found["device"] = memory.peak
+        if memory.total is not None:
+            found["device_total"] = memory.total
+    return found

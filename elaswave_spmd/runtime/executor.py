@@ -12,7 +12,7 @@ from functools import partial
 
 from elaswave_spmd.keyed import Init
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.accounting import peak_rss, state_bytes
+from elaswave_spmd.runtime.accounting import peak_bytes, state_bytes
 from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.epoch import Epoch
@@ -67,7 +67,7 @@ class Executor:
     ) -> None:
         self.rank, self.job, self.layout = rank, job, layout
         self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
-        self._saved = saved
+        self._saved, self.device = saved, device
         self.halts = False  # set from outside: it begins no other step, and `run` raises Stopped instead
         self.measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = lambda step, rows, memory: None
         """Told after every step what its layer programs took, and what new ones keep."""
@@ -240,7 +240,8 @@ class Executor:
         for part in self.replica.state:
             if part.run.primary == self.rank:
                 self._port.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
-        self._port.send(CONTROLLER, m.Finished(self.rank, self.placement.mesh.epoch, self.state_bytes(), peak_rss()))
+        sizes = self.state_bytes(), peak_bytes(self.device)
+        self._port.send(CONTROLLER, m.Finished(self.rank, self.placement.mesh.epoch, *sizes))
 
     def _run_step(self, step: int) -> Generator[Waiting, None, None]:
         if self._planned is None or self._planned[0] < step:

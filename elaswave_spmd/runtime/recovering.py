@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.devices import Device, Remedy
+from elaswave_spmd.runtime.devices import Remedy
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.links import CONTROLLER
@@ -22,9 +22,6 @@ from elaswave_spmd.runtime.units import Waiting
 
 class RecoveringExecutor(Executor):
     """An executor that outlives faults of its device, where those can be survived."""
-
-    device: Device | None = None
-    """What it computes on; None: something that cannot be brought back."""
 
     _sound = -1  # the version whose state is known to be complete in the device's memory
     _void = -1  # the mesh epochs up to this one are planned with what is lost
@@ -37,7 +34,7 @@ class RecoveringExecutor(Executor):
         super()._enter(epoch)
 
     def _begin(self, step: int) -> None:
-        if self.device is not None:
+        if self.device.kind.capabilities.recovers:
             self.device.synchronize()  # an error of the update before it shows here, and not as one of this step
         self._sound = step - 1
         super()._begin(step)
@@ -54,7 +51,7 @@ class RecoveringExecutor(Executor):
         try:
             yield from super()._train_on()
         except RuntimeError as error:
-            remedy = self.device.recover(error) if self.device is not None and self._can_forget() else None
+            remedy = self.device.recover(error) if self._can_forget() else None
             if remedy is None or (remedy is Remedy.RELOAD and self._has_constants()):
                 raise
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -95,7 +92,6 @@ class RecoveringExecutor(Executor):
 
     def _give_up_state(self) -> list[tuple[int, int, int]]:
         """State is to be learned again, in memory that is good. Returns the runs that it had."""
-        assert self.device is not None
         tensors = [values.flat for values in self.values.values()]
         tensors += [t for part in self.replica.state for t in (part.master, *part.optimizer_state.values())]
         self.device.reuse(t for t in tensors if t.untyped_storage().nbytes())  # dropped parameters have no memory

@@ -156,6 +156,9 @@ class MadeUp:
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
         return ()
 
+    def model(self, machine: Machine) -> str:
+        return ""
+
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         return {}
 

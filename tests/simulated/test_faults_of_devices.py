@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -44,7 +45,11 @@ class MadeUpDevice:
     def __init__(self, remedies: list[Remedy | None]) -> None:
         self._remedies = remedies
 
+    kind = SimpleNamespace(capabilities=SimpleNamespace(recovers=True))
+
     def synchronize(self) -> None: ...
+
+    def memory(self) -> None: ...
 
     def recover(self, error: BaseException) -> Remedy | None:
         return self._remedies.pop() if TEXT in str(error) else None

@@ -214,7 +214,7 @@ class Story:
                         start, stop = layer.span(block.first_page, block.first_page + block.num_pages)
                         pages = m.FinalPages(layer.index, block.first_page, block.first_page + block.num_pages)
                         self.workers.say_as(rank, pages, torch.zeros(stop - start))
-                self.workers.say(m.Finished(rank, place.epoch, {}, 0))
+                self.workers.say(m.Finished(rank, place.epoch, {}, {}))
             before = len(said)
             self.until(lambda before=before: len(said) != before or self._asked(said))
 

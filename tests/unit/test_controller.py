@@ -139,7 +139,7 @@ def test_every_end_leaves_its_reason(end, error: BaseException, message: str) ->
 def test_pages_that_never_came_are_missed(end) -> None:
     def script(workers: Workers) -> None:
         for rank in (0, 1):
-            workers.say(m.Finished(rank, 0, {}, 0))
+            workers.say(m.Finished(rank, 0, {}, {}))
 
     error, _ = end(script)
     assert isinstance(error, RunError) and "pages of the trained weights have not come" in str(error)

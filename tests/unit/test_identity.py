@@ -5,8 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from elaswave_spmd import identity as module
 from elaswave_spmd.identity import identity_of
 from elaswave_spmd.settings import Settings
+from tests.unit.devices.made_up_machines import GPU
 
 
 def identity(**runtime: object) -> dict[str, Any]:
@@ -21,6 +25,14 @@ def test_compiled_programs_are_other_programs_with_the_compiler_that_made_them()
     assert compiled["runtime"].pop("compile") is True
     assert isinstance(compiled["versions"].pop("cxx"), str)
     assert compiled == plain
+
+
+def test_another_model_of_gpu_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "model" not in identity()["hardware"]
+    texts = ("Model: \t\t NVIDIA A100\nIRQ: 1\n", "Model: \t\t NVIDIA H100\n", "Model: \t\t NVIDIA A100\n")
+    machine = GPU.without(contents={"/proc/driver/nvidia/gpus/*/information": texts})
+    monkeypatch.setattr(module, "ThisMachine", lambda: machine)
+    assert identity(device="cuda")["hardware"]["model"] == "NVIDIA A100, NVIDIA H100"
 
 
 def test_checkpointing_is_no_part_of_it_and_threads_are() -> None:

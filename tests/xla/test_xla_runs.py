@@ -16,6 +16,22 @@ from tests.xla.xla_runs import LAYERS, NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, r
 pytestmark = [pytest.mark.xla, pytest.mark.multiprocess, pytest.mark.timeout(300), NEEDS_XLA]
 
 
+UNFOLDS = """
+from elaswave_spmd.models.mlp import MLP, Block
+
+class Unfolding(Block):
+    def forward(self, x_BTD, keys):
+        return super().forward(x_BTD.unfold(1, 1, 1)[..., 0], keys)
+
+class Unfolds(MLP):
+    def __init__(self, vocab_size, layers, d_model, dropout=0.0):
+        super().__init__(vocab_size, layers, d_model, dropout)
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.__class__ = Unfolding
+"""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> XlaRun:
     """One worker with two devices: its bits are those of every mesh of such workers."""
@@ -30,6 +46,16 @@ def test_losses_are_those_of_the_cpu(undisturbed: XlaRun, tmp_path: Path) -> Non
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
     assert len(cpu) == 5 and all(abs(a - b) < 1e-5 for a, b in zip(cpu, xla.losses, strict=True))
     assert cpu != list(xla.losses), "it ran on the CPU"
+
+
+def test_the_mlp_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    same = "model.target=mlp", "train.steps=3", "optim.schedule=constant"
+    done = train(tmp_path, *SMALL, "runtime.device=cpu", *same)
+    assert done.code == 0, done.err
+    xla = run(tmp_path / "xla", "mesh.tp=2", *same)
+    cpu = [line.loss for line in read_metrics(tmp_path / "run")]
+    assert len(cpu) == 3 and all(abs(a - b) < 1e-5 for a, b in zip(cpu, xla.losses, strict=True))
 
 
 def test_two_stages_have_the_bits_of_one_worker(undisturbed: XlaRun, tmp_path: Path) -> None:
@@ -129,7 +155,8 @@ def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], tel
 
 def test_a_layer_with_an_operator_that_xla_lacks_is_told(tmp_path: Path) -> None:
     write_text(tmp_path)
-    done = train(tmp_path, *SMALL, "model.target=mlp")
+    (tmp_path / "unfolds.py").write_text(UNFOLDS)
+    done = train(tmp_path, *SMALL, "model.target=unfolds.Unfolds")
     assert done.code == 1 and "aten::unfold" in done.err and "layer block0" in done.err
 
 

@@ -93,6 +93,10 @@ class DeviceKind(Protocol):
         """What a machine lacks for this kind; () when it can be used."""
         ...
 
+    def model(self, machine: Machine) -> str:
+        """Which one it is, where other models have other bits; "" where that is not known or makes no difference."""
+        ...
+
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         """The variables that are set for workers, before they start.
 

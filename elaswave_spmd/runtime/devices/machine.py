@@ -35,6 +35,10 @@ class Machine(Protocol):
         """Whether a file matches a glob pattern."""
         ...
 
+    def texts(self, pattern: str) -> tuple[str, ...]:
+        """What the files say that match a glob pattern."""
+        ...
+
     def has_program(self, name: str) -> bool:
         """Whether a program of this name, or at this path, can be run."""
         ...
@@ -70,6 +74,9 @@ class ThisMachine:
 
     def has_path(self, pattern: str) -> bool:
         return bool(glob.glob(pattern))
+
+    def texts(self, pattern: str) -> tuple[str, ...]:
+        return tuple(Path(path).read_text(errors="replace") for path in sorted(glob.glob(pattern)))
 
     def has_program(self, name: str) -> bool:
         return shutil.which(name) is not None

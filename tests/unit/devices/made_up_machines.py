@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class MadeUpMachine:
-    """`versions` of distributions, `files` as "package/path", `libraries` without lib and .so, `paths` as patterns."""
+    """`versions` of distributions, `files` as "package/path", `libraries` without lib and .so, `paths` as patterns.
+
+    `contents`: of the files that match a pattern.
+    """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -17,6 +20,7 @@ class MadeUpMachine:
     plugins: tuple[str, ...] = ()
     programs: tuple[str, ...] = ("g++",)
     environment: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def version(self, distribution: str) -> str | None:
         return self.versions.get(distribution)
@@ -29,6 +33,9 @@ class MadeUpMachine:
 
     def has_path(self, pattern: str) -> bool:
         return pattern in self.paths
+
+    def texts(self, pattern: str) -> tuple[str, ...]:
+        return self.contents.get(pattern, ())
 
     def has_program(self, name: str) -> bool:
         return name in self.programs

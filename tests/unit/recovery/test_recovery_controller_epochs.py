@@ -261,12 +261,12 @@ def test_a_run_that_lost_a_worker_after_its_last_step_is_finished_by_the_others(
     protocol = started()
     commit(protocol, STEPS)
     for rank in (0, 2):
-        protocol.finished(Finished(rank, 0, {}, 0))
+        protocol.finished(Finished(rank, 0, {}, {}))
     protocol.lost(1, "killed")
     answer(protocol, STEPS)
-    assert protocol.finished(Finished(2, 0, {}, 0)) == [], "of an older epoch: not all final pages are there"
-    assert protocol.finished(Finished(2, 1, {}, 0)) == []
-    assert protocol.finished(Finished(0, 1, {}, 0)) == [Done()]
+    assert protocol.finished(Finished(2, 0, {}, {})) == [], "of an older epoch: not all final pages are there"
+    assert protocol.finished(Finished(2, 1, {}, {})) == []
+    assert protocol.finished(Finished(0, 1, {}, {})) == [Done()]
 
 
 def test_the_layout_of_these_cases_has_state_in_every_layer() -> None:

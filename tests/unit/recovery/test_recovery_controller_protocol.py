@@ -115,7 +115,7 @@ def test_a_unit_that_is_validated_again_after_a_loss_counts_once() -> None:
 
 
 def finished(rank: int, epoch: int = 0) -> Finished:
-    return Finished(rank, epoch, {}, 0)
+    return Finished(rank, epoch, {}, {})
 
 
 def test_a_run_is_done_when_all_members_have_finished_in_the_present_epoch() -> None:

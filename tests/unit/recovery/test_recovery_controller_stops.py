@@ -101,7 +101,7 @@ def test_after_the_last_step_nothing_is_left_to_stop_for() -> None:
     protocol.lost(0, "killed")
     effects = answer(protocol, STEPS)
     assert not saves(effects) and not places(effects)[1].save
-    assert protocol.finished(Finished(1, protocol.placement.mesh.epoch, {}, 0)), "the run is done"
+    assert protocol.finished(Finished(1, protocol.placement.mesh.epoch, {}, {})), "the run is done"
 
 
 def test_a_newcomer_that_is_ready_counts() -> None:

@@ -68,7 +68,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
     m.Validated(5),
     m.FinalPages(0, 0, 9),
-    m.Finished(1, 3, {"params": 10, "optim": 2**40}, 2**33),
+    m.Finished(1, 3, {"params": 10, "optim": 2**40}, {"rss": 2**33}),
     m.Failed(0, "Traceback ...\n"),
     m.Failed(0, "Traceback ...\n", 12),
     m.Wrote(20, 1, 3, "shard_1_1-3.safetensors", 2**33, "ab" * 32, ((0, 0, 3), (2, 1, 2)), 1.5, 20.25),

@@ -30,6 +30,9 @@ class Cpu:
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
         return missing_torch(machine)
 
+    def model(self, machine: Machine) -> str:
+        return ""
+
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         one_device(self.name, island)
         return {}

@@ -9,6 +9,7 @@ from elaswave_spmd.runtime.devices.machine import Machine
 from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device, set_variables
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_GPUS = "/proc/driver/nvidia/gpus/*/information"  # the driver's; a library would open the devices
 
 
 class Cuda:
@@ -40,6 +41,10 @@ class Cuda:
         elif not machine.has_path("/dev/nvidia[0-9]*") and not machine.has_path("/dev/dxg"):
             found.append(Missing("a GPU (/dev/nvidia0)", "give this machine or container one; nvidia-smi -L lists"))
         return tuple(found)
+
+    def model(self, machine: Machine) -> str:
+        lines = [line.partition(":") for text in machine.texts(_GPUS) for line in text.splitlines()]
+        return ", ".join(sorted({value.strip() for name, _, value in lines if name == "Model"}))
 
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         one_device(self.name, island)

@@ -45,6 +45,9 @@ class Npu:
             found.append(Missing("the Ascend driver and a device (/dev/davinci0)", fix))
         return tuple(found)
 
+    def model(self, machine: Machine) -> str:
+        return ""
+
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         one_device(self.name, island)
         wanted = {_DETERMINISTIC: "true"}

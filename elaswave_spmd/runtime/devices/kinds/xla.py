@@ -65,6 +65,9 @@ class Xla:
             found.append(Missing(what, f"install one (examples/ has a skeleton), or unset {_CLIENT}"))
         return tuple(found)
 
+    def model(self, machine: Machine) -> str:
+        return ""
+
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         client = given.get(_CLIENT, "CPU")
         for name in _CHANGE_NUMBERS:
