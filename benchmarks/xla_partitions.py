@@ -42,7 +42,8 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
 
     A weight [out, in] split by rows makes a split output of a whole input, so the gradient by that input is a sum over
     devices; one split by columns makes a sum over devices of a split input. An embedding split by rows is a sum, too:
-    each device looks up what it has. The head's output is wanted whole: it is gathered.
+    each device looks up what it has. The head's output is wanted whole: it is gathered; the gradient by it is computed
+    where it is wanted, in parts, which takes one more sum: a number for each token, over the vocabulary.
     """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
@@ -55,6 +56,7 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
         else:
             backward["all-reduce"] += 1
             forward["all-gather"] += last
+            backward["all-reduce"] += last
     return {"evaluation": dict(+forward), "forward": dict(+forward), "backward": dict(+backward)}
 
 

@@ -46,9 +46,10 @@ class Attention(nn.Module):
         shard(self.out, weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q_BHTK, k_BHTK, v_BHTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n b h t k", h=self.heads, n=3)
-        o_BHTK = nn.functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        return self.out(rearrange(o_BHTK, "b h t k -> b t (h k)"))
+        # Heads come first: products for each head and sample stay cut by head, where heads are cut over tp.
+        q_HBTK, k_HBTK, v_HBTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n h b t k", h=self.heads, n=3)
+        o_HBTK = nn.functional.scaled_dot_product_attention(q_HBTK, k_HBTK, v_HBTK, is_causal=True)
+        return self.out(rearrange(o_HBTK, "h b t k -> b t (h k)"))
 
 
 class Mlp(nn.Module):

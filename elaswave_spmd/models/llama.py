@@ -59,17 +59,18 @@ class Attention(nn.Module):
         self.out = shard(nn.Linear(heads * width, d_model, bias=False), weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q_BHTK = rearrange(self.q(x_BTD), "b t (h k) -> b h t k", h=self.heads)
-        k_BGTK = rearrange(self.k(x_BTD), "b t (g k) -> b g t k", g=self.kv_heads)
-        v_BGTK = rearrange(self.v(x_BTD), "b t (g k) -> b g t k", g=self.kv_heads)
+        # Heads come first: products for each head and sample stay cut by head, where heads are cut over tp.
+        q_HBTK = rearrange(self.q(x_BTD), "b t (h k) -> h b t k", h=self.heads)
+        k_GBTK = rearrange(self.k(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
+        v_GBTK = rearrange(self.v(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
         # Computed anew at each call: a buffer would be state that moves with the layer; this is 1 % of the layer.
-        cos_TK, sin_TK = rotary_tables(q_BHTK.shape[2], q_BHTK.shape[3], self.theta, x_BTD.device)
-        q_BHTK, k_BGTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGTK, cos_TK, sin_TK)
+        cos_TK, sin_TK = rotary_tables(q_HBTK.shape[2], q_HBTK.shape[3], self.theta, x_BTD.device)
+        q_HBTK, k_GBTK = rotate(q_HBTK, cos_TK, sin_TK), rotate(k_GBTK, cos_TK, sin_TK)
         shared = self.heads // self.kv_heads
         if shared > 1:
-            k_BGTK, v_BGTK = (repeat(z, "b g t k -> b (g n) t k", n=shared) for z in (k_BGTK, v_BGTK))
-        o_BHTK = nn.functional.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True)
-        return self.out(rearrange(o_BHTK, "b h t k -> b t (h k)"))
+            k_GBTK, v_GBTK = (repeat(z, "g b t k -> (g n) b t k", n=shared) for z in (k_GBTK, v_GBTK))
+        o_HBTK = nn.functional.scaled_dot_product_attention(q_HBTK, k_GBTK, v_GBTK, is_causal=True)
+        return self.out(rearrange(o_HBTK, "h b t k -> b t (h k)"))
 
 
 def rotary_tables(tokens: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,11 +82,11 @@ def rotary_tables(tokens: int, width: int, theta: float, device: torch.device) -
     return angle.cos(), angle.sin()
 
 
-def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+def rotate(x_HBTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Turn each pair (i, i + K/2) of a head by its angle, in fp32; returns the dtype of x."""
-    first, second = x_BHTK.chunk(2, dim=-1)
+    first, second = x_HBTK.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    return (x_BHTK * cos_TK + turned * sin_TK).to(x_BHTK.dtype)
+    return (x_HBTK * cos_TK + turned * sin_TK).to(x_HBTK.dtype)
 
 
 class SwiGLU(nn.Module):
