@@ -81,7 +81,7 @@ class Frequencies:
         cells: str | None = None,
         power: PowerModel = _POWER,
     ) -> None:
-        self._limits = FrequencyRange(settings.f_min, settings.f_max)
+        self._limits = FrequencyRange(settings.f_min, settings.f_max, settings.f_margin)
         self._observer, self._guard, self._power = observer, guard, power
         self.cells = cells
         self.pid_of: Callable[[int], int | None] = lambda rank: None

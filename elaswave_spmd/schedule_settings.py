@@ -30,7 +30,7 @@ class ScheduleSettings:
     `latency` (s) of a link, for what moving costs; None: as measured.
 
     `frequency`: who sets the frequencies of devices, once nothing else is to be changed: from `f_min` to `f_max` of the
-    normal one.
+    normal one; what is lowered stays the part `f_margin` above what the schedule would allow, because times vary.
     """
 
     dataflow: bool = True
@@ -49,6 +49,7 @@ class ScheduleSettings:
     frequency: str = "none"
     f_min: float = 0.5
     f_max: float = 1.0
+    f_margin: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("dataflow", "graph", "stages"):
@@ -69,6 +70,7 @@ class ScheduleSettings:
         checks.choice("schedule.frequency", self.frequency, FREQUENCIES)
         checks.put(self, f_min=checks.number("schedule.f_min", self.f_min, above=0, at_most=1))
         checks.put(self, f_max=checks.number("schedule.f_max", self.f_max, at_least=1))
+        checks.put(self, f_margin=checks.number("schedule.f_margin", self.f_margin, at_least=0, below=1))
 
     def check_device(self, device: str, agents: int) -> None:
         """Refuses frequencies of devices that workers do not run on, or that are out of reach.

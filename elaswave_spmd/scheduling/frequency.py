@@ -31,12 +31,17 @@ MOST_ROWS = 64
 class FrequencyRange:
     """Relative frequencies that a device may be set to; 1, the normal one, is among them.
 
+    Args:
+        margin: what is lowered stays this part above what the schedule would allow. Times vary from step to step, and a
+            step in which nobody has time to spare waits for whoever is late.
+
     Raises:
-        PlanError: not 0 < lowest <= 1 <= highest.
+        PlanError: not 0 < lowest <= 1 <= highest, or a margin below 0.
     """
 
     lowest: float = 1.0
     highest: float = 1.0
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.lowest <= 1 <= self.highest < float("inf"):
@@ -46,6 +51,8 @@ class FrequencyRange:
                 where="frequency range",
                 fix="for example 0.6 to 1.1",
             )
+        if not 0 <= self.margin < float("inf"):
+            raise PlanError("a margin is a part, 0 or more", got=self.margin, where="frequency range", fix="0.05")
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ def plan_frequencies(
     found = _lowered(of, normal * raised, lowest, target, max(8, 4 * _HALVINGS if makespan is None else _HALVINGS))
     if makespan is not None and len(seconds) <= MOST_ROWS:
         found = _one_by_one(of, found, np.full_like(found, limits.lowest), seconds, target)
+    found = np.minimum(found * (1 + limits.margin), raised)
     after_s = of(found)
     return FrequencyPlan(
         frequencies=tuple(map(tuple, found.tolist())),

@@ -70,7 +70,8 @@ class World:
             on_event=lambda kind, **fields: self.events.append({"event": kind, **fields}),
             run_dir=SimpleNamespace(write_costs=lambda text: None),
         )
-        chosen = ScheduleSettings(**{"dataflow": False, "graph": False, "every": 2, "window": 3} | fields)
+        still = {"dataflow": False, "graph": False, "every": 2, "window": 3, "f_margin": 0.0}
+        chosen = ScheduleSettings(**still | fields)  # pyright: ignore[reportArgumentType]
         self.frequencies = Frequencies(chosen, cast(Any, observer), guard)
         self.rescheduler = Rescheduler(
             chosen,

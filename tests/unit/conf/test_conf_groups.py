@@ -36,7 +36,8 @@ timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.p
 timeouts.join timeouts.leave timeouts.controller timeouts.shutdown chaos.events chaos.random chaos.seed chaos.rate
 elastic.evict_slower_than schedule.dataflow schedule.graph schedule.stages schedule.memory_limit schedule.every
 schedule.window schedule.min_gain schedule.patience schedule.moves schedule.pages schedule.profile
-schedule.bandwidth schedule.latency schedule.frequency schedule.f_min schedule.f_max run.trace
+schedule.bandwidth schedule.latency schedule.frequency schedule.f_min schedule.f_max
+schedule.f_margin run.trace
 emulated.forward_ms emulated.backward_ms emulated.layer_costs emulated.slow
 """
 

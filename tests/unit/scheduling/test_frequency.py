@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,15 @@ def test_promises_hold_for_compute_alone(work, limits, power, goal_s, data):
         for n, fs, ts in zip(devices, plan.frequencies, work, strict=True)
     )
     assert plan.energy == pytest.approx(joules)
+
+
+@given(WORK, RANGES, st.floats(0, 0.5))
+@settings(deadline=None)
+def test_a_margin_stays_above_what_the_schedule_allows(work, limits, margin):
+    bare, kept = plan_frequencies(work, limits), plan_frequencies(work, replace(limits, margin=margin))
+    holds(kept, limits)
+    wanted = np.minimum(np.array(bare.frequencies) * (1 + margin), bare.raised_to)
+    assert np.array(kept.frequencies) == pytest.approx(wanted)
 
 
 @st.composite
@@ -114,5 +124,7 @@ def test_bad_ranges_are_refused(lowest, highest):
 
 @pytest.mark.parametrize(("static", "dynamic"), [(-1.0, 1.0), (0.0, 0.0), (math.inf, 1.0), (0.0, math.nan)])
 def test_bad_power_models_are_refused(static, dynamic):
+    with pytest.raises(PlanError, match="margin"):
+        FrequencyRange(0.5, 1.0, -0.1)
     with pytest.raises(PlanError, match="power model"):
         PowerModel(static, dynamic)
