@@ -38,9 +38,6 @@ from benchmarks.processes import new_directory, stop_on_signals
 
 _PATIENCE_S = 300.0
 _STOP_S = 20.0
-_HOW = (
-    "torch_xla is not there. `python tests/xla/environment.py` makes its environment and prints its Python; use that."
-)
 
 
 @dataclass(frozen=True)
@@ -282,11 +279,19 @@ def _told(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {operator}" for operator, count in sorted(counts.items())) or "none"
 
 
+def lacks_xla() -> bool:
+    """Whether this interpreter has no torch_xla; then it says how to get one that does."""
+    lacks = importlib.util.find_spec("torch_xla") is None
+    if lacks:
+        how = "`python tests/xla/environment.py` makes its environment and prints its Python; use that."
+        print(f"torch_xla is not there. {how}", file=sys.stderr)
+    return lacks
+
+
 def main() -> int:
     """Command line. Returns the exit code."""
     args = parser(__doc__).parse_args()
-    if importlib.util.find_spec("torch_xla") is None:
-        print(_HOW, file=sys.stderr)
+    if lacks_xla():
         return 2
     stop_on_signals()
     launches, rounds, steps, units = (1, 2, 1, 2) if args.quick else (2, 5, 4, 2)
