@@ -1,6 +1,6 @@
 """What it costs a run that a layer moves to another stage: live, or with training standing still; two layouts of state.
 
-    python -m benchmarks.migration [--quick] [--moves N] [--json PATH]
+    python -m benchmarks.migration [--quick] [--moves N] [--widths N ...] [--json PATH]
 
 `python train.py mesh=dp2_pp2` on the emulated accelerator: programs sleep, everything else is real (processes, links,
 the bytes of the layer's state, the update of the optimizer). The second stage's layers take longer, so the run moves a
@@ -13,7 +13,8 @@ layer to the first, once its times are measured. All moves are the same one; kin
 
 Stall: what the steps from the decision until all copies are where they belong took beyond the median undisturbed step,
 that before the change of the layers or that after it; times of metrics.jsonl, from one commit to the next as the
-controller sees them. That all losses are the same, bit for bit, is checked.
+controller sees them. Layers of several widths (model.d_model), whose programs sleep in proportion to it; contiguous
+state with the first width only. That all losses are the same, bit for bit, is checked.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from benchmarks.recovery import different_losses
 from benchmarks.recovery_runs import json_lines
 
 STEPS, _WARM_STEPS, _LAST_STEPS = 26, 3, 8
-LAYERS, D_MODEL = 6, 256
+LAYERS, WIDTHS = 6, (256, 512)
 _COSTS = (0.2, 1, 1, 1, 1, 2, 2, 0.2)
 LIVE, BLOCKING = "live", "blocking"
 INTERLEAVED, CONTIGUOUS = "interleaved", "contiguous"
-CASES = ((LIVE, INTERLEAVED), (BLOCKING, INTERLEAVED), (LIVE, CONTIGUOUS), (BLOCKING, CONTIGUOUS))
+Case = tuple[int, str, str]
+"""model.d_model, schedule.moves, schedule.pages."""
 _PATIENCE_S = 300.0
 
 
@@ -62,13 +64,24 @@ class Move:
     losses: Mapping[int, str]
 
 
-def words(directory: Path, cache: Path, moves: str, pages: str) -> list[str]:
+def cases_of(widths: Sequence[int]) -> tuple[Case, ...]:
+    """Kinds of run, in the order in which they take turns."""
+    return tuple(
+        (width, moves, pages)
+        for width in widths
+        for pages in (INTERLEAVED, CONTIGUOUS)
+        for moves in (LIVE, BLOCKING)
+        if pages == INTERLEAVED or width == widths[0]
+    )
+
+
+def words(directory: Path, cache: Path, width: int, moves: str, pages: str) -> list[str]:
     """The command line of one run."""
     settings = {
         "mesh": "dp2_pp2",
         "sharding": "zero1",
         "model.layers": LAYERS,
-        "model.d_model": D_MODEL,
+        "model.d_model": width,
         "model.heads": 8,
         "train.seq_len": 8,
         "unit.size": 1,
@@ -76,8 +89,8 @@ def words(directory: Path, cache: Path, moves: str, pages: str) -> list[str]:
         "train.steps": STEPS,
         "train.validate_every": 0,
         "runtime.device": "emulated",
-        "emulated.forward_ms": 6,
-        "emulated.backward_ms": 12,
+        "emulated.forward_ms": 6 * width / 256,
+        "emulated.backward_ms": 12 * width / 256,
         "emulated.layer_costs": f"[{','.join(map(str, _COSTS))}]",
         "schedule.every": 2,
         "schedule.window": 4,
@@ -91,14 +104,14 @@ def words(directory: Path, cache: Path, moves: str, pages: str) -> list[str]:
     return ["train.py", *(f"{name}={value}" for name, value in settings.items())]
 
 
-def move(cache: Path, moves: str, pages: str) -> Move:
+def move(cache: Path, width: int, moves: str, pages: str) -> Move:
     """One run, with one move in it.
 
     Raises:
         RuntimeError: the run failed, or no layer has moved.
     """
     with new_directory("migration-") as directory:
-        with program([sys.executable, *words(directory, cache, moves, pages)], directory) as run:
+        with program([sys.executable, *words(directory, cache, width, moves, pages)], directory) as run:
             if run.process.wait(_PATIENCE_S):
                 raise RuntimeError(f"the run failed:\n{run.said.read_text(errors='replace')[-3000:]}")
         return of_run(json_lines(directory / "run" / "metrics.jsonl"), json_lines(directory / "run" / "events.jsonl"))
@@ -127,14 +140,14 @@ def of_run(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, A
     )
 
 
-def rows(found: Mapping[tuple[str, str], Sequence[Move]]) -> list[list[str]]:
+def rows(found: Mapping[Case, Sequence[Move]]) -> list[list[str]]:
     """The table; ratios to the blocking move with interleaved pages of the same turn."""
     said = []
     for case, moves in found.items():
-        ratios = [a.stall / b.stall for a, b in zip(moves, found[BLOCKING, INTERLEAVED], strict=True)]
+        ratios = [a.stall / b.stall for a, b in zip(moves, found[case[0], BLOCKING, INTERLEAVED], strict=True)]
         said.append(
             [
-                *case,
+                *map(str, case),
                 str(len(moves)),
                 f"{statistics.median(m.before for m in moves):.0f} to {statistics.median(m.after for m in moves):.0f}",
                 f"{statistics.median(m.mib for m in moves):.1f}",
@@ -153,21 +166,40 @@ def main() -> int:
     """Command line. Returns the exit code: 1 if a move changed a loss."""
     options = parser(__doc__)
     options.add_argument("--moves", type=int, help="of each kind (7; with --quick 1)")
+    options.add_argument("--widths", type=int, nargs="+", help="model.d_model; with --quick the first one only")
     args = options.parse_args()
     stop_on_signals()
     count = args.moves or (1 if args.quick else 7)
-    result = Result("migration", {"layers": LAYERS, "d_model": D_MODEL, "costs": list(_COSTS), "moves": count})
-    found: dict[tuple[str, str], list[Move]] = {case: [] for case in CASES}
+    cases = cases_of(args.widths or WIDTHS[: 1 if args.quick else None])
+    result = Result("migration", {"layers": LAYERS, "costs": list(_COSTS), "moves": count})
+    found: dict[Case, list[Move]] = {case: [] for case in cases}
     with new_directory("migration-data-") as cache:
         for number in range(count):
-            for case in CASES:
+            for case in cases:
                 found[case].append(move(cache, *case))
-                say(f"{number + 1}/{count} {', '.join(case)} pages: stall {found[case][-1].stall:.1f} ms")
-    problems = different_losses([m.losses for moves in found.values() for m in moves])
-    columns = ["move", "pages", "moves", "step ms", "MiB copied", "stall ms", "least - most", "worst step ms"]
-    columns += ["pauses ms", "steps", "stall / blocking, interleaved [95 %]"]
+                say(f"{number + 1}/{count} width {', '.join(map(str, case))}: stall {found[case][-1].stall:.1f} ms")
+    problems = [
+        line
+        for width in {case[0] for case in cases}
+        for line in different_losses(m.losses for case, moves in found.items() if case[0] == width for m in moves)
+    ]
+    columns = [
+        "d_model",
+        "move",
+        "pages",
+        "moves",
+        "step ms",
+        "MiB copied",
+        "stall ms",
+        "least - most",
+        "worst step ms",
+    ]
+    columns += ["pauses ms", "steps", "stall / blocking, interleaved, of that width [95 %]"]
     result.table("A layer moves from one stage to another (emulated accelerator)", columns, rows(found))
-    result.data = {"problems": problems, "moves": {"/".join(c): [vars(m) for m in ms] for c, ms in found.items()}}
+    result.data = {
+        "problems": problems,
+        "moves": {"/".join(map(str, c)): [vars(m) for m in ms] for c, ms in found.items()},
+    }
     result.finish(args.json)
     for problem in problems:
         print(problem)
