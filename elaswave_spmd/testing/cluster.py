@@ -86,14 +86,14 @@ class LocalCluster:
         self._wires = Wires(job.torch_dtype, self._device, self._random, uneven=uneven)
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []
+        self._given_up: set[int] = set()  # of those, the ones that the controller knows of
         self._window: list[int] = []  # lost since every page had all its mirrors
         self._mirrored = placement.mesh.num_workers  # members when that was so last
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
         self._notices: list[tuple[int, Callable[[], list[Effect]]]] = []  # (turn, what the controller then knows)
-        self._turn = 0
-        self._done = False
+        self._turn, self._done = 0, False
         self.result = Trained()
         self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
@@ -129,10 +129,9 @@ class LocalCluster:
 
     def at_message(self, rank: int, message: m.Message, side: str) -> None:
         """What happens to the worker before it sends or takes a message."""
-        if self._started and rank not in self._lost:
-            fault = self.plan.at_message(type(message).__name__, side, after=False)
-            if fault is not None:
-                self.strike(rank, fault)
+        at = self.plan.at_message
+        if self._started and rank not in self._lost and (fault := at(type(message).__name__, side, after=False)):
+            self.strike(rank, fault)
 
     def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None:
         """What is to happen to the worker after it has sent or taken a message."""
@@ -145,10 +144,13 @@ class LocalCluster:
             return
         for incoming in self._wires.arrivals(CONTROLLER):
             self._report(incoming)
-        if self._notices:
-            for notice in [n for n in self._notices if n[0] <= self._turn]:
-                self._notices.remove(notice)
-                self._perform(notice[1]())
+        for notice in [n for n in self._notices if n[0] <= self._turn]:
+            self._notices.remove(notice)
+            self._perform(notice[1]())
+
+    def _give_up(self, rank: int, reason: str) -> list[Effect]:
+        self._given_up.add(rank)
+        return self._controller.lost(rank, reason)
 
     # ---- workers
 
@@ -227,6 +229,7 @@ class LocalCluster:
         later, kind = self._turn + self._random.randint(0, 60), fault.kind
         if kind in LOSSES:
             self._lost.append(rank)
+            self._notices.append((later, lambda: self._give_up(rank, "hangs" if kind == "stop" else "killed")))
         if kind in (*LOSSES, "term"):
             self._window.append(rank)
         if kind in ("join", "replace"):
@@ -242,10 +245,8 @@ class LocalCluster:
             self._leaving.add(rank)
             self._notices.append((later, lambda: self._controller.drain(rank, "asked to leave")))
         if kind in ("kill", "replace"):
-            self._notices.append((later, lambda: self._controller.lost(rank, "killed")))
             raise Killed(out)
         if kind == "stop":
-            self._notices.append((later, lambda: self._controller.lost(rank, "hangs")))
             self._workers[rank].asleep = fault.turns
             self._wires.freeze(rank)
 
@@ -280,6 +281,8 @@ class LocalCluster:
     def _report(self, incoming: Incoming) -> None:
         controller, message = self._controller, incoming.message
         match message:
+            case m.Ready() if message.rank in self._given_up:  # the controller's links are as deaf
+                pass
             case m.Ready():
                 self._perform(controller.ready(message))
             case m.Applied():
@@ -356,8 +359,7 @@ class LocalCluster:
             self._advance(worker)
             self._look(worker)
         self.result.turns = self._turn
-        executors = {rank: w.executor for rank, w in self._workers.items() if w.executor is not None}
-        self.result.state_bytes = {rank: executor.state_bytes() for rank, executor in executors.items()}
+        self.result.state_bytes = {rank: w.executor.state_bytes() for rank, w in self._workers.items() if w.executor}
         return self.result
 
     def _can_go(self, worker: Worker) -> bool:
