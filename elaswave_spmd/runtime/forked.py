@@ -47,13 +47,11 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def fork(main: Callable[[], object], keep: Collection[int], default_signals: Collection[int]) -> Forked:
+def fork(main: Callable[[], object], keep: Collection[int]) -> Forked:
     """Run `main` in a child that has nothing open but the descriptors `keep`, output, and an empty input.
 
-    To be called while this process has one thread. The child ends with `main`, or with code 1 where it raises.
-
-    Args:
-        default_signals: those that this process may handle, and the child does not.
+    To be called while this process has one thread. The child ends with `main`, or with code 1 where it raises. Signals
+    are as after an exec: what this process handles is at its default there, what it ignores or blocks stays so.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,8 +60,9 @@ def fork(main: Callable[[], object], keep: Collection[int], default_signals: Col
         return Forked(pid)
     code = 1
     try:
-        for number in default_signals:
-            signal.signal(number, signal.SIG_DFL)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         for before, after in pairwise(sorted({2, *keep, _MOST_DESCRIPTORS})):

@@ -107,7 +107,7 @@ class Zygote:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
         try:
             if here and method == "fork" and not env and num_threads() == 1:
-                process = fork(lambda: zygote_server.run(*fds[:2]), fds, (signal.SIGINT, *GROUP_SIGNALS))
+                process = fork(lambda: zygote_server.run(*fds[:2]), fds)
             else:
                 process = _interpreter(method, env or {}, fds)
         finally:

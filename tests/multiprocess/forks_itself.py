@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import sys
-import time
 from pathlib import Path
 
 from elaswave_spmd.runtime.zygote import Exited, Zygote
 
 
-def until(zygote: Zygote, count: int) -> list[Exited]:
-    found: list[Exited] = []
-    while len(found) < count:
-        found += zygote.poll()
-        time.sleep(0.01)
-    return found
+def exits(zygote: Zygote, count: int) -> list[Exited]:
+    """Wait for `count` exits, by rank."""
+    seen: list[Exited] = []
+    while len(seen) < count:
+        assert select.select([zygote], [], [], 20)[0], f"only {seen} were reported"
+        seen += zygote.poll()
+    return sorted(seen, key=lambda it: it.rank)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether a process ignores a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigIgn:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 def main() -> None:
@@ -39,13 +47,14 @@ def main() -> None:
         "kept": kept,
     }
     zygote.spawn(0, {"return": 7})
-    exits = until(zygote, 1)
-    zygote.spawn(1, {"sleep": 60})
+    ended = exits(zygote, 1)
+    pid = zygote.spawn(1, {"sleep": 60})
+    said["ignores_hup"] = [ignores(pid, signal.SIGHUP) for pid in (zygote.pid, pid)]
     zygote.signal(1, 9)
-    exits += until(zygote, 1)
+    ended += exits(zygote, 1)
     zygote.stop()
-    said["exits"] = [[exited.code, exited.signal] for exited in exits]
-    said["left"] = [pid for pid in (zygote.pid, *(exited.pid for exited in exits)) if Path(f"/proc/{pid}").exists()]
+    said["exits"] = [[exited.code, exited.signal] for exited in ended]
+    said["left"] = [pid for pid in (zygote.pid, *(exited.pid for exited in ended)) if Path(f"/proc/{pid}").exists()]
     print(json.dumps(said))
 
 

@@ -17,9 +17,11 @@ import pytest
 
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.zygote import Exited, Zygote
+from tests.multiprocess.forks_itself import exits
 
 pytestmark = pytest.mark.timeout(60)
 Start = Callable[..., Zygote]
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[5]).start()"
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +63,6 @@ def eventually(condition: Callable[[], object], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def exits(zygote: Zygote, count: int) -> list[Exited]:
-    """Wait for `count` exits, by rank."""
-    seen: list[Exited] = []
-    while len(seen) < count:
-        assert select.select([zygote], [], [], 20)[0], f"only {seen} were reported"
-        seen += zygote.poll()
-    return sorted(seen, key=lambda it: it.rank)
 
 
 methods = pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -136,8 +129,17 @@ def test_a_process_that_has_only_imported_is_forked_itself(tmp_path: Path):
 
 
 def test_a_process_with_threads_starts_another_interpreter(tmp_path: Path):
-    report = run_here(tmp_path, "import threading, time; threading.Thread(target=time.sleep, args=[5]).start()")
+    report = run_here(tmp_path, THREAD)
     assert report["command"] != report["own_command"] and report["exits"] == [[7, None], [None, 9]]
+
+
+@pytest.mark.parametrize("before", ["pass", THREAD])
+def test_who_ignores_hangups_has_workers_that_do(tmp_path: Path, before: str):
+    """As under nohup."""
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert run_here(tmp_path, f"{before}; {ignore}")["ignores_hup"] == [True, True]
+    handle = "import signal; signal.signal(signal.SIGHUP, lambda *_: None)"
+    assert run_here(tmp_path, f"{before}; {handle}")["ignores_hup"] == [False, False]
 
 
 def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
