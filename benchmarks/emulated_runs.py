@@ -145,8 +145,7 @@ def run(settings: Mapping[str, object], costs: CostModel, cache: Path, until: in
             for step in (WARM_STEPS, until):
                 running.wait(lambda step=step: _lines(into / "metrics.jsonl") >= step, _PATIENCE_S)
                 used.append((os.times().elapsed, _cpu_seconds(running.mark)))
-            if running.process.wait(_PATIENCE_S):
-                raise RuntimeError(f"the run failed:\n{running.said.read_text(errors='replace')[-3000:]}")
+            running.finish(_PATIENCE_S)
         measured = into / "costs.json"
         return Run(
             json_lines(into / "metrics.jsonl"),

@@ -112,8 +112,7 @@ def move(cache: Path, width: int, moves: str, pages: str) -> Move:
     """
     with new_directory("migration-") as directory:
         with program([sys.executable, *words(directory, cache, width, moves, pages)], directory) as run:
-            if run.process.wait(_PATIENCE_S):
-                raise RuntimeError(f"the run failed:\n{run.said.read_text(errors='replace')[-3000:]}")
+            run.finish(_PATIENCE_S)
         return of_run(json_lines(directory / "run" / "metrics.jsonl"), json_lines(directory / "run" / "events.jsonl"))
 
 

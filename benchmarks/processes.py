@@ -53,6 +53,16 @@ class Program:
                 raise RuntimeError(f"it ended or takes too long:\n{self.said.read_text(errors='replace')[-3000:]}")
             time.sleep(_LOOK_S)
 
+    def finish(self, patience_s: float) -> None:
+        """Until it has ended.
+
+        Raises:
+            RuntimeError: it failed; with the end of its output.
+            subprocess.TimeoutExpired: it takes longer.
+        """
+        if self.process.wait(patience_s):
+            raise RuntimeError(f"the program failed:\n{self.said.read_text(errors='replace')[-3000:]}")
+
     def workers(self) -> list[int]:
         """Of a run of this project: children of children, as the controller's zygote makes the workers."""
         parents = {pid: _parent(pid) for pid in marked(self.mark)}

@@ -80,8 +80,7 @@ def launch(device: str, kills: bool, cache: Path) -> Found:
         words["chaos.events"] = f"[{', '.join(strikes)}]"
         train = str(Path(__file__).parents[1] / "train.py")
         with program([sys.executable, train, *(f"{name}={value}" for name, value in words.items())], directory) as run:
-            if run.process.wait(_PATIENCE_S):
-                raise RuntimeError(f"the run failed:\n{run.said.read_text(errors='replace')[-3000:]}")
+            run.finish(_PATIENCE_S)
         metrics, events = json_lines(into / "metrics.jsonl"), json_lines(into / "events.jsonl")
         summary = read_summary(into)
     of_kind = {kind: [e for e in events if e["event"] == kind] for kind in ("fail", "recovered")}
