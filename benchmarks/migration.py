@@ -93,6 +93,8 @@ def words(directory: Path, cache: Path, width: int, moves: str, pages: str) -> l
         "emulated.backward_ms": 12 * width / 256,
         "emulated.layer_costs": f"[{','.join(map(str, _COSTS))}]",
         "schedule.every": 2,
+        "schedule.patience": 1,
+        "schedule.min_gain": 0.05,
         "schedule.window": 4,
         "schedule.dataflow": "false",
         "schedule.moves": moves,

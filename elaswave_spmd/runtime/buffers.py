@@ -43,7 +43,8 @@ class ValueBuffer:
     """The parameters of one layer in the compute dtype, and the version of each page.
 
     A unit of step t may run the layer only when every page is exactly at t - 1: mixing versions would change the
-    result silently. Sharded parameters are dropped after a step's last unit and filled again by the next versions.
+    result silently. A new buffer has no values, and no version. Sharded parameters are dropped after a step's last unit
+    and filled again by the next versions.
 
     Args:
         module: of the layer; its parameters become views of the buffer, and its constants go to `place` too.
@@ -53,7 +54,7 @@ class ValueBuffer:
     def __init__(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, place: torch.device) -> None:
         self.layout = layout
         self.module = module
-        self.flat = torch.zeros(layout.num_value_elements, dtype=dtype, device=place)
+        self.flat = torch.empty(layout.num_value_elements, dtype=dtype, device=place)
         move_constants(module, place)
         self.parameters = bind_parameters(module, layout, self.flat)
         self._versions = np.full(layout.num_value_pages, -1, dtype=np.int64)

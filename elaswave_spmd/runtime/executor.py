@@ -107,8 +107,7 @@ class Executor:
         """Takes its place in an epoch; what is under way and still wanted goes on."""
         placement = self.placement = epoch.placement
         self._place = None
-        if self._prepare is not None and self._prepare.epoch <= placement.mesh.epoch:
-            self._prepare = None
+        self._prepare = p if (p := self._prepare) is not None and p.epoch > placement.mesh.epoch else None
         self._stage = placement.mesh.stage_of(self.rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
@@ -362,7 +361,8 @@ class Executor:
         while not ready():
             if self._place is not None:
                 raise EpochChangedError
-            yield f"{what} {number}"
+            if not self.replica.chores.do_one():
+                yield f"{what} {number}"
             self._take()
 
     def _take(self) -> None:
@@ -370,8 +370,8 @@ class Executor:
             self._handle(incoming)
 
     def _handle(self, incoming: Incoming) -> None:
-        message, payload = incoming.message, incoming.payload
-        match message:
+        payload = incoming.payload
+        match message := incoming.message:
             case m.Activation() | m.ActivationGradient():
                 assert payload is not None
                 if message.step > self.version or (isinstance(message, m.Activation) and message.validation):

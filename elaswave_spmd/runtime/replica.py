@@ -16,6 +16,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_runs
 from elaswave_spmd.runtime.boundaries import Send
 from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.chores import Chores
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
@@ -26,6 +27,7 @@ from elaswave_spmd.runtime.publication import Publisher
 from elaswave_spmd.runtime.reduction import GradientReducer
 from elaswave_spmd.runtime.run_parts import contains, cut
 from elaswave_spmd.runtime.state import LEARNING, HeldState, Saved
+from elaswave_spmd.runtime.teaching import learn, teach
 from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
 from elaswave_spmd.sharding.pages import LOSS, ModelLayout
 
@@ -77,6 +79,8 @@ class Replica:
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them
         self._published: dict[m.Publish, Tensor] = {}
         self._early: list[tuple[int, m.Message, Tensor]] = []
+        self.chores = Chores()
+        """Copies of state that is taught and learned, for whenever this worker waits."""
         self._needs: list[tuple[int, m.Need]] = []
         self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
@@ -94,6 +98,7 @@ class Replica:
         Args:
             holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
+        self.chores.finish()
         self.placement, self._holder_runs = placement, holder_runs
         self._written.clear()
         held, before = held_runs(holder_runs, self.rank), self._runs
@@ -126,9 +131,8 @@ class Replica:
         self._unsure.clear()
 
     def _since_when(self, key: RunKey, now: int) -> int:
-        if key in self._since:
-            return self._since[key]
-        return next((since for whole, since in self._since.items() if contains(whole, key)), now)
+        inside = (since for whole, since in self._since.items() if contains(whole, key))
+        return self._since[key] if key in self._since else next(inside, now)
 
     def resume(self) -> None:
         """When everything is in place: what came early, and its votes again."""
@@ -167,16 +171,16 @@ class Replica:
         return self._values[layer].is_at(version) or self._publisher.will_reach(layer, version, self._published)
 
     def teach(self) -> None:
-        """Between two steps: the state of primary runs goes to those who are to learn them."""
+        """Between two steps: the state of primary runs goes to those who are to learn them, before the next vote."""
         version = self.protocol.version
         state = {part.run.key: part for part in self.state}
         for key, run in self._runs.items():
-            for learner in sorted(run.learners) if run.primary == self.rank else ():
-                if (key, learner) not in self._taught:
-                    self._taught.add((key, learner))
-                    norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
-                    message = m.PageState(version, *key, norms)
-                    self._send(learner, message, self.state.state_of(state[key]) if key in state else self._loss())
+            learners = [it for it in sorted(run.learners) if run.primary == self.rank and (key, it) not in self._taught]
+            if learners:
+                self._taught.update((key, learner) for learner in learners)
+                norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
+                message = m.PageState(version, *key, norms)
+                self.chores.add(teach(self.state, state.get(key), self._loss(), message, learners, self._send))
 
     def _loss(self) -> Tensor:
         """What there is to learn of the loss page: whether there is a loss yet, and which."""
@@ -263,17 +267,13 @@ class Replica:
         # (What a living one sends comes before its next vote, and so is never behind.)
         if message.step < max(self.protocol.version, *(self._since[key] for key in inside)):
             return
-        norms = np.frombuffer(message.norms, "<f4").tolist()
         if (layer, first, stop) == self._loss_key:
             known, loss = payload.tolist()
             self.protocol.learned(message.step, (layer, first, stop), (), loss if known else None)
             self._loss_taught = True
             self.report_learned()
             return
-        for part in self.state.learn(layer, first, stop, message.step, payload):
-            own = norms[part.run.first - first : part.run.stop - first]
-            self.protocol.learned(message.step, part.run.key, own, None)
-        self.report_learned()
+        self.chores.add(learn(self.state, message, payload, self.protocol, self.report_learned))
 
     def _needed(self, sender: int, need: m.Need) -> None:
         """What cannot be answered yet, in this version or mesh epoch, will be.
@@ -332,9 +332,9 @@ class Replica:
         for effect in effects:
             match effect:
                 case SendVote(vote):
-                    for peer in self.placement.mesh.members:
-                        if peer != self.rank:
-                            self._send(peer, vote, None)
+                    self.chores.finish()  # a learner that applies a step has no use for state of the version before it
+                    for peer in (rank for rank in self.placement.mesh.members if rank != self.rank):
+                        self._send(peer, vote, None)
                 case Apply():
                     self._apply(effect)
                 case Install(publish):
@@ -348,6 +348,7 @@ class Replica:
 
     def _apply(self, decided: Apply) -> None:
         self._visit(Point.APPLY, decided.step)
+        self.chores.finish()
         lr = self._job.learning_rate.at(decided.step)
         divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         entries = self._entries.pop(decided.step, {})
@@ -381,6 +382,7 @@ class Replica:
 
     def forget(self) -> None:
         """Gives up what has been computed, here or elsewhere, of steps that are not decided."""
+        self.chores.finish()
         self.protocol.forget()
         self.reducer.forget()
         self._entries.clear()

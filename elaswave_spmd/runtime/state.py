@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.runtime.buffers import ValueBuffer
+from elaswave_spmd.runtime.chores import CHORE_ELEMENTS
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.optimizers import PageOptimizer, Update
 from elaswave_spmd.scheduling.placement import HolderRun, RunKey
@@ -97,9 +98,9 @@ class HeldState:
 
     def _new(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
         start, stop = layout.span(run.first, run.stop)
-        zeros = lambda size: torch.zeros(size, device=self._device.place)  # noqa: E731
-        states = {name: zeros(stop - start) for name in self.optimizer.state_names}
-        return HeldRun(run, start, stop, zeros(0 if self._in_compute_buffer(run) else stop - start), states)
+        empty = lambda size: torch.empty(size, device=self._device.place)  # noqa: E731
+        states = {name: empty(stop - start) for name in self.optimizer.state_names}
+        return HeldRun(run, start, stop, empty(0 if self._in_compute_buffer(run) else stop - start), states)
 
     def _in_compute_buffer(self, run: HolderRun) -> bool:
         return not self.separate_master and run.layer in self._values
@@ -126,6 +127,8 @@ class HeldState:
             draw: (parameter name, first, stop) -> fp32 elements [first, stop) of the flattened parameter.
         """
         for part in self:
+            for values in (part.master, *part.optimizer_state.values()):  # what lies between parameters is zero as well
+                values.zero_()
             for slot in self._layout.layers[part.run.layer].slots:
                 first, stop = max(slot.start, part.start), min(slot.stop, part.stop)
                 if first < stop:
@@ -202,31 +205,46 @@ class HeldState:
 
     # ---- changing hands
 
-    def state_of(self, part: HeldRun) -> Tensor:
-        """A copy of the run's state, fp32, flat: the master and then each optimizer state in turn."""
-        return torch.cat([part.master, *part.optimizer_state.values()])
+    def copy_state(self, part: HeldRun, into: Tensor) -> Iterator[None]:
+        """Copies the run's state in pieces, fp32, flat: the master and then each optimizer state in turn.
 
-    def learn(self, layer: int, first: int, stop: int, version: int, payload: Tensor) -> list[HeldRun]:
-        """Takes the state of pages [first, stop), as `state_of` gave it. Returns the runs that were waiting for it."""
+        Args:
+            into: of `state_size(part)` elements.
+        """
+        rows = [part.master, *part.optimizer_state.values()]
+        return _copy_in_pieces(zip(into.view(len(rows), -1), rows, strict=True))
+
+    def state_size(self, part: HeldRun) -> int:
+        """Elements of the state of a run."""
+        return (1 + len(part.optimizer_state)) * (part.stop - part.start)
+
+    def learn(
+        self, layer: int, first: int, stop: int, version: int, payload: Tensor, learned: Callable[[HolderRun], None]
+    ) -> Iterator[None]:
+        """Takes the state of pages [first, stop), as `copy_state` gave it, in pieces.
+
+        Args:
+            learned: told of each run that was waiting for it.
+        """
         start, end = self._layout.layers[layer].span(first, stop)
         rows = payload.view(1 + len(self.optimizer.state_names), end - start)
-        learned = []
+        found = False
         for part in self.layers.get(layer, ()):
             if part.version != LEARNING or not (first <= part.run.first and part.run.stop <= stop):
                 continue
             a, b = part.start - start, part.stop - start
+            in_buffer = self._in_compute_buffer(part.run)
             targets = [part.master, *part.optimizer_state.values()]
+            pairs = [(target, row[a:b]) for target, row in zip(targets, rows, strict=True)]
+            yield from _copy_in_pieces(pairs[in_buffer:])
             # A compute buffer that was published to is left alone: a saved forward may refer to it.
-            published = self._in_compute_buffer(part.run) and self._values[layer].are_at(
-                part.run.first, part.run.stop, version
-            )
-            for target, row in list(zip(targets, rows, strict=True))[published:]:
-                target.copy_(row[a:b])
+            if in_buffer and not self._values[layer].are_at(part.run.first, part.run.stop, version):
+                part.master.copy_(rows[0, a:b])
             part.version = version
-            learned.append(part)
-        if learned:
+            learned(part.run)
+            found = True
+        if found:
             self.to_compute(layer)
-        return learned
 
     def fingerprints(self) -> dict[RunKey, bytes]:
         """A hash of the state of each held run that has any."""
@@ -271,6 +289,14 @@ class HeldState:
             found[prefix + "master"] += part.master.numel() * 4
             found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
         return found
+
+
+def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Copies the second of each pair to the first."""
+    for target, source in pairs:
+        for at in range(0, len(source), CHORE_ELEMENTS):
+            target[at : at + CHORE_ELEMENTS].copy_(source[at : at + CHORE_ELEMENTS])
+            yield
 
 
 def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:
