@@ -163,7 +163,7 @@ class Rescheduler:
             return
         if decision.before.seconds < _SHORT_STEP_S:  # what differs in it is noise, and nothing to gain
             return
-        self._tell_of_slow(costs)
+        self._tell_of_slow(costs, step)
         if self._evicts(costs):
             return
         goal = self._goal(decision)
@@ -237,21 +237,21 @@ class Rescheduler:
 
     # ---- slow workers
 
-    def _tell_of_slow(self, costs: CostModel) -> None:
+    def _tell_of_slow(self, costs: CostModel, step: int) -> None:
         for rank in self._protocol.placement.mesh.members:
             speed = costs.speed(rank)
             if rank not in self._slow and speed < _SLOW:
                 self._slow.add(rank)
-                self._say("slow", rank, speed, f"worker {rank} is slow: its units take {1 / speed:.2f} times as long")
+                why = f"worker {rank} is slow: its units take {1 / speed:.2f} times as long"
+                self._say("slow", step, rank, speed, why)
             elif rank in self._slow and speed > _FAST:
                 self._slow.discard(rank)
-                self._say("recover", rank, speed, f"worker {rank} is as fast as the others again")
+                self._say("recover", step, rank, speed, f"worker {rank} is as fast as the others again")
 
-    def _say(self, kind: str, rank: int, speed: float, message: str) -> None:
-        mesh = self._protocol.placement.mesh
-        self._observer.on_event(
-            kind, ranks=[rank], mesh_epoch=mesh.epoch, speed=round(speed, 3), reason="measured times", message=message
-        )
+    def _say(self, kind: str, step: int, rank: int, speed: float, message: str) -> None:
+        epoch, speed = self._protocol.placement.mesh.epoch, round(speed, 3)
+        told = {"ranks": [rank], "mesh_epoch": epoch, "speed": speed, "reason": "measured times", "message": message}
+        self._observer.on_event(kind, step=step, **told)
 
     def _evicts(self, costs: CostModel) -> bool:
         """Drains the slowest worker if it has been too slow for several looks."""
