@@ -382,7 +382,8 @@ class Replica:
 
     def forget(self) -> None:
         """Gives up what has been computed, here or elsewhere, of steps that are not decided."""
-        self.chores.finish()
+        self.chores.give_up()
+        self._taught.clear()
         self.protocol.forget()
         self.reducer.forget()
         self._entries.clear()

@@ -178,6 +178,22 @@ def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits
     assert damaged or not any(rank in (0, 1) for rank, _, _ in hits), "the first fault strikes while all is well"
 
 
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("step", range(3, 7))
+@one_thread()
+def test_what_was_still_being_taught_is_taught_again(
+    rank: int, step: int, strike: Callable[[Hits], list[RecoveringExecutor]]
+) -> None:
+    """A newcomer learns, and one of those who teach it has a fault before it has waited, in one of these steps."""
+    run = Run(units=5, steps=10, model="gpt_tied")
+    executors = strike({(rank, step, "forward"): Remedy.REDO})
+    found, damaged = train(run, "dp2", 1, faults=(Fault(2, "join", 0, "backward"),))
+    assert found == expected(run) and [said.rank for said in damaged] == [rank]
+    last = max((e.placement for e in executors), key=lambda placement: placement.mesh.epoch)
+    assert last.holders is not None and len(last.mesh.members) == 3
+    assert not any(held.learners for runs in last.holders.values() for held in runs), "all have learned"
+
+
 @pytest.mark.parametrize("point", ["forward", "apply", "publish"])
 @one_thread()
 def test_what_cannot_be_brought_back_ends_the_worker(

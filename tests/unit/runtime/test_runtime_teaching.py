@@ -40,6 +40,9 @@ def test_chores_are_done_in_turn_and_in_pieces() -> None:
     assert chores.do_one() and chores.do_one() and said == ["a0", "a1", "a done"]
     chores.finish()
     assert said[3:] == ["b0", "b done"] and not chores.do_one()
+    chores.add(counted(said, "c", 1))
+    chores.give_up()
+    assert not chores.do_one() and said[-1] == "b done"
 
 
 def test_a_chore_that_fails_is_not_begun_again() -> None:
