@@ -19,6 +19,10 @@ class Chores:
     def __init__(self) -> None:
         self._jobs: deque[Iterator[None]] = deque()
 
+    def __bool__(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._jobs)
+
     def add(self, job: Iterator[None]) -> None:
         self._jobs.append(job)
 

@@ -105,10 +105,10 @@ class Executor:
 
     def _enter(self, epoch: Epoch) -> None:
         """Takes its place in an epoch; what is under way and still wanted goes on."""
+        self.replica.chores.finish()  # they know the buffers that there are now
         placement = self.placement = epoch.placement
-        self._place = None
         self._prepare = p if (p := self._prepare) is not None and p.epoch > placement.mesh.epoch else None
-        self._stage = placement.mesh.stage_of(self.rank)
+        self._place, self._stage = None, placement.mesh.stage_of(self.rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.let_go()

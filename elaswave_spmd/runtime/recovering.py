@@ -35,6 +35,7 @@ class RecoveringExecutor(Executor):
 
     def _begin(self, step: int) -> None:
         if self.device.kind.capabilities.recovers:
+            self.replica.chores.finish()  # others are taught nothing in a step that may turn out to be a fault's
             self.device.synchronize()  # an error of the update before it shows here, and not as one of this step
         self._sound = step - 1
         super()._begin(step)

@@ -93,12 +93,11 @@ class Replica:
     # ---- mesh epochs
 
     def bind(self, placement: Placement, holder_runs: HolderMap, highest_version: int, validating: bool) -> None:
-        """Takes its place in a (newer) mesh epoch.
+        """Takes its place in a (newer) mesh epoch. No chore is left from the one before.
 
         Args:
             holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
-        self.chores.finish()
         self.placement, self._holder_runs = placement, holder_runs
         self._written.clear()
         held, before = held_runs(holder_runs, self.rank), self._runs
@@ -383,7 +382,6 @@ class Replica:
     def forget(self) -> None:
         """Gives up what has been computed, here or elsewhere, of steps that are not decided."""
         self.chores.give_up()
-        self._taught.clear()
         self.protocol.forget()
         self.reducer.forget()
         self._entries.clear()

@@ -181,10 +181,10 @@ def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("step", range(3, 7))
 @one_thread()
-def test_what_was_still_being_taught_is_taught_again(
+def test_who_learns_learns_all_though_a_teacher_fails(
     rank: int, step: int, strike: Callable[[Hits], list[RecoveringExecutor]]
 ) -> None:
-    """A newcomer learns, and one of those who teach it has a fault before it has waited, in one of these steps."""
+    """A newcomer learns, and one of those who teach it has a fault in one of these steps."""
     run = Run(units=5, steps=10, model="gpt_tied")
     executors = strike({(rank, step, "forward"): Remedy.REDO})
     found, damaged = train(run, "dp2", 1, faults=(Fault(2, "join", 0, "backward"),))

@@ -1,0 +1,85 @@
+"""Workers are lost, leave and come while state is half copied."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.runtime import state
+from elaswave_spmd.testing import cluster
+from elaswave_spmd.testing.faults import AnyFault, Fault
+from elaswave_spmd.testing.piecewise import PiecewiseCluster, PiecewiseExecutor
+from elaswave_spmd.testing.processes import LostStateError
+from tests.simulated.bits_cases import (
+    TRAIN,
+    VALIDATION,
+    Run,
+    description_of,
+    expected,
+    meta_model,
+    mirrored_placement,
+    one_thread,
+    outcome,
+)
+
+MESHES = [("pp2", 1), ("stages1-3", 1), ("dp2_pp2", 1), ("pp3", 1), ("dp2_pp2", 3), ("dp2_pp2", 2)]
+JOIN = Fault(2, "join", 0, "backward")
+
+
+@pytest.fixture(autouse=True)
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "Executor", PiecewiseExecutor)
+    monkeypatch.setattr(state, "CHORE_ELEMENTS", 128)
+
+
+def train(mesh: str, zero: int, seed: int, faults: tuple[AnyFault, ...]) -> str:
+    """How a run has ended: with the "bits" of the reference, or "lost" all copies of a page."""
+    run = Run(units=5, steps=6)
+    made = PiecewiseCluster(
+        run.job(),
+        mirrored_placement(run, mesh, zero),
+        description_of(run),
+        lambda: meta_model(run.model),
+        TRAIN,
+        VALIDATION,
+        seed=seed,
+        faults=faults,
+        policy=Policy(mirror_count=1),
+        uneven=bool(seed % 2),
+    )
+    try:
+        found = outcome(made.run())
+    except LostStateError:
+        return "lost"
+    assert found == expected(run)
+    return "bits"
+
+
+@pytest.mark.parametrize("point", ["forward", "backward"])
+@pytest.mark.parametrize("seed", range(6))
+@one_thread()
+def test_a_learner_that_is_moved_to_another_stage(seed: int, point: str) -> None:
+    """The newcomer has a part of a layer's state, and the buffer that it belongs to, when it gets other layers."""
+    assert train("pp2", 1, seed, (JOIN, Fault(3, "kill", 1, point))) == "bits"
+
+
+@pytest.mark.parametrize("block", range(4))
+@one_thread()
+def test_whatever_happens_meanwhile(block: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(20 * block, 20 * block + 20):
+        draw = random.Random(seed)
+        mesh, zero = draw.choice(MESHES)
+        workers = 2 if mesh == "pp2" else 3 if mesh == "pp3" else 4
+        kill = Fault(
+            draw.choice((3, 4)), "kill", draw.randrange(1, workers), draw.choice(("forward", "backward", "apply"))
+        )
+        faults: list[AnyFault] = [JOIN, kill]
+        if draw.random() < 0.4:
+            kinds = "join", "halt", "rebalance", "term"
+            faults.append(Fault(draw.choice((3, 4, 5)), draw.choice(kinds), 0, "forward"))
+        ends[train(mesh, zero, seed, tuple(faults))] += 1
+    assert ends["bits"] >= 15, ends
