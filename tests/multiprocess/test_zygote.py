@@ -138,8 +138,11 @@ def test_who_ignores_hangups_has_workers_that_do(tmp_path: Path, before: str):
     """As under nohup."""
     ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert run_here(tmp_path, f"{before}; {ignore}")["ignores_hup"] == [True, True]
+
+
+def test_who_handles_hangups_has_workers_that_do_not_ignore_them(tmp_path: Path):
     handle = "import signal; signal.signal(signal.SIGHUP, lambda *_: None)"
-    assert run_here(tmp_path, f"{before}; {handle}")["ignores_hup"] == [False, False]
+    assert run_here(tmp_path, handle)["ignores_hup"] == [False, False]
 
 
 def run_here(tmp_path: Path, before: str) -> dict[str, Any]:

@@ -59,18 +59,18 @@ def train(mesh: str, zero: int, seed: int, faults: tuple[AnyFault, ...]) -> str:
 
 
 @pytest.mark.parametrize("point", ["forward", "backward"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @one_thread()
 def test_a_learner_that_is_moved_to_another_stage(seed: int, point: str) -> None:
     """The newcomer has a part of a layer's state, and the buffer that it belongs to, when it gets other layers."""
     assert train("pp2", 1, seed, (JOIN, Fault(3, "kill", 1, point))) == "bits"
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(3))
 @one_thread()
 def test_whatever_happens_meanwhile(block: int) -> None:
     ends: Counter[str] = Counter()
-    for seed in range(20 * block, 20 * block + 20):
+    for seed in range(12 * block, 12 * block + 12):
         draw = random.Random(seed)
         mesh, zero = draw.choice(MESHES)
         workers = 2 if mesh == "pp2" else 3 if mesh == "pp3" else 4
@@ -82,4 +82,4 @@ def test_whatever_happens_meanwhile(block: int) -> None:
             kinds = "join", "halt", "rebalance", "term"
             faults.append(Fault(draw.choice((3, 4, 5)), draw.choice(kinds), 0, "forward"))
         ends[train(mesh, zero, seed, tuple(faults))] += 1
-    assert ends["bits"] >= 15, ends
+    assert ends["bits"] >= 9, ends
