@@ -50,7 +50,7 @@ class Program:
         deadline = time.monotonic() + patience_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"it ended or takes too long:\n{self.said.read_text(errors='replace')[-3000:]}")
+                raise RuntimeError(f"it ended or takes too long:\n{self._tail()}")
             time.sleep(_LOOK_S)
 
     def finish(self, patience_s: float) -> None:
@@ -61,7 +61,10 @@ class Program:
             subprocess.TimeoutExpired: it takes longer.
         """
         if self.process.wait(patience_s):
-            raise RuntimeError(f"the program failed:\n{self.said.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(f"the program failed:\n{self._tail()}")
+
+    def _tail(self) -> str:
+        return self.said.read_text(errors="replace")[-3000:]
 
     def workers(self) -> list[int]:
         """Of a run of this project: children of children, as the controller's zygote makes the workers."""

@@ -37,8 +37,8 @@ class Chores:
 
     def finish(self) -> None:
         """All that is left."""
-        while self.do_one():
-            pass
+        while self:
+            self.do_one()
 
     def give_up(self) -> None:
         """Leaves the rest undone."""

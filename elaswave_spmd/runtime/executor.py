@@ -370,8 +370,8 @@ class Executor:
             self._handle(incoming)
 
     def _handle(self, incoming: Incoming) -> None:
-        payload = incoming.payload
-        match message := incoming.message:
+        message, payload = incoming.message, incoming.payload
+        match message:
             case m.Activation() | m.ActivationGradient():
                 assert payload is not None
                 if message.step > self.version or (isinstance(message, m.Activation) and message.validation):

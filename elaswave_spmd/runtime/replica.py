@@ -130,8 +130,9 @@ class Replica:
         self._unsure.clear()
 
     def _since_when(self, key: RunKey, now: int) -> int:
-        inside = (since for whole, since in self._since.items() if contains(whole, key))
-        return self._since[key] if key in self._since else next(inside, now)
+        if key in self._since:
+            return self._since[key]
+        return next((since for whole, since in self._since.items() if contains(whole, key)), now)
 
     def resume(self) -> None:
         """When everything is in place: what came early, and its votes again."""
@@ -179,7 +180,8 @@ class Replica:
                 self._taught.update((key, learner) for learner in learners)
                 norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
                 message = m.PageState(version, *key, norms)
-                self.chores.add(teach(self.state, state.get(key), self._loss(), message, learners, self._send))
+                what = state[key] if key in state else self._loss()
+                self.chores.add(teach(self.state, what, message, learners, self._send))
 
     def _loss(self) -> Tensor:
         """What there is to learn of the loss page: whether there is a loss yet, and which."""
@@ -332,8 +334,9 @@ class Replica:
             match effect:
                 case SendVote(vote):
                     self.chores.finish()  # a learner that applies a step has no use for state of the version before it
-                    for peer in (rank for rank in self.placement.mesh.members if rank != self.rank):
-                        self._send(peer, vote, None)
+                    for peer in self.placement.mesh.members:
+                        if peer != self.rank:
+                            self._send(peer, vote, None)
                 case Apply():
                     self._apply(effect)
                 case Install(publish):

@@ -16,13 +16,14 @@ from elaswave_spmd.scheduling.placement import HolderRun
 
 
 def teach(
-    state: HeldState, part: HeldRun | None, loss: Tensor, message: m.PageState, learners: Sequence[int], send: Send
+    state: HeldState, what: HeldRun | Tensor, message: m.PageState, learners: Sequence[int], send: Send
 ) -> Iterator[None]:
-    """Copies the state of a run and sends it. `part`: the run; None: the loss page, of which there is `loss`."""
-    payload = loss
-    if part is not None:
-        payload = torch.empty(state.state_size(part), device=part.master.device)
-        yield from state.copy_state(part, payload)
+    """Copies the state of a run and sends it; a tensor, what there is to learn of the loss page, as it is."""
+    if isinstance(what, Tensor):
+        payload = what
+    else:
+        payload = torch.empty(state.state_size(what), device=what.master.device)
+        yield from state.copy_state(what, payload)
     for learner in learners:
         send(learner, message, payload)
 

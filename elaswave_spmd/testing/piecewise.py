@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-
-from elaswave_spmd.runtime.executor import Executor
-from elaswave_spmd.runtime.units import EpochChangedError, Waiting
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.chores import Chores
 from elaswave_spmd.testing.cluster import LocalCluster
 from elaswave_spmd.testing.processes import Worker
 
 
-class PiecewiseExecutor(Executor):
-    """An executor that gives way after each piece of a chore."""
+class PiecewiseChores(Chores):
+    """Chores of which a worker does one piece at a time, and then waits as if there were none."""
 
-    def _until(self, ready: Callable[[], bool], what: str, number: int) -> Generator[Waiting, None, None]:
-        self._take()
-        while not ready():
-            if self._place is not None:
-                raise EpochChangedError
-            self.replica.chores.do_one()
-            yield f"{what} {number}"
-            self._take()
+    def do_one(self) -> bool:
+        super().do_one()
+        return False
 
 
 class PiecewiseCluster(LocalCluster):
-    """A cluster in which who has chores has something to do. To be used with `PiecewiseExecutor`."""
+    """A cluster in which each piece of a chore is a turn of its worker."""
+
+    def _begin(self, worker: Worker, place: m.Place) -> None:
+        super()._begin(worker, place)
+        assert worker.executor is not None
+        worker.executor.replica.chores = PiecewiseChores()
 
     def _can_go(self, worker: Worker) -> bool:
         return super()._can_go(worker) or bool(worker.executor and worker.executor.replica.chores)

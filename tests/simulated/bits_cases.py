@@ -14,6 +14,7 @@ import torch
 from elaswave_spmd.keyed import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
+from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
 from elaswave_spmd.runtime.job import DTYPES, Job
 from elaswave_spmd.runtime.optimizers import SGD, AdamW
@@ -23,6 +24,7 @@ from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.cluster import Trained
+from elaswave_spmd.testing.faults import AnyFault
 from tests import reference
 
 VOCAB, TOKENS = 29, 6
@@ -133,6 +135,7 @@ def meta_model(name: str) -> LayeredModel:
         return MODELS[name]()
 
 
+@cache
 def description_of(run: Run) -> ModelDescription:
     return describe(meta_model(run.model), page_size=run.page_size)
 
@@ -142,6 +145,7 @@ def placement_of(run: Run, mesh: str, zero: int, page_layout: str = "interleaved
     return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.units, page_layout=page_layout)
 
 
+@cache
 def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) -> Placement:
     """As `placement_of`, with so many mirrors of each page."""
     placement = placement_of(run, mesh, zero)
@@ -155,6 +159,41 @@ def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) ->
         scatter=0,
     )
     return replace(placement, holders=holders)
+
+
+class MirroredCluster(LocalCluster):
+    """The workers of a run on a mesh. Arguments that are not given are those of `LocalCluster`.
+
+    Args:
+        policy: says how many mirrors each page has.
+        verify_every: as in `Job`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        mesh: str,
+        zero: int,
+        *,
+        seed: int = 0,
+        faults: Sequence[AnyFault] = (),
+        policy: Policy | None = None,
+        uneven: bool = False,
+        verify_every: int = 0,
+    ) -> None:
+        policy = policy or Policy()
+        super().__init__(
+            replace(run.job(), verify_every=verify_every),
+            mirrored_placement(run, mesh, zero, policy.mirror_count),
+            description_of(run),
+            lambda: meta_model(run.model),
+            TRAIN,
+            VALIDATION,
+            seed=seed,
+            faults=faults,
+            policy=policy,
+            uneven=uneven,
+        )
 
 
 @one_thread()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.copies import Copies
-from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import Fault
 from tests.simulated.bits_cases import (
-    TRAIN,
-    VALIDATION,
+    MirroredCluster,
     Run,
-    description_of,
     expected,
-    meta_model,
-    mirrored_placement,
     one_thread,
     outcome,
 )
@@ -31,17 +23,7 @@ from tests.simulated.bits_cases import (
 def test_a_flipped_bit_is_located_and_repaired(mesh: str, zero: int, rank: int, dtype: str) -> None:
     """The first run held by rank 0 is its own, by rank 1 mostly a mirror of it."""
     run = Run(units=5, steps=6, dtype=dtype)
-    placement = mirrored_placement(run, mesh, zero)
-    cluster = LocalCluster(
-        replace(run.job(), verify_every=1),
-        placement,
-        description_of(run),
-        lambda: meta_model(run.model),
-        TRAIN,
-        VALIDATION,
-        faults=[Fault(3, "corrupt", rank, "backward")],
-        policy=Policy(mirror_count=1),
-    )
+    cluster = MirroredCluster(run, mesh, zero, faults=[Fault(3, "corrupt", rank, "backward")], verify_every=1)
     found: list[m.Damaged] = []
     damaged = cluster._controller.damaged
     cluster._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore

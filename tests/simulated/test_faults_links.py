@@ -12,26 +12,22 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.port import Incoming
-from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import SENDER, AnyFault, Fault, MessageFault
 from elaswave_spmd.testing.wires import Link
 from tests.simulated.bits_cases import (
-    TRAIN,
-    VALIDATION,
+    MirroredCluster,
     Run,
-    description_of,
     expected,
-    meta_model,
-    mirrored_placement,
     one_thread,
     outcome,
+    placement_of,
 )
 
 _LATER = 40  # turns at most until the sender, and then the controller, hears of it
 TO_PRIMARY = "Entry to its new primary"
 
 
-class Broken(LocalCluster):
+class Broken(MirroredCluster):
     """The first `count` messages of some kind go through; at the next one its link breaks.
 
     What is on the link is lost, and so is all that is sent on it until the sender has its place in the next epoch.
@@ -52,19 +48,8 @@ class Broken(LocalCluster):
         self._draw = random.Random(seed)
         self.broken: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
         self.lost: Counter[str] = Counter()
-        placement = mirrored_placement(run, mesh, zero, mirrors)
-        self.members = placement.mesh.num_workers
-        super().__init__(
-            run.job(),
-            placement,
-            description_of(run),
-            lambda: meta_model(run.model),
-            TRAIN,
-            VALIDATION,
-            seed=seed,
-            faults=faults,
-            policy=Policy(mirror_count=mirrors),
-        )
+        self.members = placement_of(run, mesh, zero).mesh.num_workers
+        super().__init__(run, mesh, zero, seed=seed, faults=faults, policy=Policy(mirror_count=mirrors))
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         link, name = (sender, peer), type(message).__name__

@@ -14,22 +14,17 @@ import pytest
 import torch
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.devices import Device, Remedy
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.recovering import RecoveringExecutor
 from elaswave_spmd.runtime.state import LEARNING
-from elaswave_spmd.testing import LocalCluster, cluster
+from elaswave_spmd.testing import cluster
 from elaswave_spmd.testing.faults import AnyFault, Fault
 from elaswave_spmd.testing.processes import Killed, LostStateError, Worker
 from tests.simulated.bits_cases import (
-    TRAIN,
-    VALIDATION,
+    MirroredCluster,
     Run,
-    description_of,
     expected,
-    meta_model,
-    mirrored_placement,
     one_thread,
     outcome,
 )
@@ -86,7 +81,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[RecoveringE
     return prepare
 
 
-class MadeUpMachines(LocalCluster):
+class MadeUpMachines(MirroredCluster):
     """A cluster whose workers send copies, as from a device with memory of its own."""
 
     def send(self, sender: int, peer: int, message: m.Message, payload: torch.Tensor | None) -> None:
@@ -114,22 +109,10 @@ def train(
     zero: int,
     seed: int = 0,
     faults: tuple[AnyFault, ...] = (),
-    kind: type[LocalCluster] = MadeUpMachines,
+    kind: type[MirroredCluster] = MadeUpMachines,
 ) -> tuple[Any, list[m.Damaged]]:
     """(what came out, what damaged workers said)."""
-    placement = mirrored_placement(run, mesh, zero)
-    made = kind(
-        run.job(),
-        placement,
-        description_of(run),
-        lambda: meta_model(run.model),
-        TRAIN,
-        VALIDATION,
-        seed=seed,
-        faults=faults,
-        policy=Policy(mirror_count=1),
-        uneven=bool(seed % 2),
-    )
+    made = kind(run, mesh, zero, seed=seed, faults=faults, uneven=bool(seed % 2))
     found: list[m.Damaged] = []
     damaged = made._controller.damaged
     made._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore

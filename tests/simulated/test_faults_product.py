@@ -6,18 +6,12 @@ import random
 
 import pytest
 
-from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.points import Point
-from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import Fault
 from tests.simulated.bits_cases import (
-    TRAIN,
-    VALIDATION,
+    MirroredCluster,
     Run,
-    description_of,
     expected,
-    meta_model,
-    mirrored_placement,
     one_thread,
     outcome,
 )
@@ -33,21 +27,10 @@ KINDS = ("kill", "stop", "term", "join", "replace")
 @one_thread()
 def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
     wanted = expected(RUN)
-    placement, description = mirrored_placement(RUN, mesh, zero), description_of(RUN)
     for order, point in enumerate(Point):
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
         fault = Fault(
             draw.randint(1, RUN.steps - 1), kind, draw.randrange(SIZES[mesh]), point.value, draw.randint(1, 2)
         )
-        cluster = LocalCluster(
-            RUN.job(),
-            placement,
-            description,
-            lambda: meta_model(RUN.model),
-            TRAIN,
-            VALIDATION,
-            seed=order,
-            faults=[fault],
-            policy=Policy(mirror_count=1),
-        )
+        cluster = MirroredCluster(RUN, mesh, zero, seed=order, faults=[fault])
         assert outcome(cluster.run()) == wanted, fault

@@ -14,16 +14,12 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.effects import Effect, Save
 from elaswave_spmd.recovery.writers import writers_of
 from elaswave_spmd.runtime.collect import collect_pages, is_complete
-from elaswave_spmd.testing import LocalCluster
 from elaswave_spmd.testing.faults import AnyFault, Fault
 from elaswave_spmd.testing.processes import Worker
 from tests.simulated.bits_cases import (
-    TRAIN,
-    VALIDATION,
+    MirroredCluster,
     Run,
     description_of,
-    meta_model,
-    mirrored_placement,
     one_thread,
     outcome,
     placement_of,
@@ -33,26 +29,16 @@ from tests.simulated.bits_cases import (
 RUN = Run(units=5, steps=12)
 
 
-class Saved(LocalCluster):
+class Saved(MirroredCluster):
     """A cluster of which all but one have to live on. Keeps what each worker saves, by mesh epoch."""
 
     def __init__(self, mesh: str, zero: int, least: int, faults: Sequence[AnyFault], seed: int) -> None:
         self.saves: list[Save] = []
         self.saved: dict[int, list[m.FinalPages]] = {}  # mesh epoch -> pages
         self.weights: dict[int, dict[str, np.ndarray]] = {}
-        placement = mirrored_placement(RUN, mesh, zero, 2)
         self.layout = description_of(RUN).layout
-        super().__init__(
-            RUN.job(),
-            placement,
-            description_of(RUN),
-            lambda: meta_model(RUN.model),
-            TRAIN,
-            VALIDATION,
-            seed=seed,
-            faults=faults,
-            policy=Policy(mirror_count=2, min_workers=least),
-        )
+        policy = Policy(mirror_count=2, min_workers=least)
+        super().__init__(RUN, mesh, zero, seed=seed, faults=faults, policy=policy)
 
     def _begin(self, worker: Worker, place: m.Place) -> None:
         super()._begin(worker, place)

@@ -7,20 +7,14 @@ from collections import Counter
 
 import pytest
 
-from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime import state
-from elaswave_spmd.testing import cluster
 from elaswave_spmd.testing.faults import AnyFault, Fault
-from elaswave_spmd.testing.piecewise import PiecewiseCluster, PiecewiseExecutor
+from elaswave_spmd.testing.piecewise import PiecewiseCluster
 from elaswave_spmd.testing.processes import LostStateError
 from tests.simulated.bits_cases import (
-    TRAIN,
-    VALIDATION,
+    MirroredCluster,
     Run,
-    description_of,
     expected,
-    meta_model,
-    mirrored_placement,
     one_thread,
     outcome,
 )
@@ -29,27 +23,19 @@ MESHES = [("pp2", 1), ("stages1-3", 1), ("dp2_pp2", 1), ("pp3", 1), ("dp2_pp2", 
 JOIN = Fault(2, "join", 0, "backward")
 
 
+class Overtaken(PiecewiseCluster, MirroredCluster):
+    """The workers of a run, others between any two pieces of a copy."""
+
+
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "Executor", PiecewiseExecutor)
     monkeypatch.setattr(state, "CHORE_ELEMENTS", 128)
 
 
 def train(mesh: str, zero: int, seed: int, faults: tuple[AnyFault, ...]) -> str:
     """How a run has ended: with the "bits" of the reference, or "lost" all copies of a page."""
     run = Run(units=5, steps=6)
-    made = PiecewiseCluster(
-        run.job(),
-        mirrored_placement(run, mesh, zero),
-        description_of(run),
-        lambda: meta_model(run.model),
-        TRAIN,
-        VALIDATION,
-        seed=seed,
-        faults=faults,
-        policy=Policy(mirror_count=1),
-        uneven=bool(seed % 2),
-    )
+    made = Overtaken(run, mesh, zero, seed=seed, faults=faults, uneven=bool(seed % 2))
     try:
         found = outcome(made.run())
     except LostStateError:

@@ -64,7 +64,7 @@ def taught(state: HeldState) -> tuple[m.PageState, Tensor]:
     """What the primary of a layer's first run sends of it."""
     part, sent = state.layers[LAYER][0], []
     message = m.PageState(1, *part.run.key, torch.arange(part.run.stop - part.run.first).float().numpy().tobytes())
-    job = teach(state, part, torch.zeros(2), message, [4, 6], lambda *what: sent.append(what))
+    job = teach(state, part, message, [4, 6], lambda *what: sent.append(what))
     pieces = sum(1 for _ in job)
     assert pieces > 3 and [peer for peer, _, _ in sent] == [4, 6] and sent[0][2] is sent[1][2]
     _, sent_message, payload = sent[0]
@@ -135,5 +135,5 @@ def test_the_loss_page_is_sent_as_it_is() -> None:
     (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
     sent, loss = [], torch.tensor([1.0, 2.5])
     message = m.PageState(1, 2, 5, 6, b"")
-    assert not list(teach(state, None, loss, message, [3], lambda *what: sent.append(what)))
+    assert not list(teach(state, loss, message, [3], lambda *what: sent.append(what)))
     assert sent == [(3, message, loss)]
