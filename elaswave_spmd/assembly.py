@@ -27,6 +27,7 @@ from elaswave_spmd.runtime.points import Visit
 from elaswave_spmd.runtime.port import Port
 from elaswave_spmd.runtime.recovering import RecoveringExecutor
 from elaswave_spmd.runtime.stage import StagePrograms, program_args
+from elaswave_spmd.runtime.stage_group import StageGroup
 from elaswave_spmd.runtime.state import Saved
 from elaswave_spmd.runtime.xla_island import XlaIsland
 from elaswave_spmd.runtime.xla_programs import XlaPrograms
@@ -221,6 +222,7 @@ def make_executor(
     visit: Visit,
     saved: Saved | None,
     programs: StagePrograms,
+    group: StageGroup | None,
 ) -> RecoveringExecutor:
     """The executor of one worker: only its own layers get memory.
 
@@ -231,6 +233,7 @@ def make_executor(
         visit: told of the points that a step passes.
         saved: the state that a resumed run begins with.
         programs: as `make_programs` gives them.
+        group: of its stage, for new parameters; None: links alone.
     """
     return RecoveringExecutor(
         rank,
@@ -247,6 +250,7 @@ def make_executor(
         place_of=place_of,
         visit=visit,
         saved=saved,
+        group=group,
     )
 
 

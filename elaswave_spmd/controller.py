@@ -20,6 +20,7 @@ from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.frequencies import Frequencies
+from elaswave_spmd.groups import Groups
 from elaswave_spmd.launching import data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
 from elaswave_spmd.observe import MetricsLine, RunObserver, weights_sha256
@@ -47,6 +48,7 @@ from elaswave_spmd.runtime.mailbox import Envelope, Mailbox, PeerClosed, Request
 from elaswave_spmd.runtime.zygote import Zygote
 from elaswave_spmd.scheduling.holders import HolderRun
 from elaswave_spmd.settings import Settings
+from elaswave_spmd.skipped import SkippedSteps
 from elaswave_spmd.start import Start, open_run, run_info
 from elaswave_spmd.stopping import Stopping
 from elaswave_spmd.summary import RunRecord, make_summary
@@ -147,6 +149,7 @@ class Controller:
         self._links = Links(
             CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
         )
+        self._groups = Groups(settings, self._host, observer)
         self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
         self._protocol = ControllerProtocol(
             plan.placement,
@@ -166,7 +169,7 @@ class Controller:
         self._events = EpochEvents(observer, plan.description.layout, 4 * kinds_of_state)
         self._copies = CopyWatch(observer, lambda rank, why: self._perform(self._protocol.lost(rank, why)))
         self._finished: dict[int, m.Finished] = {}
-        self._skipped_in_a_row = 0
+        self._skipped = SkippedSteps(observer, settings.optim.max_skipped)
         self._committed_at = 0.0
         self._next_rank = max(plan.placement.mesh.members) + 1
         self._workers: dict[int, int | None] = {}  # started, neither lost nor let go; process id, None: elsewhere
@@ -212,6 +215,7 @@ class Controller:
         finally:
             self._control.close()
             self._links.close()
+            self._groups.close()
             self._durability.close()
             self._supervision.close()
 
@@ -231,6 +235,7 @@ class Controller:
             "checkpoints": self._durability.orders().to_dict(),
             "trace": str(self._observer.run_dir.path) if settings.run.trace else None,
             "frequencies": self._frequencies.cells,
+            "groups": self._groups.address,
         }
         for rank in mesh.members:
             self._start_worker(rank)
@@ -310,6 +315,8 @@ class Controller:
             case m.Damaged():
                 self._copies.damaged(message)
                 self._perform(protocol.damaged(message))
+            case m.GroupLost():
+                self._groups.lost(message)
             case m.LinkClosed():
                 self._losses.link_closed(message.rank, message.peer)
             case m.Failed():
@@ -365,21 +372,12 @@ class Controller:
             workers=self._protocol.placement.mesh.num_workers,
         )
         self._committed_at = now
+        self._groups.committed(applied)
         self._events.committed(line)
         self._record.add_step(line, after_validation=self._plan.job.validates_at(applied.step - 1))
         self._observer.on_step(line)
         self._rescheduler.committed(applied.step)
-        if applied.updated:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        message = f"step {applied.step}: gradient not finite, no update"
-        self._observer.on_event("skip", step=applied.step, message=message)
-        if self._skipped_in_a_row >= self._plan.settings.optim.max_skipped:
-            raise RunError(
-                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row (optim.max_skipped); "
-                f"last: step {applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
-            )
+        self._skipped.committed(applied)
 
     def _validated(self, step: int, total: float) -> None:
         job = self._plan.job

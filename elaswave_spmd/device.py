@@ -19,7 +19,7 @@ from elaswave_spmd.runtime.devices import (
     device_of,
 )
 from elaswave_spmd.runtime.zygote import Method
-from elaswave_spmd.runtime_settings import EMULATED
+from elaswave_spmd.runtime_settings import EMULATED, GROUP
 from elaswave_spmd.settings import Settings
 
 _INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -60,16 +60,35 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
 
     Raises:
         ConfigError: the machine lacks something that the device needs; a variable is set to a value that contradicts
-            the settings; several devices for each worker, where a worker has one; `runtime.compile` where it cannot be.
+            the settings; several devices for each worker, where a worker has one; `runtime.compile` or
+            `runtime.collectives=group` where it cannot be.
     """
     machine, kind = machine or ThisMachine(), kind_of(settings)
     check_usable(kind.name, machine, also=(EMULATED,))
     island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
+    check_collectives(settings)
     environment, preload = kind.environment(machine.environment, island), kind.capabilities.preload
     if settings.runtime.compile:
         check_compile(settings, machine)
         environment, preload = environment | _INDUCTOR, (*preload, _COMPILER)
     return WorkerStart(environment, preload, "fork" if kind.capabilities.forks else "spawn")
+
+
+def check_collectives(settings: Settings) -> None:
+    """Refuses `runtime.collectives=group` where a device's memory has no library for it.
+
+    Raises:
+        ConfigError: such a device.
+    """
+    if settings.runtime.collectives != GROUP or kind_of(settings).capabilities.collectives is not None:
+        return
+    raise ConfigError(
+        "a process group copies from and to the memory of a device that its library knows",
+        got=f"runtime.device={settings.runtime.device}",
+        where="runtime.collectives=group",
+        exists=", ".join(name for name in device_names() if device_of(name).capabilities.collectives),
+        fix="runtime.collectives=links",
+    )
 
 
 def check_compile(settings: Settings, machine: Machine) -> None:

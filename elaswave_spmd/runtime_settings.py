@@ -12,6 +12,8 @@ EMULATED = "emulated"
 DEVICES = ("cpu", "cuda", "npu", "xla", EMULATED)
 DTYPES = ("fp32", "bf16")
 TRANSPORTS = ("ipc", "tcp")
+LINKS, GROUP = "links", "group"
+COLLECTIVES = (LINKS, GROUP)
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,9 @@ class RuntimeSettings:
 
     `threads_per_worker`, `dtype` and `compile` (layer programs are made by torch.compile) are part of a run's identity:
     other values, other bits.
+
+    `collectives`: how new parameters get to the other workers of a stage: over links, or through a process group of the
+    device's library (NCCL, HCCL; gloo on the CPU) while there is one and links otherwise. The bits are the same.
 
     Several machines: the controller opens a store at `rendezvous` (HOST:PORT, HOST its own machine as the others know
     it) and waits up to `agents_timeout` seconds for `agents` agents. `local_workers` of the mesh's workers run beside
@@ -34,6 +39,7 @@ class RuntimeSettings:
     transport: str = "ipc"
     activation_checkpointing: bool = False
     compile: bool = False
+    collectives: str = LINKS
     host: str | None = None
     rendezvous: str | None = None
     agents: int = 0
@@ -48,6 +54,7 @@ class RuntimeSettings:
         checks.choice("runtime.transport", self.transport, TRANSPORTS)
         checks.flag("runtime.activation_checkpointing", self.activation_checkpointing)
         checks.flag("runtime.compile", self.compile)
+        checks.choice("runtime.collectives", self.collectives, COLLECTIVES)
         if self.host is not None:
             checks.text("runtime.host", self.host)
         if self.rendezvous is not None:

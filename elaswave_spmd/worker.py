@@ -23,6 +23,7 @@ from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.frequency import FrequencyCell
+from elaswave_spmd.runtime.group_store import group_of
 from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.layer_times import Row
@@ -32,6 +33,7 @@ from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import LinkPort, Stopped
 from elaswave_spmd.runtime.stage import StagePrograms
+from elaswave_spmd.runtime.stage_group import GroupedPublications, StageGroup
 from elaswave_spmd.scheduling.costs import CostModel
 from elaswave_spmd.settings import Settings
 from elaswave_spmd.tracing import TracedPort, open_trace
@@ -39,6 +41,7 @@ from elaswave_spmd.tracing import TracedPort, open_trace
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
 _COPYING_S = 5e-5  # between two looks at payloads that are on their way to host memory
+_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between looks at what is under way in a group
 
 
 def main(spec: dict[str, Any]) -> int:
@@ -47,7 +50,8 @@ def main(spec: dict[str, Any]) -> int:
     Args:
         spec: plain data: rank, life_fd (from the zygote); settings, data, controller (address), directory, token,
             host (address of its machine), latch (path and slot, or None), costs (a profile's JSON, or None),
-            trace (the run's directory, or None), frequencies (directory of their cells, or None).
+            trace (the run's directory, or None), frequencies (directory of their cells, or None), groups (address of
+            the store where groups of stages meet, or None).
 
     Returns: the exit code.
     """
@@ -71,7 +75,8 @@ def main(spec: dict[str, Any]) -> int:
     orders = CheckpointOrders(**spec["checkpoints"])
     trace = open_trace(spec.get("trace"), rank)
     frequency = FrequencyCell(cells, rank) if (cells := spec.get("frequencies")) else None
-    worker = Worker(rank, settings, device, links, mailbox, probe, orders, trace, frequency)
+    group = group_of(device, store, settings.timeouts.group) if (store := spec.get("groups")) else None
+    worker = Worker(rank, settings, device, links, mailbox, probe, orders, trace, frequency, group)
     try:
         links.connect(CONTROLLER, spec["controller"])
         costs = CostModel.from_json(spec["costs"]) if spec["costs"] else None
@@ -115,8 +120,9 @@ class Worker:
         orders: CheckpointOrders,
         trace: TracePart | None = None,
         frequency: Callable[[], float] | None = None,
+        group: StageGroup | None = None,
     ) -> None:
-        self._rank, self._settings, self._device = rank, settings, device
+        self._rank, self._settings, self._device, self._group = rank, settings, device, group
         self._links, self._mailbox = links, mailbox
         self._trace, self._frequency = trace, frequency or (lambda: 1.0)
         self._probe, self._link_told = probe, False
@@ -166,6 +172,7 @@ class Worker:
             self._visit,
             saved,
             self._programs,
+            self._group,
         )
         if self._trace is not None:
             executor.trace(self._trace.action)
@@ -179,18 +186,21 @@ class Worker:
         for what in executor.run():
             progress.waiting, progress.action = True, what
             began = time.perf_counter()
-            if not self._wait(port):
+            if not self._wait(port, executor.replica.parameters.grouped):
                 raise Stopped
             if self._trace is not None:
                 self._trace.wait(what, began, time.perf_counter())
             progress.waiting = False
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
 
-    def _wait(self, port: LinkPort) -> bool:
+    def _wait(self, port: LinkPort, grouped: GroupedPublications) -> bool:
         """Until something has come; False: nothing did, and without a controller it has waited long enough."""
-        while port.is_copying():
-            if self._mailbox.wait(_COPYING_S):
+        pauses = iter(_GROUP_S)
+        while (copying := port.is_copying()) or not grouped.idle:
+            if grouped.has_news or self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
                 return True
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                return False
         return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
 
     def _orphaned(self, executor: Executor) -> None:

@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-HolderRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
-"""(layer, first page, stop page, primary, mirrors, learners): scheduling.holders.to_rows."""
+from elaswave_spmd.recovery.message_parts import HolderRow, StepHeld, Work
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -106,7 +105,7 @@ class Vote(Message, frozen=True):
     """VOTE(step, epoch): the sender is at step - 1 and holds the entries of all pages it holds.
 
     `norm` is the expansion (scheduling.exact) of the norm values of its primary pages; `loss` the step's loss, from the
-    primary of the loss page.
+    primary of the loss page. `grouped`: the group of its stage (runtime.stage_group) can be used to publish this step.
     """
 
     step: int
@@ -114,6 +113,16 @@ class Vote(Message, frozen=True):
     sender: int
     norm: tuple[float, ...]
     loss: float | None = None
+    grouped: bool = False
+
+
+class GroupLost(Message, frozen=True):
+    """To the other members of the sender's stage, and the controller: their group of `epoch` has failed, for a reason
+    in words, and is not used again in it."""
+
+    epoch: int
+    sender: int
+    reason: str = ""
 
 
 class Ready(Message, frozen=True):
@@ -126,45 +135,6 @@ class Ready(Message, frozen=True):
     address: str
     latched: bool = False
     compiled: int = 0
-
-
-class StepHeld(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker has of one step that is not decided. Everything in it is a pure function of (run, step, id).
-
-    Args:
-        assigned: units that it regards as its own on its stage.
-        computed: units whose backward it has done, through all layers of its stage.
-        forwarded: units with a saved forward whose backward is not done.
-        activations: (layer, unit): outgoing activations that it keeps; `layer` is the consumer's first.
-        gradients: (layer, unit): outgoing gradients that it keeps, of the output of `layer`, the consumer's last.
-        nodes: layer -> tree nodes whose sum it keeps for the whole layer, but for pages that it is the primary of.
-        trees: (layer, first, stop, use, nodes): of runs that it is the primary of, the nodes held of `use`'s tree.
-        entries: runs (layer, first, stop) whose entry it holds.
-    """
-
-    step: int
-    assigned: tuple[int, ...] = ()
-    computed: tuple[int, ...] = ()
-    forwarded: tuple[int, ...] = ()
-    activations: tuple[tuple[int, int], ...] = ()
-    gradients: tuple[tuple[int, int], ...] = ()
-    nodes: dict[int, tuple[tuple[int, int], ...]] = {}
-    trees: tuple[tuple[int, int, int, int, tuple[tuple[int, int], ...]], ...] = ()
-    entries: tuple[tuple[int, int, int], ...] = ()
-
-
-class Work(msgspec.Struct, frozen=True, array_like=True):
-    """One line of a salvage plan: `worker` runs `unit` through `stage`.
-
-    `forward`: it has to run forward (else the saved one serves). `backward`: 0 none, 1 for the gradient of its input
-    only, 2 in full.
-    """
-
-    stage: int
-    unit: int
-    worker: int
-    forward: bool
-    backward: int
 
 
 class Status(Message, frozen=True):
@@ -270,7 +240,8 @@ class Wanted(Message, frozen=True):
 
 
 class Applied(Message, frozen=True):
-    """Worker to controller: it is at version `step`. `updated` is False when the gradient was not finite."""
+    """Worker to controller: it is at version `step`. `updated` is False when the gradient was not finite; `grouped`: it
+    was published through the groups of the stages."""
 
     step: int
     epoch: int
@@ -278,6 +249,7 @@ class Applied(Message, frozen=True):
     loss: float
     grad_norm: float
     updated: bool
+    grouped: bool = False
 
 
 class Measured(Message, frozen=True):
@@ -364,6 +336,7 @@ AnyMessage: TypeAlias = (
     | PageState
     | Need
     | Vote
+    | GroupLost
     | Ready
     | Prepare
     | Status

@@ -37,6 +37,8 @@ class Timeouts:
         leave: from a worker's wish to leave (SIGTERM) until it is let go; then it counts as failed. While it has state
             that nobody else has, it is waited for.
         controller: how long workers wait for a lost controller before they write a checkpoint and end.
+        group: of making a stage's process group once all its members are there, and of what goes through it: then links
+            take over.
         shutdown: how long workers may take to end, checkpoint included, before they are killed.
 
     Raises:
@@ -52,6 +54,7 @@ class Timeouts:
     join: float = 120.0
     leave: float = 10.0
     controller: float = 5.0
+    group: float = 30.0
     shutdown: float = 30.0
 
     def __post_init__(self) -> None:

@@ -28,12 +28,14 @@ class SendVote:
 class Apply:
     """Apply the step's entries to every held page, then publish. The step is decided: it cannot be undone.
 
-    `finite` False: the gradient's norm is not finite; the version advances and the state stays.
+    `finite` False: the gradient's norm is not finite; the version advances and the state stays. `grouped`: all members
+    know that all publish it through the groups of their stages.
     """
 
     step: int
     loss: float
     norm: float
+    grouped: bool = False
 
     @property
     def finite(self) -> bool:
@@ -71,7 +73,9 @@ class WorkerProtocol:
     version: int = 0
     restored: int = 0  # the version of the checkpoint that all began with: nobody is behind it, nobody votes for it
     promised: int = -1  # the highest epoch whose PREPARE was answered
+    group_ready: bool = False  # the driver has a group of its stage in this epoch
     _computed: int = 0
+    _entered_at: int = 0  # the highest version of any member when this epoch began
     _missing: dict[int, set[RunKey]] = field(default_factory=dict)
     _norms: dict[int, dict[RunKey, tuple[float, ...]]] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
@@ -80,7 +84,7 @@ class WorkerProtocol:
     _filed: dict[int, list[Publish]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._computed = self.version
+        self._computed = self._entered_at = self.version
         self._take_place()
 
     def _take_place(self) -> None:
@@ -202,7 +206,8 @@ class WorkerProtocol:
         if self.version < highest_version:
             self._missing[highest_version] = set()  # what it lacks are runs that it learns: their state comes later
         self._votes.clear()
-        self._computed = highest_version
+        self._computed = self._entered_at = highest_version
+        self.group_ready = False
 
     def votes_again(self) -> list[Effect]:
         """Sends its votes for the step last applied and the step last voted for, now in this epoch; takes early ones.
@@ -245,7 +250,9 @@ class WorkerProtocol:
         norms = self._norms.get(step, {})
         own = (value for run in sorted(self._primary) if run != self.loss_run for value in norms[run])
         loss = self._losses.get(step) if self.loss_run in self._primary else None
-        return Vote(step, self.epoch, self.rank, expansion(own), loss)
+        # In a step that somebody has applied already, not all would be there to publish.
+        grouped = self.group_ready and step > self._entered_at
+        return Vote(step, self.epoch, self.rank, expansion(own), loss, grouped)
 
     def _decide(self) -> list[Effect]:
         """With all votes of the epoch the step is decided: advance the version and apply, in one transition."""
@@ -258,7 +265,8 @@ class WorkerProtocol:
         self.version = step
         self._losses[step] = loss
         self._forget(step)
-        effects: list[Effect] = [Apply(step, loss, math.sqrt(total) if total >= 0 else math.nan)]
+        norm, grouped = math.sqrt(total) if total >= 0 else math.nan, all(v.grouped for v in votes.values())
+        effects: list[Effect] = [Apply(step, loss, norm, grouped)]
         return [*effects, *map(Install, self._filed.pop(step, ()))]
 
     def _forget(self, step: int) -> None:

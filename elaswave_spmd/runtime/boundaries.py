@@ -34,15 +34,14 @@ class Send(Protocol):
 
 
 class Boundaries:
-    """The boundary tensors of one worker.
+    """The boundary tensors of one worker. What was sent is kept until its step is decided.
 
     Args:
         device: where they lie, those that came too.
-        keep: keep what was sent until its step is decided (salvage.boundaries=keep).
     """
 
-    def __init__(self, rank: int, send: Send, device: Device, *, keep: bool) -> None:
-        self._rank, self._send, self._device, self._keep = rank, send, device, keep
+    def __init__(self, rank: int, send: Send, device: Device) -> None:
+        self._rank, self._send, self._device = rank, send, device
         self._received: dict[BoundaryKey, Tensor] = {}
         self._kept: dict[BoundaryKey, Tensor] = {}
         self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since STATUS
@@ -50,7 +49,7 @@ class Boundaries:
     def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
         """To the unit's worker on the next stage; None: nobody needs it now, but somebody may later."""
         key = _key(message)
-        if (self._keep or self._used is not None) and key.kind != VALIDATION:
+        if key.kind != VALIDATION:
             self._kept[key] = tensor
         if peer == self._rank:
             self._received[key] = tensor
@@ -63,6 +62,10 @@ class Boundaries:
 
     def __contains__(self, key: BoundaryKey) -> bool:
         return key in self._received
+
+    def of(self, kind: str, step: int, layer: int) -> Callable[[int], bool]:
+        """Tells of a unit whether its tensor of this kind has come."""
+        return lambda unit: BoundaryKey(kind, step, unit, layer) in self._received
 
     def pop(self, key: BoundaryKey) -> Tensor:
         tensor = self._received.pop(key)

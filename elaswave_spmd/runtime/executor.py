@@ -7,13 +7,13 @@ placement, and when a step may be applied in the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from elaswave_spmd.keyed import Init
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.accounting import peak_bytes, state_bytes
-from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries, BoundaryKey
+from elaswave_spmd.runtime.boundaries import ACTIVATION, GRADIENT, Boundaries
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.epoch import Epoch
 from elaswave_spmd.runtime.job import Job
@@ -25,8 +25,9 @@ from elaswave_spmd.runtime.port import Incoming, Port, Stopped
 from elaswave_spmd.runtime.replica import Replica
 from elaswave_spmd.runtime.salvaging import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
 from elaswave_spmd.runtime.stage import Batches, StagePrograms
+from elaswave_spmd.runtime.stage_group import StageGroup
 from elaswave_spmd.runtime.state import Saved
-from elaswave_spmd.runtime.units import EpochChangedError, Modules, Traced, UnitRunner, Waiting
+from elaswave_spmd.runtime.units import EpochChangedError, Modules, Traced, UnitRunner, Waits
 from elaswave_spmd.scheduling.actions import FORWARD, Action, actions_of
 from elaswave_spmd.sharding.pages import ModelLayout
 
@@ -40,10 +41,9 @@ class Executor:
         modules: makes this worker's layers; their parameters are replaced by views of flat buffers.
         programs: runs layers, one at a time, on tensors of `device`.
         inits: owned parameter name -> initial distribution.
-        train, validation, port: the data, and the way out.
-        visit: told of the points that a step passes.
-        keep_boundaries: keep boundary tensors until their step is decided.
+        train, validation, port, visit: the data, the way out, and who is told of the points that a step passes.
         saved: the state that a first mesh beyond version 0 begins with.
+        group: of its stage, for new parameters; None: links alone.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Executor:
         *,
         place_of: Callable[[m.Place], Epoch],
         visit: Visit = pass_by,
-        keep_boundaries: bool = True,
         saved: Saved | None = None,
+        group: StageGroup | None = None,
     ) -> None:
         self.rank, self.job, self.layout = rank, job, layout
         self._port, self._inits, self._validation, self._place_of = port, inits, validation, place_of
@@ -72,11 +72,12 @@ class Executor:
         self.measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = lambda step, rows, memory: None
         """Told after every step what its layer programs took, and what new ones keep."""
         self.save: Callable[[], None] = lambda: None  # called when the run is about to stop: write the state as it is
-        self._boundaries = Boundaries(rank, port.send, device, keep=keep_boundaries)
+        self._boundaries = Boundaries(rank, port.send, device)
         runs = modules, programs, device, train, self._boundaries
         self._units = UnitRunner(job, layout, *runs, self._until, self._take, visit)
         self.values = self._units.values
-        self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, device, port.send, visit)
+        ways = device, port.send, visit, group
+        self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, *ways)
         self._units.reducer = self.replica.reducer
         self._begun: StepUnderWay | None = None
         self._todo: dict[int, Todo] | None = None
@@ -126,7 +127,7 @@ class Executor:
         # Sharded parameters that were dropped after this worker's last unit stay dropped if nothing is left for it.
         needed = self._todo is None or self._todo or self._validate_due >= 0
         wanted = [ly for ly in self._layers if needed or self.values[ly].dropped_at != epoch.version]
-        self.replica.ask_for(wanted, epoch.version)
+        self.replica.parameters.refresh(wanted, epoch.version)
         self.replica.resume()
 
     def _stages_of_interest(self) -> set[int] | None:
@@ -184,7 +185,7 @@ class Executor:
 
     # ---- the loop
 
-    def run(self) -> Generator[Waiting, None, None]:
+    def run(self) -> Waits:
         """The whole run; yields what it waits for. It never ends by itself: the controller says when, by Stop.
 
         When all steps are applied the final pages are sent, and sent again by others if their sender is lost.
@@ -202,7 +203,7 @@ class Executor:
                 assert self._place is not None
                 self._enter(self._place)
 
-    def _train_on(self) -> Generator[Waiting, None, None]:
+    def _train_on(self) -> Waits:
         while True:
             if self._validate_due == self.version:
                 if self._prepare is not None and self._at_once(self._prepare):
@@ -242,7 +243,7 @@ class Executor:
         sizes = self.state_bytes(), peak_bytes(self.device)
         self._port.send(CONTROLLER, m.Finished(self.rank, self.placement.mesh.epoch, *sizes))
 
-    def _run_step(self, step: int) -> Generator[Waiting, None, None]:
+    def _run_step(self, step: int) -> Waits:
         if self._planned is None or self._planned[0] < step:
             self._todo = None
         if self._planned is not None and self._planned[0] > step:  # others have applied this one
@@ -256,8 +257,10 @@ class Executor:
             yield from self._salvage(step, self._todo)
         for layer in self._layers:
             if self.values[layer].dropped_at != step - 1:
-                settled = partial(self.replica.needs_no_more, layer, step - 1)
+                settled = partial(self.replica.parameters.needs_no_more, layer, step - 1)
                 yield from self._until(settled, "parameters of layer", layer)
+        if not (grouped := self.replica.parameters.grouped).idle:
+            yield from self._until(lambda: grouped.idle, "what a group copies before step", step)
         self.replica.computed(step)
         yield from self._until(lambda: self.version >= step, "votes of step", step)
         self._boundaries.forget(step)
@@ -276,7 +279,7 @@ class Executor:
         reducer.begin_step(step, () if self._begun.alone else units)
         self._units.begin_step(step, sorted(units))
 
-    def _as_placed(self, step: int) -> Generator[Waiting, None, None]:
+    def _as_placed(self, step: int) -> Waits:
         """The step as the placement has it."""
         if self._actions is None:
             self._actions = actions_of(self.placement, self.rank)
@@ -288,7 +291,7 @@ class Executor:
             if self._place is not None:
                 raise EpochChangedError
 
-    def _salvage(self, step: int, todo: dict[int, Todo]) -> Generator[Waiting, None, None]:
+    def _salvage(self, step: int, todo: dict[int, Todo]) -> Waits:
         """What is left of a step, in whatever order it can be done: no two workers' lists have to fit together."""
         while todo:
             yield from self._until(lambda: self._ready(step, todo) is not None, "inputs to salvage step", step)
@@ -309,24 +312,19 @@ class Executor:
 
     def _ready(self, step: int, todo: dict[int, Todo]) -> int | None:
         """A unit whose next action has its input: a backward if there is one."""
-
-        def has(kind: str, layer: int) -> Callable[[int], bool]:
-            return lambda unit: BoundaryKey(kind, step, unit, layer) in self._boundaries
-
-        activation = has(ACTIVATION, self._layers.start) if self._stage else lambda _: True
-        gradient = (lambda _: True) if self._is_last else has(GRADIENT, self._layers.stop - 1)
+        has = self._boundaries.of
+        activation = has(ACTIVATION, step, self._layers.start) if self._stage else lambda _: True
+        gradient = (lambda _: True) if self._is_last else has(GRADIENT, step, self._layers.stop - 1)
         return next_ready(todo, activation, gradient)
 
-    def _forward(self, step: int, unit: int, *, saves: bool = True) -> Generator[Waiting, None, None]:
+    def _forward(self, step: int, unit: int, *, saves: bool = True) -> Waits:
         yield from self._units.forward(step, unit, lambda: self._peer(step, self._stage + 1, unit), saves=saves)
 
-    def _backward(
-        self, step: int, unit: int, backward: int = FULL, *, alone: bool = False, last: bool = False
-    ) -> Generator[Waiting, None, None]:
+    def _backward(self, step: int, unit: int, what: int = FULL, *, alone: bool = False, last: bool = False) -> Waits:
         peer = lambda: self._peer(step, self._stage - 1, unit)  # noqa: E731  (asked when the gradient is there)
         drop = last and self.replica.drops_params
-        yield from self._units.backward(step, unit, peer, weights=backward == FULL, alone=alone, drop=drop)
-        if backward == FULL:
+        yield from self._units.backward(step, unit, peer, weights=what == FULL, alone=alone, drop=drop)
+        if what == FULL:
             assert self._begun is not None
             self._begun.computed.add(unit)
             if not alone:
@@ -338,7 +336,7 @@ class Executor:
             return next((w.worker for w in self._planned[1] if (w.stage, w.unit) == (stage, unit)), None)
         return self.placement.worker_of_unit(stage, unit)
 
-    def _validate(self, version: int) -> Generator[Waiting, None, None]:
+    def _validate(self, version: int) -> Waits:
         """A read-only pass at a version: units dealt in turn to each stage's workers, losses to the controller."""
         assert self._validation is not None
         members, units, losses = self.placement.mesh.stages[self._stage], [], []
@@ -356,7 +354,7 @@ class Executor:
         # Afterwards the parameters move on: a loss that went down with its worker could not be computed again.
         yield from self._until(lambda: self._validated >= version, "the end of validation", version)
 
-    def _until(self, ready: Callable[[], bool], what: str, number: int) -> Generator[Waiting, None, None]:
+    def _until(self, ready: Callable[[], bool], what: str, number: int) -> Waits:
         self._take()
         while not ready():
             if self._place is not None:
@@ -368,6 +366,7 @@ class Executor:
     def _take(self) -> None:
         for incoming in self._port.take():
             self._handle(incoming)
+        self.replica.collect()
 
     def _handle(self, incoming: Incoming) -> None:
         message, payload = incoming.message, incoming.payload

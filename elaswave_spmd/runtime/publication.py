@@ -10,7 +10,7 @@ from torch import Tensor
 from elaswave_spmd.recovery.messages import Message, Need, Publish
 from elaswave_spmd.runtime.buffers import ValueBuffer
 from elaswave_spmd.runtime.state import LEARNING, HeldRun, HeldState
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
 from elaswave_spmd.sharding.pages import Block, LayerLayout, ModelLayout
 
 Send = Callable[[int, Message, Tensor | None], None]
@@ -58,8 +58,17 @@ class Publisher:
                     if a < b and self._rank not in run.holders:
                         self._send(run.primary, Need(version, owner, a, b), None)
 
-    def publish(self, layer: int, version: int) -> None:
-        """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie."""
+    def publish(
+        self, layer: int, version: int, reached: Callable[[RunKey], Collection[int]] = lambda key: ()
+    ) -> dict[RunKey, Tensor]:
+        """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie.
+
+        Args:
+            reached: who gets the values of a run in another way, and is not sent them.
+
+        Returns: the values of the runs that this worker is the primary of and others read.
+        """
+        payloads: dict[RunKey, Tensor] = {}
         for part in self._state.layers.get(layer, ()):
             if part.version != version:  # a learner without state yet
                 continue
@@ -69,8 +78,14 @@ class Publisher:
                 continue
             payload = self._payload(part)
             self._install_readers(message, payload)
-            for peer in peers or ():
-                self._send(peer, message, payload)
+            if not peers:
+                continue
+            payloads[part.run.key] = payload
+            others = reached(part.run.key)
+            for peer in peers:
+                if peer not in others:
+                    self._send(peer, message, payload)
+        return payloads
 
     def refresh(self, layers: Collection[int]) -> None:
         """Brings what is held here to the compute buffers of these layers, after they or their holders changed."""

@@ -5,7 +5,7 @@ Drives the protocol (ids and norms, no tensors) with what arrives, and does to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from elaswave_spmd.runtime.job import Job
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.numerics import page_norm_values
 from elaswave_spmd.runtime.optimizers import clip_divisor
+from elaswave_spmd.runtime.parameters import Parameters
 from elaswave_spmd.runtime.points import Point, Visit
-from elaswave_spmd.runtime.publication import Publisher
 from elaswave_spmd.runtime.reduction import GradientReducer
 from elaswave_spmd.runtime.run_parts import contains, cut
+from elaswave_spmd.runtime.stage_group import StageGroup
 from elaswave_spmd.runtime.state import LEARNING, HeldState, Saved
 from elaswave_spmd.runtime.teaching import learn, teach
 from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
@@ -39,6 +40,7 @@ class Replica:
         values: compute buffers of the layers that this worker computes; the executor changes it between epochs.
         version: the step that the state is at when this worker becomes a member.
         device: where state and sums lie.
+        group: of this worker's stage, for parameters; None: links alone.
         visit: told of the points that a step passes (for faults to be injected, and progress).
     """
 
@@ -53,6 +55,7 @@ class Replica:
         device: Device,
         send: Send,
         visit: Visit,
+        group: StageGroup | None = None,
     ) -> None:
         self.rank, self._job, self._layout, self._values = rank, job, layout, values
         self._send, self._visit = send, visit
@@ -77,11 +80,11 @@ class Replica:
         self._forwarded: set[tuple[int, RunKey, int]] = set()  # (step, run, receiver) of entries sent
         self._taught: set[tuple[RunKey, int]] = set()  # (run, learner) whose state was sent
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them
-        self._published: dict[m.Publish, Tensor] = {}
+        where = device.place, job.torch_dtype
+        self.parameters = Parameters(rank, layout, values, self.state, *where, send, self._unsure, group)
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self.chores = Chores()
         """Copies of state that is taught and learned, for whenever this worker waits."""
-        self._needs: list[tuple[int, m.Need]] = []
         self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
         self._runs: dict[RunKey, HolderRun] = {}
@@ -98,7 +101,7 @@ class Replica:
         Args:
             holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
-        self.placement, self._holder_runs = placement, holder_runs
+        self.placement = placement
         self._written.clear()
         held, before = held_runs(holder_runs, self.rank), self._runs
         self._loss_key = next((r.key for r in held if self._is_loss(r)), None)
@@ -116,9 +119,7 @@ class Replica:
         members = placement.mesh.members
         self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)
         self.state.rebind((r for r in held if not self._is_loss(r)), self._values)
-        self._publisher = Publisher(
-            self.rank, placement, self._layout, self._values, self.state, self._job.torch_dtype, self._send
-        )
+        self.parameters.bind(placement, holder_runs, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
         self.reducer.bind(holder_runs, layers, self.protocol.version + 1, self._unsure)
         for step, entries in self._entries.items():
@@ -139,7 +140,7 @@ class Replica:
         early, self._early = self._early, []
         for sender, message, payload in early:
             self.handle(sender, message, payload)
-        self._answer_needs()
+        self.parameters.answer()
         self._perform(self.protocol.votes_again())
         self.report_learned()
 
@@ -150,25 +151,14 @@ class Replica:
             return torch.from_numpy(materialize(inits[name], self._job.seed, name, first, stop))
 
         self.state.initialise(draw)
-        for layer in self._layers:
-            self._publisher.publish(layer, 0)
+        for layer in self.parameters.layers:
+            self.parameters.publish(layer, 0)
 
     def restore(self, saved: Saved) -> None:
         """All held pages as they were saved at the version that the run goes on from, published."""
         self.state.restore(saved, self.protocol.version)
-        for layer in self._layers:
-            self._publisher.publish(layer, self.protocol.version)
-
-    def ask_for(self, layers: Collection[int], version: int) -> None:
-        """Has these layers' compute buffers brought to a version: from what is held here, and from the primaries."""
-        self._publisher.refresh(layers)
-        for layer in layers:
-            if not self._values[layer].is_at(version):
-                self._publisher.asks(self._holder_runs, layer, version)
-
-    def needs_no_more(self, layer: int, version: int) -> bool:
-        """Whether nothing at `version` is to come for a layer's compute buffer: all is there, or a step ahead."""
-        return self._values[layer].is_at(version) or self._publisher.will_reach(layer, version, self._published)
+        for layer in self.parameters.layers:
+            self.parameters.publish(layer, self.protocol.version)
 
     def teach(self) -> None:
         """Between two steps: the state of primary runs goes to those who are to learn them, before the next vote."""
@@ -213,6 +203,11 @@ class Replica:
                 found |= cut(self._layout, self._runs, key, entry)
             self._entries[step] = found
 
+    def collect(self) -> None:
+        """Whatever has come through the group of the stage."""
+        self.parameters.collect()
+        self.protocol.group_ready = self.parameters.grouped.ready
+
     # ---- messages
 
     def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
@@ -228,10 +223,12 @@ class Replica:
                 self._perform(self.protocol.vote_received(message))
             case m.Publish():
                 assert payload is not None
-                self._published[message] = payload
+                self.parameters.file(message, payload)
                 self._perform(self.protocol.publish_received(message))
             case m.Need():
-                self._needed(sender, message)
+                self.parameters.needed(sender, message)
+            case m.GroupLost():
+                self.parameters.group_lost(message)
             case m.PageState():
                 assert payload is not None
                 self._state_received(sender, message, payload)
@@ -275,21 +272,6 @@ class Replica:
             self.report_learned()
             return
         self.chores.add(learn(self.state, message, payload, self.protocol, self.report_learned))
-
-    def _needed(self, sender: int, need: m.Need) -> None:
-        """What cannot be answered yet, in this version or mesh epoch, will be.
-
-        Who asks in the next mesh epoch, in which a lost link is made again, may be there first.
-        """
-        if need.step < self.protocol.version:
-            return
-        if sender in self._unsure or not self._publisher.answer(sender, need):
-            self._needs.append((sender, need))
-
-    def _answer_needs(self) -> None:
-        needs, self._needs = self._needs, []
-        for sender, need in needs:
-            self._needed(sender, need)
 
     # ---- reduction, commit, publication
 
@@ -340,13 +322,7 @@ class Replica:
                 case Apply():
                     self._apply(effect)
                 case Install(publish):
-                    if (payload := self._published.pop(publish, None)) is not None:  # else it came twice
-                        self._publisher.install(publish, payload)
-
-    @property
-    def _layers(self) -> list[int]:
-        """Layers that are computed or held here."""
-        return sorted({*self._values, *self.state.layers})
+                    self.parameters.install(publish)
 
     def _apply(self, decided: Apply) -> None:
         self._visit(Point.APPLY, decided.step)
@@ -356,21 +332,21 @@ class Replica:
         entries = self._entries.pop(decided.step, {})
         if damaged := self.state.disown_damaged(self._written):
             self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, decided.step, tuple(damaged)), None)
-        for layer in self._layers:
+        for layer in self.parameters.layers:
             if decided.finite:
                 self.state.apply(layer, entries, step=decided.step, lr=lr, divisor=divisor)
             else:
                 self.state.keep(layer, decided.step)
-            self._publisher.publish(layer, decided.step)
+            self.parameters.publish(layer, decided.step, grouped=decided.grouped)
             self._visit(Point.PUBLISH, decided.step)
-        self._answer_needs()
+        self.parameters.published(decided.step, grouped=decided.grouped)
         self._fingerprint(decided.step)
         self.reducer.step_decided(decided.step)
         self._forwarded = {key for key in self._forwarded if key[0] > decided.step}
-        self._published = {p: payload for p, payload in self._published.items() if p.step >= decided.step}
         self._early = [e for e in self._early if getattr(e[1], "step", 0) >= decided.step]
         epoch = self.protocol.epoch
-        report = m.Applied(decided.step, epoch, self.rank, decided.loss, decided.norm, decided.finite)
+        what = decided.loss, decided.norm, decided.finite, decided.grouped
+        report = m.Applied(decided.step, epoch, self.rank, *what)
         self._send(CONTROLLER, report, None)
         self.applied(report)
 
@@ -386,6 +362,7 @@ class Replica:
         """Gives up what has been computed, here or elsewhere, of steps that are not decided."""
         self.chores.give_up()
         self.protocol.forget()
+        self.parameters.grouped.give_up()
         self.reducer.forget()
         self._entries.clear()
         self._early.clear()

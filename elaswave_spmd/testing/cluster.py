@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
-from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
@@ -38,10 +38,11 @@ from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.points import Point
 from elaswave_spmd.runtime.port import Incoming
 from elaswave_spmd.runtime.stage import Batches, StagePrograms, program_args
+from elaswave_spmd.runtime.stage_group import StageGroup
 from elaswave_spmd.scheduling.holders import all_runs
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.testing.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
-from elaswave_spmd.testing.processes import Killed, LostStateError, Trained, Worker, victims
+from elaswave_spmd.testing.processes import Killed, LostStateError, Trained, Worker, domain_of, victims
 from elaswave_spmd.testing.stories import rebalance
 from elaswave_spmd.testing.wires import Link, ListPort, Wires
 
@@ -98,15 +99,11 @@ class LocalCluster:
         self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
         what = placement, description.layout, job.steps, job.validation_units, validates_at, policy or Policy()
-        self._controller = ControllerProtocol(*what, domain_of=self._domain_of)
+        self._controller = ControllerProtocol(*what, domain_of=partial(domain_of, placement.mesh))
         self._started = False
         for rank in placement.mesh.members:
             self._spawn(rank)
         self._started = True
-
-    def _domain_of(self, rank: int) -> Path | None:
-        paths = sorted({path for _, path in self._healthy.mesh.topology.domains})
-        return paths[rank % len(paths)] if len(paths) > 1 else None
 
     def _note(self, *what: object) -> None:
         if self._trace:
@@ -155,12 +152,11 @@ class LocalCluster:
     # ---- workers
 
     def _spawn(self, rank: int) -> None:
-        port = ListPort(rank, self)
-        worker = self._workers[rank] = Worker(rank, port)
+        worker = self._workers[rank] = Worker(rank, ListPort(rank, self))
         if self._uneven:
             worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
         try:
-            port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
+            worker.port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
         except Killed as killed:
             self._kill(rank, *killed.args)
 
@@ -186,8 +182,12 @@ class LocalCluster:
             worker.port,
             place_of=lambda message: Epoch.of(self._healthy, message),
             visit=lambda point, step: self._visit(worker, point, step),
+            group=self._group_of(worker.rank),
         )
         worker.running = worker.executor.run()
+
+    def _group_of(self, rank: int) -> StageGroup | None:
+        """The group of a worker's stage, for new parameters; none: links alone."""
 
     def _advance(self, worker: Worker) -> None:
         """One turn of a worker."""

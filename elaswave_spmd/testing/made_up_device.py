@@ -167,3 +167,6 @@ class MadeUp:
 
         torch.set_num_threads(island.threads)
         return AcceleratorDevice(self, torch.device(NAME, 0), getattr(torch, NAME))
+
+    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+        raise AssertionError("it has no groups")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.effects import EpochBegun, Save, Unrecoverable
 from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.scheduling.holders import HolderRun
@@ -84,3 +86,9 @@ def victims(
         first, last = min(versions.values(), default=0), max(versions.values(), default=0)
         return [rank for rank, version in versions.items() if version == last > first]
     return able
+
+
+def domain_of(mesh: Mesh, rank: int) -> Path | None:
+    """The failure domain of a worker, newcomers included: they are dealt over those of a mesh in turn."""
+    paths = sorted({path for _, path in mesh.topology.domains})
+    return paths[rank % len(paths)] if len(paths) > 1 else None

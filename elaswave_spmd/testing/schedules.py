@@ -29,6 +29,7 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.pages import INTERLEAVED, PAGE_LAYOUTS
 from elaswave_spmd.testing.cluster import LocalCluster
 from elaswave_spmd.testing.faults import RECEIVER, SENDER, AnyFault, Cell
+from elaswave_spmd.testing.grouped import GroupedCluster
 from elaswave_spmd.testing.processes import LostStateError, Trained
 from elaswave_spmd.testing.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens
 from elaswave_spmd.testing.tiny import TRAIN, VALIDATION, TinyRun
@@ -50,6 +51,7 @@ class Schedule:
         uneven: some workers and links are slow.
         pages: how state is dealt over a stage.
         faults: what happens.
+        grouped: stages publish through groups.
     """
 
     seed: int
@@ -63,9 +65,10 @@ class Schedule:
     uneven: bool = False
     pages: str = INTERLEAVED
     faults: tuple[AnyFault, ...] = ()
+    grouped: bool = False
 
     @classmethod
-    def draw(cls, seed: int, *, moving: bool = False) -> Schedule:
+    def draw(cls, seed: int, *, moving: bool = False, grouped: bool = False) -> Schedule:
         """The schedule of a seed; `moving`: the same, and units, layers and workers are moved meanwhile."""
         r = random.Random(seed)
         run = TinyRun(
@@ -93,6 +96,7 @@ class Schedule:
             uneven=r.random() < 0.5,
             pages=PAGE_LAYOUTS[moving and seed % 5 == 0],
             faults=draw_ahead(r, faults),
+            grouped=grouped,
         )
 
     @property
@@ -180,7 +184,8 @@ def undisturbed(run: TinyRun) -> Outcome:
 
 def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> LocalCluster:
     run = schedule.run
-    return LocalCluster(
+    cluster = GroupedCluster if schedule.grouped else LocalCluster
+    return cluster(
         run.job(),
         schedule.placement,
         run.description,
@@ -311,21 +316,21 @@ class Tally:
         return [cell for cell in cells if happens(cell[0], cell[1]) and not self.lost_at[cell]]
 
 
-def run_many(seeds: Iterable[int], jobs: int = 1, *, moving: bool = False) -> Tally:
+def run_many(seeds: Iterable[int], jobs: int = 1, *, moving: bool = False, grouped: bool = False) -> Tally:
     """Runs the schedules of these seeds, in so many processes."""
     tally = Tally()
     if jobs == 1:
         for seed in seeds:
-            tally.add(seed, run(Schedule.draw(seed, moving=moving)))
+            tally.add(seed, run(Schedule.draw(seed, moving=moving, grouped=grouped)))
         return tally
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for seed, ended in pool.imap_unordered(partial(_run_seed, moving), seeds, chunksize=20):
+        for seed, ended in pool.imap_unordered(partial(_run_seed, moving, grouped), seeds, chunksize=20):
             tally.add(seed, ended)
     return tally
 
 
-def _run_seed(moving: bool, seed: int) -> tuple[int, Ended]:
-    return seed, run(Schedule.draw(seed, moving=moving))
+def _run_seed(moving: bool, grouped: bool, seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -335,16 +340,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="schedules (default 1000)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--moving", action="store_true", help="units, layers and workers are moved meanwhile")
+    parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and tell everything")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        schedule = Schedule.draw(options.seed, moving=options.moving)
+        schedule = Schedule.draw(options.seed, moving=options.moving, grouped=options.grouped)
         print(schedule)
         ended = run(schedule, print)
         print(f"{ended.how or 'failed'}: {ended.failure}\n{ended.detail}")
         return int(bool(ended.failure))
     seeds = range(options.first, options.first + options.count)
-    tally = run_many(seeds, options.jobs, moving=options.moving)
+    tally = run_many(seeds, options.jobs, moving=options.moving, grouped=options.grouped)
     print(f"{options.count} schedules, {tally.struck} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())

@@ -10,8 +10,8 @@ from elaswave_spmd.settings import Settings
 from tests.unit.devices.made_up_machines import GPU, NPU, PLAIN, XLA, MadeUpMachine
 
 
-def settings(device: str, threads: int = 1, compile: bool = False, **mesh: int) -> Settings:
-    runtime = {"device": device, "threads_per_worker": threads, "compile": compile}
+def settings(device: str, threads: int = 1, compile: bool = False, collectives: str = "links", **mesh: int) -> Settings:
+    runtime = {"device": device, "threads_per_worker": threads, "compile": compile, "collectives": collectives}
     return Settings.from_dict({"runtime": runtime, "mesh": mesh})
 
 
@@ -77,3 +77,11 @@ def test_torch_compile_needs_a_compiler() -> None:
     assert caught.value.got == "no g++" and "CXX" in caught.value.fix
     named = PLAIN.without(programs=("clang++-18",), environment={"CXX": "clang++-18"})
     assert worker_start(settings("cpu", compile=True), named).preload
+
+
+def test_a_process_group_needs_a_library_that_knows_the_memory() -> None:
+    for device in ("cpu", "emulated"):
+        worker_start(settings(device, collectives="group", dp=2), PLAIN)
+    with pytest.raises(ConfigError, match=r"runtime\.collectives=group") as caught:
+        worker_start(settings("xla", collectives="group", dp=2), XLA)
+    assert caught.value.exists == "cpu, cuda, npu" and caught.value.got == "runtime.device=xla"

@@ -118,6 +118,10 @@ class AcceleratorDevice:
         # Events tell what lies between two of them, in milliseconds.
         return [first.queued + 1e-3 * first.event.elapsed_time(mark.event) for mark in marks]
 
+    def enter_thread(self) -> None:
+        if self._streams:
+            self._api.set_device(self.place)
+
     def synchronize(self) -> None:
         if self._streams:
             self._api.synchronize(self.place)

@@ -62,6 +62,9 @@ class HostDevice:
     def times(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
 
+    def enter_thread(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         self._settle()
 

@@ -116,6 +116,10 @@ class DeviceKind(Protocol):
         """
         ...
 
+    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+        """Ends what a c10d group has under way at once, whatever its members do; nothing, where its backend cannot."""
+        ...
+
 
 @dataclass(frozen=True)
 class MemoryFigures:
@@ -186,6 +190,10 @@ class Device(Protocol):
         Args:
             marks: in the order in which they were made.
         """
+        ...
+
+    def enter_thread(self) -> None:
+        """Makes this the device of a thread that is not the training thread."""
         ...
 
     def synchronize(self) -> None:

@@ -29,12 +29,13 @@ train.resume unit.size page.size model.layers model.d_model model.heads model.dr
 optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
-runtime.activation_checkpointing runtime.compile mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp sharding
-elastic.enabled elastic.min_workers
+runtime.activation_checkpointing runtime.compile runtime.collectives mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp
+sharding elastic.enabled elastic.min_workers
 elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
 timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start
-timeouts.join timeouts.leave timeouts.controller timeouts.shutdown chaos.events chaos.random chaos.seed chaos.rate
-elastic.evict_slower_than schedule.dataflow schedule.graph schedule.stages schedule.memory_limit schedule.every
+timeouts.join timeouts.leave timeouts.controller timeouts.group timeouts.shutdown
+chaos.events chaos.random chaos.seed chaos.rate elastic.evict_slower_than
+schedule.dataflow schedule.graph schedule.stages schedule.memory_limit schedule.every
 schedule.window schedule.min_gain schedule.patience schedule.moves schedule.pages schedule.profile
 schedule.bandwidth schedule.latency schedule.frequency schedule.f_min schedule.f_max
 schedule.f_margin run.trace

@@ -72,7 +72,7 @@ BAD = [
     ("unit.size", 0), ("unit.size", ""), ("unit.size", None), ("page.size", 0), ("page.size", 100),
     ("runtime.device", "tpu"), ("runtime.threads_per_worker", 0), ("runtime.dtype", "fp16"),
     ("runtime.transport", "gloo"), ("runtime.activation_checkpointing", "yes"),
-    ("runtime.compile", "yes"), ("runtime.compile", 1),
+    ("runtime.compile", "yes"), ("runtime.compile", 1), ("runtime.collectives", "nccl"), ("runtime.collectives", None),
     ("runtime.host", ""), ("runtime.rendezvous", "node0"), ("runtime.rendezvous", "node0:70000"),
     ("runtime.agents", -1),
     ("runtime.agents_timeout", 0), ("runtime.local_workers", -1), ("runtime.token_file", ""),

@@ -65,8 +65,16 @@ def test_only_islands_have_several_devices(name: str) -> None:
 
 
 def test_deterministic_kernels_are_asked_for() -> None:
-    assert device_of("cuda").environment({}, Island()) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert device_of("cuda").environment({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, Island()) == {}
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    assert device_of("cuda").environment({}, Island())[name] == ":4096:8"
+    assert name not in device_of("cuda").environment({name: ":16:8"}, Island())
     with pytest.raises(ConfigError, match="same bits"):
         device_of("cuda").environment({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, Island())
     assert device_of("npu").environment({}, Island())["HCCL_DETERMINISTIC"] == "true"
+
+
+def test_an_error_of_nccl_ends_no_process() -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    assert device_of("cuda").environment({}, Island())[name] == "2"
+    with pytest.raises(ConfigError, match="what follows an error of NCCL"):
+        device_of("cuda").environment({name: "1"}, Island())

@@ -242,3 +242,44 @@ def test_held_runs_are_in_layer_and_page_order() -> None:
     assert found == (first, second)
     keys = [run.key for run in found]
     assert keys == [(0, 0, 1), (1, 0, 1)]
+
+
+# ---- groups of stages
+
+
+def grouped(sender: int, step: int = 1) -> Vote:
+    return Vote(step, 3, sender, (9.0,), None, True)
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_step_is_published_through_groups_if_all_have_voted_so(here: bool, there: bool) -> None:
+    protocol = worker()
+    protocol.group_ready = here
+    entries(protocol, 1)
+    sent, *_ = protocol.computed(1)
+    assert isinstance(sent, SendVote) and sent.vote.grouped is here
+    found = protocol.vote_received(grouped(OTHER) if there else vote(1))
+    assert [effect.grouped for effect in found if isinstance(effect, Apply)] == [here and there]
+
+
+def test_a_step_that_somebody_has_applied_in_an_older_epoch_is_not_published_through_a_group() -> None:
+    """Whoever applied it then has published it, and does not again: the group would wait for it."""
+    protocol = worker()
+    entries(protocol, 1)
+    protocol.computed(1)
+    protocol.vote_received(vote(1))
+    protocol.promise(4)
+    protocol.enter(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 1)
+    protocol.group_ready = True
+    assert [effect.vote.grouped for effect in protocol.votes_again() if isinstance(effect, SendVote)] == [False]
+    entries(protocol, 2)
+    sent, *_ = protocol.computed(2)
+    assert isinstance(sent, SendVote) and sent.vote.grouped, "the first step that nobody had applied"
+
+
+def test_a_group_belongs_to_an_epoch() -> None:
+    protocol = worker()
+    protocol.group_ready = True
+    protocol.promise(4)
+    protocol.enter(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 0)
+    assert not protocol.group_ready

@@ -21,9 +21,9 @@ class Sent(list[tuple[int, m.Message, Tensor]]):
         self.append((peer, message, payload))
 
 
-def make(*, keep: bool = True) -> tuple[Boundaries, Sent]:
+def make() -> tuple[Boundaries, Sent]:
     sent = Sent()
-    return Boundaries(ME, sent, HOST, keep=keep), sent
+    return Boundaries(ME, sent, HOST), sent
 
 
 def tensor(number: float) -> Tensor:
@@ -126,15 +126,6 @@ def test_only_the_inputs_of_what_is_run_go_again(forward: bool, backward: int, n
     boundaries.send(None, gradient(1, layer=2), tensor(2))
     boundaries.send_again(STEP, [m.Work(1, 1, OTHER, forward, backward)], two_stages())
     assert len(sent) == number
-
-
-def test_without_keeping_nothing_is_kept_but_between_status_and_place() -> None:
-    boundaries, _ = make(keep=False)
-    boundaries.send(OTHER, activation(0), tensor(0))
-    assert boundaries.kept(ACTIVATION, STEP) == ()
-    boundaries.hold()
-    boundaries.send(OTHER, activation(1), tensor(1))
-    assert boundaries.kept(ACTIVATION, STEP) == ((1, 1),), "the STATUS that was given knows nothing of it"
 
 
 def test_what_was_taken_between_status_and_place_is_there_again() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
 from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Cpu:
@@ -18,7 +22,7 @@ class Cpu:
         pinned_copies=False,
         masks="host",
         dtypes=("fp32", "bf16"),
-        collectives=None,  # links: they are as fast here, and outlive mesh epochs
+        collectives="gloo",
         shrinks_groups=False,
         state="host",
         compiles=False,
@@ -44,6 +48,9 @@ class Cpu:
 
         torch.set_num_threads(island.threads)
         return HostDevice(self)
+
+    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+        pass  # gloo's abort releases nobody; what hangs ends with the group's timeout, or its last reference
 
 
 KIND = Cpu()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine, same_release
 from elaswave_spmd.runtime.devices.requirements import AUTOLOAD, has_cann, missing_torch, one_device, set_variables
+
+if TYPE_CHECKING:
+    import torch
 
 _DETERMINISTIC = "HCCL_DETERMINISTIC"
 
@@ -70,6 +74,11 @@ class Npu:
         has_groups = torch.distributed.is_initialized
         faults = NpuFaults(npu, place.index, torch_npu.distributed, _recovery, has_groups)
         return AcceleratorDevice(self, place, npu, faults)
+
+    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+        from elaswave_spmd.runtime.devices.npu_faults import abort
+
+        abort(group, place, reason)
 
 
 KIND = Npu()

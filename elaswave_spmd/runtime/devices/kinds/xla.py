@@ -7,11 +7,15 @@ CPU's, or that of a PJRT plugin: PJRT_DEVICE names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, MemoryFigures, Missing
 from elaswave_spmd.runtime.devices.machine import Machine, same_release
 from elaswave_spmd.runtime.devices.requirements import missing_torch, set_variables
+
+if TYPE_CHECKING:
+    import torch
 
 PLUGINS = "torch_xla.plugins"
 """The entry points by which packages bring PJRT plugins."""
@@ -111,6 +115,9 @@ class Xla:
             return MemoryFigures(told["bytes_used"], told.get("peak_bytes_used", 0), told.get("bytes_limit"))
 
         return HostDevice(self, xm.wait_device_ops, figures)
+
+    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+        raise AssertionError("it has no groups")
 
 
 def _refused(name: str, given: Mapping[str, str], rule: str) -> ConfigError:

@@ -1,0 +1,73 @@
+"""Where the members of a stage's process group meet: a TCPStore of the run, served by the controller.
+
+The store asks nobody who they are, and c10d's groups have no secrets either: what goes through them (parameters) is
+readable and writable for anybody who reaches these addresses. Links, which carry everything else, are authenticated.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.runtime.devices.groups import GroupInBackground
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+_CONNECT = timedelta(seconds=30)
+
+
+class GroupStore:
+    """Serves the store on an address of this machine, at a port that is free.
+
+    Raises:
+        ConfigError: no port of that address can be had.
+    """
+
+    def __init__(self, host: str) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        try:
+            listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                "the groups of stages meet at a port of the controller's machine",
+                got=f"{host}: {error.strerror or error}",
+                where="runtime.collectives=group",
+                fix="runtime.collectives=links",
+            ) from error
+        port = listener.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self._store: TCPStore | None = TCPStore(
+            host, port, None, True, _CONNECT, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+        self._store = None
+
+
+def group_of(device: Device, address: str, timeout_s: float) -> GroupInBackground:
+    """The group of a worker's stage, of the backend that its device has; nothing is opened yet.
+
+    Args:
+        address: of the run's `GroupStore`.
+        timeout_s: of making a group once all its members are there, and of a broadcast.
+    """
+    import torch.distributed as dist
+
+    kind, capabilities = device.kind, device.kind.capabilities
+    assert capabilities.collectives is not None, kind.name
+    host, _, port = address.rpartition(":")
+    return GroupInBackground(
+        dist,
+        capabilities.collectives,
+        lambda: dist.TCPStore(host, int(port), None, False, _CONNECT, wait_for_workers=False),  # pyright: ignore[reportPrivateImportUsage]
+        timeout=timedelta(seconds=timeout_s),
+        enter=device.enter_thread,
+        abort=lambda group, reason: kind.abort_group(group, device.place, reason),
+        shrinks=capabilities.shrinks_groups,
+    )

@@ -1,0 +1,91 @@
+"""Stages publish through groups: the same bits, whoever is lost and whatever fails in the middle of a broadcast."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.testing.faults import AnyFault, Fault
+from elaswave_spmd.testing.grouped import GroupedCluster
+from elaswave_spmd.testing.schedules import run_many
+from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
+
+MESHES = ["dp2", "dp3", "dp4", "dp2_pp2", "dp3_pp2", "stages1-3"]
+CHUNK = 60
+
+
+class Grouped(GroupedCluster, MirroredCluster):
+    """The workers of a run, and how often one sent new parameters to another of its stage over a link."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.by_link: Counter[int] = Counter()
+        super().__init__(*args, **kwargs)
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        mesh = self._controller.placement.mesh
+        if isinstance(message, m.Publish) and {sender, peer} <= {*mesh.members}:
+            self.by_link[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        super().send(sender, peer, message, payload)
+
+
+def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grouped:
+    cluster = Grouped(run, mesh, zero, faults=faults, **how)
+    assert outcome(cluster.run()) == expected(run)
+    return cluster
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+@one_thread()
+def test_a_stage_publishes_through_its_group(mesh: str, zero: int) -> None:
+    cluster = train(Run(units=5, steps=4), mesh, zero, failing=0.0, seed=zero)
+    ended = cluster.hub.ended
+    # With one mirror for each page of a stage of two nobody lacks anything.
+    assert (ended["received"] > 0) == (mesh not in ("dp2", "dp2_pp2")) and not ended["failed"] + ended["refused"]
+    # A group may come too late for the first steps; none is needed for what its last step leaves behind.
+    assert not ended or cluster.by_link[4] == 0
+
+
+@pytest.mark.parametrize("model", ["gpt_tied", "llama_tied", "inf"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@one_thread()
+def test_ties_and_steps_without_an_update(model: str, dtype: str) -> None:
+    cluster = train(Run(model=model, dtype=dtype, units=5, steps=6), "stages1-3", 2, failing=0.0)
+    assert cluster.hub.ended["received"] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@one_thread()
+def test_links_take_over_from_a_group_that_fails(seed: int) -> None:
+    cluster = train(Run(units=5, steps=8), "dp4", 1 + seed % 3, failing=0.01, seed=seed, uneven=bool(seed % 2))
+    assert cluster.hub.ended["failed"] + cluster.hub.ended["refused"] > 0
+    assert sum(cluster.by_link[step] for step in range(1, 9)) > 0 and not cluster.result.epochs, "in the same epoch"
+
+
+@pytest.mark.parametrize("point", ["apply", "publish"])
+@pytest.mark.parametrize("seed", range(4))
+@one_thread()
+def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> None:
+    fault = Fault(3, "kill" if seed % 2 else "stop", 1, point, turns=30)
+    cluster = train(Run(units=5, steps=6), "dp4", 1 + seed % 3, fault, failing=0.0, seed=seed)
+    assert cluster.result.epochs and cluster.hub.ended["received"] > 0
+
+
+@one_thread()
+def test_a_primary_whose_state_is_damaged_has_nothing_to_broadcast() -> None:
+    cluster = train(
+        Run(units=5, steps=6), "dp3", 1, Fault(3, "corrupt", 1, "forward"), failing=0.0, verify_every=1, seed=2
+    )
+    assert cluster.result.epochs and cluster.hub.ended["received"] > 0
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("first", range(0, 2 * CHUNK, CHUNK))
+def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int, moving: bool) -> None:
+    tally = run_many(range(first, first + CHUNK), moving=moving, grouped=True)
+    assert tally.failures == {}
+    assert tally.struck > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
