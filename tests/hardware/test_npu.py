@@ -11,7 +11,7 @@ import pytest
 
 from elaswave_spmd.runtime.devices import Island, Remedy, ThisMachine, device_of
 from elaswave_spmd.runtime.devices.groups import GroupInBackground
-from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, abort, event_of
+from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
 
 KIND = device_of("npu")
 LACKS = KIND.missing(ThisMachine())
@@ -77,23 +77,24 @@ def _member(rank: int, store: str) -> None:
     import torch.distributed as dist
 
     device = KIND.open(rank, Island())
-    shared = dist.FileStore(store, 3)  # pyright: ignore[reportPrivateImportUsage]
-    place = torch.device("npu")
     group = GroupInBackground(
-        dist, "hccl", shared, timeout=timedelta(seconds=60), abort=lambda old, why: abort(old, place, why)
+        dist,
+        "hccl",
+        lambda: dist.FileStore(store, 3),  # pyright: ignore[reportPrivateImportUsage]
+        timeout=timedelta(seconds=60),
+        enter=device.enter_thread,
+        abort=lambda old, why: KIND.abort_group(old, device.place, why),
     )
     for epoch, members in enumerate(([0, 1, 2], [0, 2])):
         if rank not in members:
             group.close()
             return
         group.change(epoch, members, rank)
-        assert group.group is None
         group.wait()
         assert group.ready == epoch, group.failure
-        group.use(epoch)
-        values = device.from_host(torch.full((4,), float(members[0])))
-        dist.broadcast(values, src=0, group=group.group)
-        assert torch.equal(device.to_host(values), torch.zeros(4))
+        values = device.from_host(torch.full((4,), float(rank)))
+        group.broadcast(values, members[-1]).wait()
+        assert torch.equal(device.to_host(values), torch.full((4,), 2.0))
     group.close()
 
 

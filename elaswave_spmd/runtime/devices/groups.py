@@ -104,7 +104,8 @@ class GroupInBackground:
                 return
             if self._store is None:
                 self._store = self._open_store()
-            store = self._distributed.PrefixStore(f"epoch{epoch}", self._store)
+            # Other stages meet in the same store, and have other members.
+            store = self._distributed.PrefixStore(f"epoch{epoch}/{members[0]}", self._store)
             if not self._meets(store, epoch, members):
                 return
             if not self._shrinks_with_all(store, members):

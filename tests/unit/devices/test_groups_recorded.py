@@ -38,8 +38,18 @@ def test_links_serve_until_all_have_met() -> None:
     assert group.ready == 0
     assert [(name, args) for name, args, _ in distributed.calls] == [("init_process_group", ("hccl",)), ("barrier", ())]
     told = distributed.calls[0][2]
-    assert (told["store"].prefix, told["rank"], told["world_size"], told["timeout"]) == ("epoch0", 1, 2, LIMIT)
+    assert (told["store"].prefix, told["rank"], told["world_size"], told["timeout"]) == ("epoch0/4", 1, 2, LIMIT)
     assert threading.current_thread().name not in distributed.threads
+
+
+def test_each_stage_meets_in_a_place_of_its_own() -> None:
+    stores = []
+    for members in ([4, 7], [5, 6]):
+        group = make(distributed := RecordingDistributed())
+        group.change(3, members, rank=members[1])
+        group.wait()
+        stores.append(distributed.calls[0][2]["store"].prefix)
+    assert stores == ["epoch3/4", "epoch3/5"]
 
 
 def test_the_root_of_a_broadcast_is_a_worker() -> None:
@@ -67,7 +77,7 @@ def test_members_change_by_abort_destroy_and_a_new_group() -> None:
     group.wait()
     init = ["init_process_group", "barrier"]
     assert distributed.names == [*init, "destroy_process_group", *init]
-    assert aborted == [("group of epoch0", "mesh epoch 1")]
+    assert aborted == [("group of epoch0/4", "mesh epoch 1")]
     assert group.ready == 1
 
 
@@ -86,7 +96,7 @@ def test_a_change_while_one_is_being_made_overtakes_it() -> None:
 
 def test_a_member_that_never_comes_keeps_nobody_in_a_library() -> None:
     """A library that waits for its peers cannot be told to stop: it is asked only when all are there."""
-    distributed = RecordingDistributed(others={"epoch0": {}, "epoch1": {"here": 1}})
+    distributed = RecordingDistributed(others={"epoch0/1": {}, "epoch1/1": {"here": 1}})
     group = make(distributed)
     group.change(0, [1, 2, 3], rank=1)
     group.wait(0.2)
@@ -139,7 +149,7 @@ def shrinking(
     Args:
         has: how many of the others have the group of epoch 0.
     """
-    others = {"epoch0": {"here": 2}, "epoch1": {"here": len(members) - 1, "has0": has}}
+    others = {"epoch0/1": {"here": 2}, f"epoch1/{members[0]}": {"here": len(members) - 1, "has0": has}}
     distributed, aborted = RecordingDistributed(others), []
     distributed.refuses_to_shrink = refuses
     group = make(distributed, aborted, shrinks=True)

@@ -1,0 +1,88 @@
+"""Stages that publish through groups of gloo, in real processes: nobody's end, and no group's, changes a bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.observe import read_events
+from tests.faults.fault_runs import TINY, Bits, chaos, run_with, said, survived
+from tests.multiprocess.real_runs import eventually, launch, write_text
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(200)]
+STEPS = 100
+LATE = 60
+"""A step before which groups serve: they take a tenth of a second to be made."""
+ARGUMENTS = (f"train.steps={STEPS}", "runtime.collectives=group")
+Undisturbed = Callable[[int], Bits]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """The events that say by which way parameters go from a step on."""
+    return [event for event in read_events(folder / "run") if event["event"] == "group"]
+
+
+def serve_at(folder: Path, step: int) -> bool:
+    return [False, *(event["serves"] for event in told(folder) if event["step"] <= step)][-1]
+
+
+def test_a_group_serves_each_stage(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    run_with(tmp_path, *ARGUMENTS, "mesh=dp3_pp2", "sharding=zero1")
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    assert serve_at(tmp_path, LATE) and len(told(tmp_path)) == 1, said(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "sharding"), [("kill", "zero1"), ("stop", "zero3")])
+def test_a_worker_is_lost_in_the_middle_of_its_broadcasts(
+    tmp_path: Path, undisturbed: Undisturbed, sharding: str, kind: str
+) -> None:
+    event = f"step: {LATE}, kind: {kind}, rank: 1, point: publish"
+    changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp4", f"sharding={sharding}", chaos(event))
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and changes.ranks("fail") == [[1]]
+    assert serve_at(tmp_path, LATE - 1), said(tmp_path)
+
+
+def test_members_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """A newcomer, a loss and one who leaves: each is another group, and links serve until it is there."""
+    events = [
+        f"step: {LATE - 20}, kind: join",
+        f"step: {LATE}, kind: kill, rank: 0, point: backward",
+        f"step: {LATE + 20}, kind: term, rank: 2",
+    ]
+    changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp3", "sharding=zero2", chaos(*events))
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    assert changes.ranks("fail") == [[0]] and changes.ranks("leave") == [[2]]
+    assert serve_at(tmp_path, LATE - 21), said(tmp_path)
+
+
+def test_links_take_over_when_a_broadcast_takes_too_long(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """One stands still in the middle of its broadcasts, longer than they may take and not so long that it is lost."""
+
+    def is_stopped(pid: int) -> bool:
+        with suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    write_text(tmp_path)
+    event = chaos(f"step: {LATE}, kind: stop, rank: 1, point: publish")
+    patience = "timeouts.group=1", "timeouts.suspect=30", "timeouts.status=40", "timeouts.progress=50"
+    patience = (*patience, "timeouts.join=60", "timeouts.leave=60")
+    with launch(tmp_path, *TINY, *ARGUMENTS, *patience, "mesh=dp3", "sharding=zero2", event) as run:
+        run.wait_for_steps(LATE)
+        eventually(lambda: any(map(is_stopped, run.workers())), run.process)
+        (victim,) = filter(is_stopped, run.workers())
+        with suppress(TimeoutError):
+            signal.sigtimedwait([], 2.0)
+        os.kill(victim, signal.SIGCONT)
+        changes = survived(tmp_path, run.finish())
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and not changes.events, said(tmp_path)
+    before, after = told(tmp_path)
+    assert before["serves"] and not after["serves"] and after["mesh_epoch"] == 0, said(tmp_path)
+    assert re.search("worker [02]: .*(imed out|timeout|closed)", after["reason"]), after["reason"]
