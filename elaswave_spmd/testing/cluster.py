@@ -6,6 +6,7 @@ any point of a step, or stand still and come back when nobody wants it any more;
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -53,7 +54,7 @@ class LocalCluster:
     """Runs a placement to the end in this process.
 
     Args:
-        make_model: called for every worker and set of layers; a new model with real parameters or on the meta device.
+        make_model: a new model, with real parameters or on the meta device; workers get copies of its layers.
         seed: of the order of workers and messages; not of the training.
         faults: what happens on the way.
         policy: how the controller answers.
@@ -79,7 +80,7 @@ class LocalCluster:
         device: Device | None = None,
     ) -> None:
         self._job, self._description, self._healthy = job, description, placement
-        self._make_model, self._train, self._validation = make_model, train, validation
+        self._model, self._train, self._validation = make_model(), train, validation
         self._random = random.Random(seed)
         self.plan = Plan(faults)
         self._uneven, self._trace, self._device = uneven, trace, device or HostDevice(device_of("cpu"))
@@ -162,11 +163,10 @@ class LocalCluster:
 
     def _begin(self, worker: Worker, place: m.Place) -> None:
         """The worker becomes a member."""
-        layout, loss = self._description.layout, self._make_model().loss
+        layout, model = self._description.layout, self._model
 
         def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
-            made = self._make_model().layers
-            return {layer: made[layer] for layer in layers}
+            return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
         worker.executor = Executor(
             worker.rank,
@@ -174,7 +174,7 @@ class LocalCluster:
             layout,
             Epoch.of(self._healthy, place),
             modules,
-            StagePrograms(**program_args(self._job, layout, loss)),
+            StagePrograms(**program_args(self._job, layout, model.loss)),
             self._device,
             self._description.inits,
             self._train,
