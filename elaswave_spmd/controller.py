@@ -20,7 +20,7 @@ from elaswave_spmd.durability import Durability
 from elaswave_spmd.epoch_events import EpochEvents
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.frequencies import Frequencies
-from elaswave_spmd.groups import Groups
+from elaswave_spmd.group_watch import GroupWatch
 from elaswave_spmd.launching import data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.losses import Losses
 from elaswave_spmd.observe import MetricsLine, RunObserver, weights_sha256
@@ -149,7 +149,7 @@ class Controller:
         self._links = Links(
             CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
         )
-        self._groups = Groups(settings, self._host, observer)
+        self._groups = GroupWatch(settings, self._host, observer)
         self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
         self._protocol = ControllerProtocol(
             plan.placement,
@@ -316,7 +316,7 @@ class Controller:
                 self._copies.damaged(message)
                 self._perform(protocol.damaged(message))
             case m.GroupLost():
-                self._groups.lost(message)
+                self._groups.lost(message, self._protocol.version)
             case m.LinkClosed():
                 self._losses.link_closed(message.rank, message.peer)
             case m.Failed():

@@ -68,6 +68,8 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
     island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
     check_collectives(settings)
     environment, preload = kind.environment(machine.environment, island), kind.capabilities.preload
+    if settings.runtime.collectives == GROUP:
+        environment |= kind.group_environment(machine.environment)
     if settings.runtime.compile:
         check_compile(settings, machine)
         environment, preload = environment | _INDUCTOR, (*preload, _COMPILER)

@@ -75,7 +75,8 @@ def main(spec: dict[str, Any]) -> int:
     orders = CheckpointOrders(**spec["checkpoints"])
     trace = open_trace(spec.get("trace"), rank)
     frequency = FrequencyCell(cells, rank) if (cells := spec.get("frequencies")) else None
-    group = group_of(device, store, settings.timeouts.group) if (store := spec.get("groups")) else None
+    store, patience = spec.get("groups"), settings.timeouts.group
+    group = group_of(device, store, spec["host"], patience) if store else None
     worker = Worker(rank, settings, device, links, mailbox, probe, orders, trace, frequency, group)
     try:
         links.connect(CONTROLLER, spec["controller"])

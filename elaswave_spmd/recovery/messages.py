@@ -240,8 +240,8 @@ class Wanted(Message, frozen=True):
 
 
 class Applied(Message, frozen=True):
-    """Worker to controller: it is at version `step`. `updated` is False when the gradient was not finite; `grouped`: it
-    was published through the groups of the stages."""
+    """Worker to controller: it is at version `step`. `updated` is False when the gradient was not finite; `grouped`:
+    all members have agreed to publish it through the groups of their stages."""
 
     step: int
     epoch: int

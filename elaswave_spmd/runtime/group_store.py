@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import Device
@@ -50,24 +50,37 @@ class GroupStore:
         self._store = None
 
 
-def group_of(device: Device, address: str, timeout_s: float) -> GroupInBackground:
+def group_of(device: Device, address: str, host: str, timeout_s: float) -> GroupInBackground:
     """The group of a worker's stage, of the backend that its device has; nothing is opened yet.
 
     Args:
         address: of the run's `GroupStore`.
+        host: address of this machine at which the others reach it.
         timeout_s: of making a group once all its members are there, and of a broadcast.
     """
+    import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
-    kind, capabilities = device.kind, device.kind.capabilities
-    assert capabilities.collectives is not None, kind.name
-    host, _, port = address.rpartition(":")
+    kind, shrinks = device.kind, device.kind.capabilities.shrinks_groups
+    store_host, _, port = address.rpartition(":")
+
+    def open_store(prefix: str) -> Any:
+        store = dist.TCPStore(store_host, int(port), None, False, _CONNECT, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+
+    def broadcast(backend: Any, values: torch.Tensor, root: int) -> Any:
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+        return backend.broadcast([values], options)
+
     return GroupInBackground(
-        dist,
-        capabilities.collectives,
-        lambda: dist.TCPStore(host, int(port), None, False, _CONNECT, wait_for_workers=False),  # pyright: ignore[reportPrivateImportUsage]
-        timeout=timedelta(seconds=timeout_s),
+        lambda store, rank, size: kind.make_group(store, rank, size, timedelta(seconds=timeout_s), host),
+        broadcast,
+        open_store,
+        lambda: torch.zeros(1, device=device.place),
+        timeout_s=timeout_s,
         enter=device.enter_thread,
-        abort=lambda group, reason: kind.abort_group(group, device.place, reason),
-        shrinks=capabilities.shrinks_groups,
+        abort=kind.abort_group,
+        shrink=(lambda backend, gone: backend.shrink(gone, c10d.SHRINK_ABORT, None)) if shrinks else None,
     )

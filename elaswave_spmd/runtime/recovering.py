@@ -8,8 +8,6 @@ salvaged from what they have, and state is learned again from mirrors.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Remedy
 from elaswave_spmd.runtime.epoch import Epoch
@@ -17,7 +15,7 @@ from elaswave_spmd.runtime.executor import Executor
 from elaswave_spmd.runtime.links import CONTROLLER
 from elaswave_spmd.runtime.port import Incoming
 from elaswave_spmd.runtime.state import LEARNING
-from elaswave_spmd.runtime.units import Waiting
+from elaswave_spmd.runtime.units import Waits
 
 
 class RecoveringExecutor(Executor):
@@ -40,6 +38,13 @@ class RecoveringExecutor(Executor):
         self._sound = step - 1
         super()._begin(step)
 
+    def _run_step(self, step: int) -> Waits:
+        # To wait for the device would be to wait for what others do in a group, who may be gone.
+        grouped = self.replica.parameters.grouped
+        if self.device.kind.capabilities.recovers and not grouped.idle:
+            yield from self._until(lambda: grouped.idle, "what a group copies before step", step)
+        yield from super()._run_step(step)
+
     def _handle(self, incoming: Incoming) -> None:
         message = incoming.message
         if isinstance(message, m.Place):
@@ -48,7 +53,7 @@ class RecoveringExecutor(Executor):
                 return
         super()._handle(incoming)
 
-    def _train_on(self) -> Generator[Waiting, None, None]:
+    def _train_on(self) -> Waits:
         try:
             yield from super()._train_on()
         except RuntimeError as error:

@@ -53,7 +53,17 @@ class StageGroup(Protocol):
         ...
 
     def broadcast(self, values: Tensor, root: int) -> Work:
-        """Worker `root` sends `values`, contiguous; all other members receive into theirs. All call it alike."""
+        """Worker `root` sends `values`, contiguous; all other members receive into theirs. All call it alike.
+
+        The group keeps the memory as long as it may be written, whatever becomes of the work.
+
+        Raises:
+            RuntimeError: the library refuses.
+        """
+        ...
+
+    def give_up(self) -> None:
+        """It has failed: what is under way in it ends, and it is not used again."""
         ...
 
 
@@ -193,5 +203,7 @@ class GroupedPublications:
 
     def give_up(self) -> None:
         """Links serve for the rest of the epoch."""
+        if self._group is not None and not self._lost and self._runs:
+            self._group.give_up()
         self._lost = True
         self._under_way.clear()

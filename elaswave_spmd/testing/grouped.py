@@ -89,6 +89,9 @@ class MadeUpGroup:
         self._works.append(work)
         return work
 
+    def give_up(self) -> None:
+        self._met, self._fails = False, True
+
     @property
     def can_move(self) -> bool:
         """Whether the oldest broadcast under way may end."""

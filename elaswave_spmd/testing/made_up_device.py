@@ -8,6 +8,7 @@ lives in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,5 +169,11 @@ class MadeUp:
         torch.set_num_threads(island.threads)
         return AcceleratorDevice(self, torch.device(NAME, 0), getattr(torch, NAME))
 
-    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        raise AssertionError("it has no groups")
+
+    def abort_group(self, group: Any, reason: str) -> None:
         raise AssertionError("it has no groups")

@@ -44,7 +44,7 @@ ALLOWED = {
 }
 TOP = (
     *("agent", "assembly", "chaos", "compilations", "control", "controller", "corruption", "device", "epoch_events"),
-    *("frequencies", "groups", "skipped"),
+    *("frequencies", "group_watch", "skipped"),
     *("launching", "losses", "summary", "supervision", "tracing", "worker"),
     *("durability", "emergency", "identity", "rescheduling", "restart", "resuming", "start", "stopping"),
 )

@@ -121,6 +121,7 @@ class AcceleratorDevice:
     def enter_thread(self) -> None:
         if self._streams:
             self._api.set_device(self.place)
+            self._api.set_stream(self._api.Stream(device=self.place))
 
     def synchronize(self) -> None:
         if self._streams:

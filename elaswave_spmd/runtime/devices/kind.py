@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -116,8 +117,25 @@ class DeviceKind(Protocol):
         """
         ...
 
-    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
-        """Ends what a c10d group has under way at once, whatever its members do; nothing, where its backend cannot."""
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The variables that workers need besides for groups of `capabilities.collectives`.
+
+        Raises:
+            ConfigError: a variable that is set otherwise already.
+        """
+        ...
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        """This process's end of a group: a backend object of c10d. All its members call this together.
+
+        Args:
+            store: c10d's, in which nothing is but this group.
+            host: address of this machine at which the others reach it, for a backend that asks.
+        """
+        ...
+
+    def abort_group(self, group: Any, reason: str) -> None:
+        """Ends what such an object has under way at once, whatever its members do; nothing, where it cannot be."""
         ...
 
 
@@ -193,7 +211,7 @@ class Device(Protocol):
         ...
 
     def enter_thread(self) -> None:
-        """Makes this the device of a thread that is not the training thread."""
+        """Makes this the device of a thread that is not the training thread, which gets a stream of its own."""
         ...
 
     def synchronize(self) -> None:

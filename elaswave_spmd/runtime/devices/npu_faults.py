@@ -103,12 +103,9 @@ class NpuFaults:
         return len(bad)
 
 
-def abort(group: Any, device: Any, reason: str) -> None:
-    """Ends a group's communicators at once, even if a member is lost.
+def abort(group: Any, reason: str) -> None:
+    """Ends a ProcessGroupHCCL's communicators at once, even if a member is lost.
 
     `ProcessGroupHCCL.abort()` returns and does nothing, so a test for the attribute would say that it can be used.
-
-    Args:
-        device: torch.device("npu").
     """
-    group._get_backend(device).abort_hccl_comm(reason)
+    group.abort_hccl_comm(reason)

@@ -73,8 +73,12 @@ def test_deterministic_kernels_are_asked_for() -> None:
     assert device_of("npu").environment({}, Island())["HCCL_DETERMINISTIC"] == "true"
 
 
-def test_an_error_of_nccl_ends_no_process() -> None:
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    assert device_of("cuda").environment({}, Island())[name] == "2"
-    with pytest.raises(ConfigError, match="what follows an error of NCCL"):
-        device_of("cuda").environment({name: "1"}, Island())
+@pytest.mark.parametrize(
+    ("kind", "name", "wanted"),
+    [("cuda", "TORCH_NCCL_BLOCKING_WAIT", "1"), ("npu", "HCCL_ASYNC_ERROR_HANDLING", "0")],
+)
+def test_an_error_in_a_group_ends_no_process(kind: str, name: str, wanted: str) -> None:
+    assert device_of(kind).group_environment({}) == {name: wanted}
+    assert name not in device_of(kind).environment({}, Island()), "without groups it is the user's"
+    with pytest.raises(ConfigError, match=r"ends (processes|the process)"):
+        device_of(kind).group_environment({name: "2"})

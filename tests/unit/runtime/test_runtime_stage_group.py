@@ -46,6 +46,7 @@ class ListedGroup:
     ready: int | None = None
     failure: BaseException | None = None
     refuses: RuntimeError | None = None
+    given_up: int = 0
     changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     calls: list[tuple[Tensor, int, ListedWork]] = field(default_factory=list)
 
@@ -53,6 +54,10 @@ class ListedGroup:
         assert rank == ME
         self.ready, self.failure = None, None
         self.changes.append((epoch, tuple(members)))
+
+    def give_up(self) -> None:
+        self.ready = None
+        self.given_up += 1
 
     def broadcast(self, values: Tensor, root: int) -> ListedWork:
         if self.refuses is not None:
@@ -132,7 +137,7 @@ def test_a_broadcast_that_fails_ends_the_group_for_everybody() -> None:
     broadcast(grouped)
     group.calls[0][2].done, group.calls[0][2].error = True, RuntimeError("closed by peer")
     assert grouped.arrived() == [] and sent == lost("closed by peer")
-    assert grouped.idle and not grouped.serves and not grouped.ready
+    assert grouped.idle and not grouped.serves and not grouped.ready and group.given_up == 1
     broadcast(grouped, 2)
     assert len(group.calls) == 3 and len(sent) == 3, "links serve, and all know"
 

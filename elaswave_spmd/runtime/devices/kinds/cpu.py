@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
 from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Cpu:
@@ -49,7 +47,17 @@ class Cpu:
         torch.set_num_threads(island.threads)
         return HostDevice(self)
 
-    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        from torch.distributed import ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], timeout
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def abort_group(self, group: Any, reason: str) -> None:
         pass  # gloo's abort releases nobody; what hangs ends with the group's timeout, or its last reference
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
 from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device, set_variables
 
-if TYPE_CHECKING:
-    import torch
-
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NCCL_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _GPUS = "/proc/driver/nvidia/gpus/*/information"  # the driver's; a library would open the devices
 
 
@@ -53,11 +51,9 @@ class Cuda:
 
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
         one_device(self.name, island)
-        # A collective that fails or hangs is aborted, and ends no process: links carry what it did not.
-        wanted, purpose = {_NCCL_ERRORS: "2"}, {_NCCL_ERRORS: "what follows an error of NCCL"}
-        if given.get(_WORKSPACE) != ":16:8":  # the other value with which cuBLAS gives the same bits every time
-            wanted[_WORKSPACE], purpose[_WORKSPACE] = ":4096:8", "whether cuBLAS gives the same bits twice"
-        return set_variables(given, wanted, purpose)
+        if given.get(_WORKSPACE) == ":16:8":  # the other value with which cuBLAS gives the same bits every time
+            return {}
+        return set_variables(given, {_WORKSPACE: ":4096:8"}, {_WORKSPACE: "whether cuBLAS gives the same bits twice"})
 
     def open(self, index: int, island: Island) -> Device:
         import torch
@@ -75,7 +71,18 @@ class Cuda:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums of a product in fp32
         return AcceleratorDevice(self, torch.device("cuda", index % torch.cuda.device_count()), torch.cuda)
 
-    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        # Without NCCL's watchdog: it would end broadcasts so that they look complete, and processes with them.
+        return set_variables(given, {_NCCL_WAIT: "1"}, {_NCCL_WAIT: "whether NCCL's watchdog ends processes"})
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, rank, size, options)
+
+    def abort_group(self, group: Any, reason: str) -> None:
         group.abort()
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine, same_release
 from elaswave_spmd.runtime.devices.requirements import AUTOLOAD, has_cann, missing_torch, one_device, set_variables
 
-if TYPE_CHECKING:
-    import torch
-
-_DETERMINISTIC = "HCCL_DETERMINISTIC"
+_DETERMINISTIC, _HCCL_ERRORS = "HCCL_DETERMINISTIC", "HCCL_ASYNC_ERROR_HANDLING"
 
 
 class Npu:
@@ -75,10 +73,20 @@ class Npu:
         faults = NpuFaults(npu, place.index, torch_npu.distributed, _recovery, has_groups)
         return AcceleratorDevice(self, place, npu, faults)
 
-    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        return set_variables(given, {_HCCL_ERRORS: "0"}, {_HCCL_ERRORS: "whether an error of HCCL ends the process"})
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.is_high_priority_stream, options._timeout = False, timeout
+        return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)
+
+    def abort_group(self, group: Any, reason: str) -> None:
         from elaswave_spmd.runtime.devices.npu_faults import abort
 
-        abort(group, place, reason)
+        abort(group, reason)
 
 
 KIND = Npu()

@@ -7,15 +7,13 @@ CPU's, or that of a PJRT plugin: PJRT_DEVICE names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, MemoryFigures, Missing
 from elaswave_spmd.runtime.devices.machine import Machine, same_release
 from elaswave_spmd.runtime.devices.requirements import missing_torch, set_variables
-
-if TYPE_CHECKING:
-    import torch
 
 PLUGINS = "torch_xla.plugins"
 """The entry points by which packages bring PJRT plugins."""
@@ -116,8 +114,17 @@ class Xla:
 
         return HostDevice(self, xm.wait_device_ops, figures)
 
-    def abort_group(self, group: Any, place: torch.device, reason: str) -> None:
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         raise AssertionError("it has no groups")
+
+    def abort_group(self, group: Any, reason: str) -> None:
+        raise AssertionError("it has no groups")
+
+
+KIND = Xla()
 
 
 def _refused(name: str, given: Mapping[str, str], rule: str) -> ConfigError:

@@ -1,0 +1,193 @@
+"""Groups that are made in the background, with gloo: the members of a stage in one process, on real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+
+from elaswave_spmd.runtime.devices import device_of
+from elaswave_spmd.runtime.devices.groups import GroupInBackground
+
+KIND = device_of("cpu")
+PATIENCE_S = 2.0
+"""Of a group, and of a broadcast: as long as a test waits for one that hangs."""
+
+
+def broadcast(backend: Any, values: torch.Tensor, root: int) -> Any:
+    options = distributed_c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return backend.broadcast([values], options)
+
+
+@dataclass
+class Stage:
+    """Workers with one store. `dies`: whose thread ends where others connect; `ended`: why groups were aborted."""
+
+    store: Any = field(default_factory=HashStore)
+    dies: set[int] = field(default_factory=set)
+    ended: list[str] = field(default_factory=list)
+    fails_to_end: bool = False
+
+    def worker(self, rank: int) -> GroupInBackground:
+        def make(store: Any, index: int, size: int) -> Any:
+            if rank in self.dies:
+                raise SystemExit
+            return KIND.make_group(store, index, size, timedelta(seconds=PATIENCE_S), "127.0.0.1")
+
+        def abort(backend: Any, reason: str) -> None:
+            self.ended.append(reason)
+            if self.fails_to_end:
+                raise RuntimeError("abort timed out")
+
+        return GroupInBackground(
+            make,
+            broadcast,
+            lambda prefix: PrefixStore(prefix, self.store),
+            lambda: torch.zeros(1),
+            timeout_s=PATIENCE_S,
+            abort=abort,
+        )
+
+    def workers(self, number: int) -> list[GroupInBackground]:
+        return [self.worker(rank) for rank in range(number)]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    eventually(lambda: not any(t.name.startswith("group of") for t in threading.enumerate()))
+
+
+def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.005)
+
+
+def change(workers: dict[int, GroupInBackground], epoch: int) -> None:
+    for rank, worker in workers.items():
+        worker.change(epoch, sorted(workers), rank)
+
+
+def all_ready(workers: dict[int, GroupInBackground], epoch: int) -> bool:
+    return all(worker.ready == epoch for worker in workers.values())
+
+
+def passes_on(workers: dict[int, GroupInBackground], root: int) -> None:
+    """A broadcast brings everybody what its root has."""
+    tensors = {rank: torch.full((1000,), float(rank)) for rank in workers}
+    works = [worker.broadcast(tensors[rank], root) for rank, worker in workers.items()]
+    eventually(lambda: all(work.is_completed() for work in works))
+    for work in works:
+        work.wait()
+    assert all(torch.equal(values, torch.full((1000,), float(root))) for values in tensors.values())
+
+
+def test_members_come_and_go() -> None:
+    """Each change gives up the group before at once, and the next one serves."""
+    stage = Stage()
+    workers = dict(enumerate(stage.workers(4)))
+    for epoch, members in enumerate([(0, 1, 2), (0, 2), (0, 2, 3), (3, 2)]):
+        some = {rank: workers[rank] for rank in members}
+        change(some, epoch)
+        assert not any(worker.ready == epoch - 1 for worker in some.values()), "links serve from the change on"
+        eventually(lambda some=some, epoch=epoch: all_ready(some, epoch))
+        passes_on(some, members[-1])
+    assert set(stage.ended) == {"mesh epoch 1", "mesh epoch 2", "mesh epoch 3"}
+
+
+def test_two_stages_meet_in_one_store() -> None:
+    stage = Stage()
+    first, second = ({rank: stage.worker(rank) for rank in ranks} for ranks in ((0, 1), (2, 3)))
+    change(first, 0)
+    change(second, 0)
+    eventually(lambda: all_ready(first, 0) and all_ready(second, 0))
+    passes_on(first, 1)
+    passes_on(second, 3)
+
+
+def test_one_alone_has_no_group() -> None:
+    worker = Stage().worker(5)
+    worker.change(0, [5], 5)
+    eventually(lambda: not any(t.name == "group of epoch 0" for t in threading.enumerate()))
+    assert worker.ready is None and worker.failure is None
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.003, 0.01, 0.05])
+def test_changes_in_quick_succession_leave_nobody_in_the_library(pause_s: float) -> None:
+    """Some see that all are there, others that a newer epoch is: all of them make that group, or nobody does."""
+    workers = dict(enumerate(Stage().workers(3)))
+    for epoch in range(4):
+        for rank, worker in workers.items():
+            worker.change(epoch, sorted(workers), rank)
+            time.sleep(pause_s)
+    eventually(lambda: all_ready(workers, 3), PATIENCE_S)
+    passes_on(workers, 1)
+
+
+def test_a_member_that_never_comes_keeps_nobody() -> None:
+    workers = dict(enumerate(Stage().workers(3)))
+    for rank in (0, 1):
+        workers[rank].change(0, [0, 1, 2], rank)
+    some = {rank: workers[rank] for rank in (0, 1)}
+    change(some, 1)
+    eventually(lambda: all_ready(some, 1), PATIENCE_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_that_dies_while_others_connect_is_forgotten_in_the_next_epoch() -> None:
+    """And a newcomer, which has no such failure behind it, meets those that have."""
+    stage = Stage(dies={1})
+    workers = dict(enumerate(stage.workers(4)))
+    change({rank: workers[rank] for rank in (0, 1, 2)}, 0)
+    eventually(lambda: workers[0].failure is not None and workers[2].failure is not None)
+    assert workers[0].ready is None
+    some = {rank: workers[rank] for rank in (0, 2, 3)}
+    change(some, 1)
+    eventually(lambda: all_ready(some, 1), PATIENCE_S)
+    passes_on(some, 3)
+
+
+def test_a_broadcast_that_hangs_keeps_nobody_from_the_next_group() -> None:
+    stage = Stage(fails_to_end=True)  # whatever becomes of the old one
+    workers = dict(enumerate(stage.workers(3)))
+    change(workers, 0)
+    eventually(lambda: all_ready(workers, 0))
+    hangs = [workers[rank].broadcast(torch.zeros(1000), 1) for rank in (0, 2)]  # 1 takes no part, and is gone
+    some = {rank: workers[rank] for rank in (0, 2)}
+    change(some, 1)
+    eventually(lambda: all_ready(some, 1), PATIENCE_S / 2)
+    passes_on(some, 2)
+    assert not any(work.is_completed() and work.is_over for work in hangs)
+
+
+def test_a_broadcast_that_takes_too_long_has_failed() -> None:
+    workers = dict(enumerate(Stage().workers(2)))
+    change(workers, 0)
+    eventually(lambda: all_ready(workers, 0))
+    work = workers[0].broadcast(torch.zeros(8), 1)
+    eventually(work.is_completed)
+    with pytest.raises(RuntimeError, match=r"not complete within 2 s|[Tt]imed out|[Cc]losed"):
+        work.wait()
+
+
+def test_a_group_that_has_failed_is_not_used_again() -> None:
+    stage = Stage()
+    workers = dict(enumerate(stage.workers(2)))
+    change(workers, 0)
+    eventually(lambda: all_ready(workers, 0))
+    workers[0].give_up()
+    assert workers[0].ready is None and workers[1].ready == 0
+    eventually(lambda: stage.ended == ["it has failed"])
+    change(workers, 1)
+    eventually(lambda: all_ready(workers, 1))
+    passes_on(workers, 0)

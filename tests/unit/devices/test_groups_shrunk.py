@@ -1,0 +1,89 @@
+"""Groups that lose members without being made anew, as NCCL's can: on backends that only say what is asked of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from elaswave_spmd.runtime.devices.groups import GroupInBackground
+
+
+class Library:
+    """What the workers of a stage ask of their library, in words.
+
+    Args:
+        refuses: what it raises when a group is to be shrunk.
+    """
+
+    def __init__(self, refuses: BaseException | None = None) -> None:
+        self.store, self.refuses, self.asked = HashStore(), refuses, list[str]()
+
+    def worker(self, rank: int) -> GroupInBackground:
+        def make(store: Any, index: int, size: int) -> str:
+            self.asked.append(f"{rank} makes {size}")
+            return "made"
+
+        def shrink(backend: str, gone: list[int]) -> str:
+            self.asked.append(f"{rank} shrinks {backend} by {gone}")
+            if self.refuses is not None:
+                raise self.refuses
+            return "shrunk"
+
+        return GroupInBackground(
+            make,
+            lambda backend, values, root: SimpleNamespace(is_completed=lambda: True, wait=lambda: None),
+            lambda prefix: PrefixStore(prefix, self.store),
+            lambda: None,
+            timeout_s=5.0,
+            shrink=shrink,
+        )
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.002)
+
+
+def changed(library: Library, before: tuple[int, ...], after: tuple[int, ...], *failed: int) -> list[str]:
+    """What is asked when the members of a stage change. `failed`: whose group has failed meanwhile."""
+    workers = {rank: library.worker(rank) for rank in {*before, *after}}
+    for epoch, members in enumerate((before, after)):
+        library.asked.clear()
+        for rank in members:
+            workers[rank].change(epoch, members, rank)
+        eventually(lambda members=members, epoch=epoch: all(workers[rank].ready == epoch for rank in members))
+        for rank in failed if epoch == 0 else ():
+            workers[rank].give_up()
+    eventually(lambda: not any(thread.name.startswith("group of") for thread in threading.enumerate()))
+    return sorted(library.asked)
+
+
+def test_a_lost_member_is_taken_out_of_the_group_that_all_others_have() -> None:
+    assert changed(Library(), (1, 2, 3), (1, 3)) == ["1 shrinks made by [1]", "3 shrinks made by [1]"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "failed"),
+    [
+        pytest.param((1, 2, 3), (1, 3), (3,), id="one has given it up"),
+        pytest.param((1, 2, 3), (1, 3, 4), (), id="a member is new"),
+        pytest.param((1, 2, 3), (3, 1), (), id="their order is another"),
+        pytest.param((1, 2), (1, 2), (), id="nobody is gone"),
+    ],
+)
+def test_else_a_group_is_made_anew(before: tuple[int, ...], after: tuple[int, ...], failed: tuple[int, ...]) -> None:
+    assert changed(Library(), before, after, *failed) == sorted(f"{rank} makes {len(after)}" for rank in after)
+
+
+@pytest.mark.parametrize("error", [AttributeError("shrink"), TypeError("no shrinking"), RuntimeError("NCCL 2.27")])
+def test_a_library_that_cannot_shrink_makes_a_new_one(error: BaseException) -> None:
+    asked = changed(Library(error), (1, 2, 3), (1, 3))
+    assert asked == ["1 makes 2", "1 shrinks made by [1]", "3 makes 2", "3 shrinks made by [1]"]
