@@ -86,6 +86,4 @@ def test_links_take_over_when_a_broadcast_takes_too_long(tmp_path: Path, undistu
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and not changes.events, said(tmp_path)
     before, after = told(tmp_path)
     assert before["serves"] and not after["serves"] and after["mesh_epoch"] == 0, said(tmp_path)
-    assert re.search("worker [02]: .*(not complete within 1 s|imed out|timeout|closed)", after["reason"]), after[
-        "reason"
-    ]
+    assert re.search("worker [02]: .*(not complete within 1 s|[Tt]imed? ?out|closed)", str(after["reason"]))

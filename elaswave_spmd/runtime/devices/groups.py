@@ -162,7 +162,7 @@ class GroupInBackground:
                 backend = self._shrunk(old[2], [i for i, member in enumerate(old[1]) if member not in members])
             if backend is None:
                 backend = self._make(store, members.index(rank), len(members))
-            self._connect(backend, epoch)
+            self._connect(backend)
             with self._lock:
                 if epoch == self._epoch:
                     self._made, backend = (epoch, members, backend), None
@@ -192,7 +192,7 @@ class GroupInBackground:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return store.get("fate") == _ALL
 
-    def _connect(self, backend: Any, epoch: int) -> None:
+    def _connect(self, backend: Any) -> None:
         """The library connects at the first collective: now, and not in the middle of a step."""
         first = Broadcast(self._broadcast(backend, self._token(), 0), None, self._timeout_s)
         pause = _PAUSE_S

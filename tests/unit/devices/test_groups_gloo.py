@@ -17,7 +17,7 @@ from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.groups import GroupInBackground
 
 KIND = device_of("cpu")
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 """Of a group, and of a broadcast: as long as a test waits for one that hangs."""
 
 
@@ -130,7 +130,7 @@ def test_changes_in_quick_succession_leave_nobody_in_the_library(pause_s: float)
         for rank, worker in workers.items():
             worker.change(epoch, sorted(workers), rank)
             time.sleep(pause_s)
-    eventually(lambda: all_ready(workers, 3), PATIENCE_S)
+    eventually(lambda: all_ready(workers, 3))
     passes_on(workers, 1)
 
 
@@ -140,7 +140,7 @@ def test_a_member_that_never_comes_keeps_nobody() -> None:
         workers[rank].change(0, [0, 1, 2], rank)
     some = {rank: workers[rank] for rank in (0, 1)}
     change(some, 1)
-    eventually(lambda: all_ready(some, 1), PATIENCE_S)
+    eventually(lambda: all_ready(some, 1))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -153,7 +153,7 @@ def test_a_member_that_dies_while_others_connect_is_forgotten_in_the_next_epoch(
     assert workers[0].ready is None
     some = {rank: workers[rank] for rank in (0, 2, 3)}
     change(some, 1)
-    eventually(lambda: all_ready(some, 1), PATIENCE_S)
+    eventually(lambda: all_ready(some, 1))
     passes_on(some, 3)
 
 
@@ -165,7 +165,7 @@ def test_a_broadcast_that_hangs_keeps_nobody_from_the_next_group() -> None:
     hangs = [workers[rank].broadcast(torch.zeros(1000), 1) for rank in (0, 2)]  # 1 takes no part, and is gone
     some = {rank: workers[rank] for rank in (0, 2)}
     change(some, 1)
-    eventually(lambda: all_ready(some, 1), PATIENCE_S / 2)
+    eventually(lambda: all_ready(some, 1), 0.8 * PATIENCE_S)
     passes_on(some, 2)
     assert not any(work.is_completed() and work.is_over for work in hangs)
 
@@ -176,7 +176,7 @@ def test_a_broadcast_that_takes_too_long_has_failed() -> None:
     eventually(lambda: all_ready(workers, 0))
     work = workers[0].broadcast(torch.zeros(8), 1)
     eventually(work.is_completed)
-    with pytest.raises(RuntimeError, match=r"not complete within 2 s|[Tt]imed out|[Cc]losed"):
+    with pytest.raises(RuntimeError, match=r"not complete within 5 s|[Tt]imed out|[Cc]losed"):
         work.wait()
 
 
