@@ -29,6 +29,9 @@ class Grouped(GroupedCluster, MirroredCluster):
         mesh = self._controller.placement.mesh
         if isinstance(message, m.Publish) and {sender, peer} <= {*mesh.members}:
             self.by_link[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
+        if isinstance(message, m.Vote):
+            executor = self._workers[sender].executor
+            assert executor is None or executor.replica.parameters.grouped.idle, "nobody votes while it still copies"
         super().send(sender, peer, message, payload)
 
 

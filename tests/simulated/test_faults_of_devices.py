@@ -20,6 +20,7 @@ from elaswave_spmd.runtime.recovering import RecoveringExecutor
 from elaswave_spmd.runtime.state import LEARNING
 from elaswave_spmd.testing import cluster
 from elaswave_spmd.testing.faults import AnyFault, Fault
+from elaswave_spmd.testing.grouped import GroupedCluster
 from elaswave_spmd.testing.processes import Killed, LostStateError, Worker
 from tests.simulated.bits_cases import (
     MirroredCluster,
@@ -186,3 +187,20 @@ def test_what_cannot_be_brought_back_ends_the_worker(
     strike({(1, 3, point): None if point == "forward" else Remedy.REDO})
     with pytest.raises(RuntimeError, match="UCE ERROR"):
         train(Run(units=5, steps=6), "dp2", 1)
+
+
+class GroupedMachines(GroupedCluster, MadeUpMachines):
+    """Machines whose stages publish through groups."""
+
+
+@pytest.mark.parametrize("remedy", Remedy)
+@pytest.mark.parametrize("seed", range(6))
+@one_thread()
+def test_a_device_fails_whose_stage_publishes_through_a_group(
+    seed: int, remedy: Remedy, strike: Callable[[Hits], list[RecoveringExecutor]]
+) -> None:
+    run, point = Run(units=5, steps=6), ("forward", "backward", "reduce")[seed % 3]
+    strike({(1, 3 + seed % 2, point): remedy})
+    made = GroupedMachines(run, "dp4", 1 + seed % 3, seed=seed, uneven=bool(seed % 2), failing=0.0)
+    assert outcome(made.run()) == expected(run)
+    assert made.hub.ended["received"] > 0 and made.result.epochs
