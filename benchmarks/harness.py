@@ -133,8 +133,14 @@ class Result:
             "data": self.data,
         }
 
-    def finish(self, path: Path | None) -> None:
-        """Prints the machine and its load, and writes the JSON file where one was asked for."""
+    def finish(self, path: Path | None, problems: Sequence[str] = ()) -> int:
+        """Prints the machine and its load, and writes the JSON file where one was asked for.
+
+        Args:
+            problems: what should not have happened; printed last.
+
+        Returns: the exit code: 1 if there are any.
+        """
         found = self.to_dict()
         where, loads = found["machine"], found["load_average_1_5_15_min"]
         versions = f"Python {where['python']}, torch {where['versions']['torch']}"
@@ -145,6 +151,9 @@ class Result:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(found, indent=1, default=_plain) + "\n")
+        for problem in problems:
+            print(problem)
+        return 1 if problems else 0
 
 
 def _plain(value: object) -> object:

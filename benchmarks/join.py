@@ -209,10 +209,7 @@ def main() -> int:
         result.table(f"{title}: {len(pieces)} times", columns, shown_parts(pieces))
         result.data[kind] = pieces
     result.data["problems"] = problems
-    result.finish(args.json)
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    return result.finish(args.json, problems)
 
 
 if __name__ == "__main__":

@@ -201,10 +201,7 @@ def main() -> int:
         "problems": problems,
         "moves": {"/".join(map(str, c)): [vars(m) for m in ms] for c, ms in found.items()},
     }
-    result.finish(args.json)
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    return result.finish(args.json, problems)
 
 
 if __name__ == "__main__":

@@ -117,10 +117,7 @@ def main() -> int:
     result.table("Steps of runs that do little but publish (emulated accelerator)", columns, rows(found))
     runs = {" ".join((*map(str, case), way)): [run.step for run in made] for (case, way), made in found.items()}
     result.data = {"problems": problems, "step_ms": runs}
-    result.finish(args.json)
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    return result.finish(args.json, problems)
 
 
 if __name__ == "__main__":

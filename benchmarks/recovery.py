@@ -125,10 +125,7 @@ def main() -> int:
         title = "This project: a kill in pieces, ms"
         result.table(title, ["piece", "median", "90th percentile", "most"], shown_parts([kill.parts for kill in ours]))
     result.data = {"problems": problems, "kills": {name: [vars(k) for k in some] for name, some in found.items()}}
-    result.finish(args.json)
-    for problem in problems:
-        print(problem)
-    return 1 if problems or not rows else 0
+    return result.finish(args.json, problems) or int(not rows)
 
 
 if __name__ == "__main__":

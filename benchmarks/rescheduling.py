@@ -287,10 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     number = sum(map(len, found["losses"].values()))
     print(f"losses of {number} runs, of {len(found['losses'])} numbers of layers and units: {len(problems)} differ")
     result.data = {"problems": problems, "runs": found["data"]}
-    result.finish(args.json)
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    return result.finish(args.json, problems)
 
 
 if __name__ == "__main__":

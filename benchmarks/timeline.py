@@ -153,10 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result.data = {"problems": problems, "last_ms": 1e3 * took, "simulated_ms": 1e3 * step_s, "placed": where}
     if args.picture:
         draw(disturbed, Path(args.picture))
-    result.finish(args.json)
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    return result.finish(args.json, problems)
 
 
 if __name__ == "__main__":

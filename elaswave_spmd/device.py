@@ -5,11 +5,12 @@ Imports no torch: torch_npu without CANN breaks `import torch` itself, and that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import (
+    Capabilities,
     DeviceKind,
     Island,
     Machine,
@@ -66,7 +67,8 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
     machine, kind = machine or ThisMachine(), kind_of(settings)
     check_usable(kind.name, machine, also=(EMULATED,))
     island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
-    check_collectives(settings)
+    if settings.runtime.collectives == GROUP:
+        check_collectives(settings)
     environment, preload = kind.environment(machine.environment, island), kind.capabilities.preload
     if settings.runtime.collectives == GROUP:
         environment |= kind.group_environment(machine.environment)
@@ -76,19 +78,24 @@ def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerSt
     return WorkerStart(environment, preload, "fork" if kind.capabilities.forks else "spawn")
 
 
+def _names(wanted: Callable[[Capabilities], object]) -> str:
+    """The kinds of device that have a capability."""
+    return ", ".join(name for name in device_names() if wanted(device_of(name).capabilities))
+
+
 def check_collectives(settings: Settings) -> None:
     """Refuses `runtime.collectives=group` where a device's memory has no library for it.
 
     Raises:
         ConfigError: such a device.
     """
-    if settings.runtime.collectives != GROUP or kind_of(settings).capabilities.collectives is not None:
+    if kind_of(settings).capabilities.collectives is not None:
         return
     raise ConfigError(
         "a process group copies from and to the memory of a device that its library knows",
         got=f"runtime.device={settings.runtime.device}",
         where="runtime.collectives=group",
-        exists=", ".join(name for name in device_names() if device_of(name).capabilities.collectives),
+        exists=_names(lambda can: can.collectives),
         fix="runtime.collectives=links",
     )
 
@@ -105,7 +112,7 @@ def check_compile(settings: Settings, machine: Machine) -> None:
             "torch.compile makes layer programs for devices that run the layers as they are written",
             got=f"runtime.device={device}",
             where="runtime.compile=true",
-            exists=", ".join(name for name in device_names() if device_of(name).capabilities.inductor),
+            exists=_names(lambda can: can.inductor),
             fix="runtime.compile=false",
         )
     compiler = cxx(machine)

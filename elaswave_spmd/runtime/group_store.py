@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from elaswave_spmd.runtime.tcp_store import reach_store, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_CONNECT = timedelta(seconds=30)
+_CONNECT_S = 30.0
 
 
 class GroupStore:
@@ -28,8 +29,6 @@ class GroupStore:
     """
 
     def __init__(self, host: str) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
         try:
             listener = socket.create_server((host, 0))
         except OSError as error:
@@ -39,11 +38,8 @@ class GroupStore:
                 where="runtime.collectives=group",
                 fix="runtime.collectives=links",
             ) from error
-        port = listener.getsockname()[1]
-        self.address = f"{host}:{port}"
-        self._store: TCPStore | None = TCPStore(
-            host, port, None, True, _CONNECT, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._store: TCPStore | None = serve_store(listener, host, _CONNECT_S)
 
     def close(self) -> None:
         """Stop serving; idempotent."""
@@ -66,7 +62,7 @@ def group_of(device: Device, address: str, host: str, timeout_s: float) -> Group
     store_host, _, port = address.rpartition(":")
 
     def open_store(prefix: str) -> Any:
-        store = dist.TCPStore(store_host, int(port), None, False, _CONNECT, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        store = reach_store(store_host, int(port), _CONNECT_S)
         return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
     def broadcast(backend: Any, values: torch.Tensor, root: int) -> Any:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +24,7 @@ import msgspec
 
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.agent_messages import PROTOCOL
+from elaswave_spmd.runtime.tcp_store import reach_store, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -121,8 +121,6 @@ class Rendezvous:
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
         self._secret = secret
         self._nonce = secrets.token_hex(16)
         loopback = is_loopback(host)
@@ -136,15 +134,7 @@ class Rendezvous:
                 fix="another port, here and for the agents",
             ) from error
         local = host if loopback else "127.0.0.1"
-        self._store: TCPStore | None = TCPStore(
-            local,
-            port,
-            None,
-            True,
-            timedelta(seconds=_STORE_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store: TCPStore | None = serve_store(listener, local, _STORE_TIMEOUT_S)
 
     @property
     def token(self) -> bytes:
@@ -183,9 +173,7 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
             time.sleep(_RETRY_S)
 
     def ask() -> tuple[Record, TCPStore]:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        store = TCPStore(host, port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False)
+        store = reach_store(host, port, _STORE_TIMEOUT_S)
         return msgspec.json.decode(store.get(_RECORD), type=Record), store
 
     try:

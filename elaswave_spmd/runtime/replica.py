@@ -80,8 +80,8 @@ class Replica:
         self._forwarded: set[tuple[int, RunKey, int]] = set()  # (step, run, receiver) of entries sent
         self._taught: set[tuple[RunKey, int]] = set()  # (run, learner) whose state was sent
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them
-        where = device.place, job.torch_dtype
-        self.parameters = Parameters(rank, layout, values, self.state, *where, send, self._unsure, group)
+        ways = device.place, job.torch_dtype, send, self._unsure, self.protocol, group
+        self.parameters = Parameters(rank, layout, values, self.state, *ways)
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self.chores = Chores()
         """Copies of state that is taught and learned, for whenever this worker waits."""
@@ -119,7 +119,7 @@ class Replica:
         members = placement.mesh.members
         self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)
         self.state.rebind((r for r in held if not self._is_loss(r)), self._values)
-        self.parameters.bind(placement, holder_runs, self.protocol.version)
+        self.parameters.bind(placement, holder_runs)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
         self.reducer.bind(holder_runs, layers, self.protocol.version + 1, self._unsure)
         for step, entries in self._entries.items():

@@ -159,10 +159,8 @@ class GroupedCluster(LocalCluster):
     """
 
     def __init__(self, *args: Any, failing: float = 0.01, seed: int = 0, **kwargs: Any) -> None:
-        lost: list[int] = []
-        self.hub = Hub(seed, lost, failing)
         super().__init__(*args, seed=seed, **kwargs)
-        self.hub.lost = self._lost
+        self.hub = Hub(seed, self._lost, failing)
         self._groups: dict[int, MadeUpGroup] = {}
 
     def _group_of(self, rank: int) -> StageGroup | None:

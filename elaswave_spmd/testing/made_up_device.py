@@ -8,7 +8,6 @@ lives in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
 from elaswave_spmd.runtime.devices import Capabilities, Device, Island, Machine, Missing
+from elaswave_spmd.runtime.devices.kind import WithoutGroups
 
 NAME = "madeup"
 
@@ -137,7 +137,7 @@ def _module() -> Any:
     )
 
 
-class MadeUp:
+class MadeUp(WithoutGroups):
     """The kind of the made-up device; not one that `runtime.device` names."""
 
     name = NAME
@@ -168,12 +168,3 @@ class MadeUp:
 
         torch.set_num_threads(island.threads)
         return AcceleratorDevice(self, torch.device(NAME, 0), getattr(torch, NAME))
-
-    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        return {}
-
-    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
-        raise AssertionError("it has no groups")
-
-    def abort_group(self, group: Any, reason: str) -> None:
-        raise AssertionError("it has no groups")

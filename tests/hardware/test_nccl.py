@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from elaswave_spmd.runtime.devices import Island, ThisMachine, device_of
-from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.runtime.group_store import GroupStore, group_of
+from tests.hardware.devices import join, marks_of, passes_on
 
 KIND = device_of("cuda")
-LACKS = KIND.missing(ThisMachine())
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}" for lack in LACKS)),
-]
+pytestmark = marks_of(KIND)
 
 
 def _member(rank: int, address: str, shrinks: bool) -> None:
@@ -26,25 +19,12 @@ def _member(rank: int, address: str, shrinks: bool) -> None:
     group = group_of(device, address, "127.0.0.1", 60.0)
     if not shrinks:
         group._shrink = None
-    group.change(0, [0, 1, 2], rank)
-    _ready(group, 0)
+    join(group, 0, [0, 1, 2], rank)
     if rank == 1:  # it takes no part in the broadcast, and is gone
         return
     group.broadcast(device.from_host(torch.ones(1 << 20)), 1)
-    group.change(1, [0, 2], rank)
-    _ready(group, 1)
-    values = device.from_host(torch.full((4,), float(rank)))
-    work = group.broadcast(values, 2)
-    while not work.is_completed():
-        time.sleep(0.001)
-    work.wait()
-    assert torch.equal(device.to_host(values), torch.full((4,), 2.0))
-
-
-def _ready(group: GroupInBackground, epoch: int) -> None:
-    while group.ready != epoch:
-        assert group.failure is None, group.failure
-        time.sleep(0.01)
+    join(group, 1, [0, 2], rank)
+    passes_on(device, group, rank, 2)
 
 
 @pytest.mark.parametrize("shrinks", [False, True])

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from elaswave_spmd.runtime.devices import Island, Remedy, ThisMachine, device_of
+from elaswave_spmd.runtime.devices import Island, Remedy, device_of
 from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
 from elaswave_spmd.runtime.group_store import GroupStore, group_of
+from tests.hardware.devices import join, marks_of, passes_on
 
 KIND = device_of("npu")
-LACKS = KIND.missing(ThisMachine())
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}" for lack in LACKS)),
-]
+pytestmark = marks_of(KIND)
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +67,13 @@ def test_sound_memory_needs_no_reload(device: Any) -> None:
 
 
 def _member(rank: int, address: str) -> None:
-    import torch
-
     device = KIND.open(rank, Island())
     group = group_of(device, address, "127.0.0.1", 60.0)
     for epoch, members in enumerate(([0, 1, 2], [0, 2])):
         if rank not in members:
             return
-        group.change(epoch, members, rank)
-        while group.ready != epoch:
-            assert group.failure is None, group.failure
-            time.sleep(0.01)
-        values = device.from_host(torch.full((4,), float(rank)))
-        work = group.broadcast(values, 2)
-        while not work.is_completed():
-            time.sleep(0.001)
-        work.wait()
-        assert torch.equal(device.to_host(values), torch.full((4,), 2.0))
+        join(group, epoch, members, rank)
+        passes_on(device, group, rank, 2)
 
 
 def test_a_group_loses_a_member_and_goes_on() -> None:

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,11 @@ import pytest
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.frequency import Answer, FrequencyCell, GuardedFrequencies
 from tests.frequency_trees import limits, make_policies
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.multiprocess
 FOUND = (1_000_000, 3_000_000)
 PATIENCE_S = 30.0
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from elaswave_spmd.runtime import latch
 from elaswave_spmd.runtime.latch import LatchBoard, Watcher, available, hold
 from elaswave_spmd.runtime.zygote import Zygote
+from tests.waiting import eventually
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -69,13 +70,6 @@ class Scene:
         self.watcher.close()
         self.zygote.stop(0)
         self.board.close()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def state(pid: int) -> str:

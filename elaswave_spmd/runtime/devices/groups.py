@@ -16,10 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between two looks at who is there, or whether a newer epoch is
-_ALL, _LEFT = b"all", b"left"
+_ALL, _LEFT = "all", "left"
 
 Make = Callable[[Any, int, int], Any]
 """(store, rank, size) -> a backend of c10d; connects, or does so at the first collective."""
@@ -42,7 +43,7 @@ class Broadcast:
             return True
         if time.monotonic() < self._until:
             return False
-        self._error = self._error or RuntimeError(f"a broadcast was not complete within {self._patience_s:g} s")
+        self._error = RuntimeError(f"a broadcast was not complete within {self._patience_s:g} s")
         return True
 
     def _is_done(self) -> bool:
@@ -62,6 +63,20 @@ class Broadcast:
     def is_over(self) -> bool:
         """Whether the library does not touch its memory any more."""
         return self._error is None and self._is_done()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group that is made. `under_way`: its broadcasts; their memory is kept, whoever has given them up."""
+
+    epoch: int
+    members: tuple[int, ...]
+    backend: Any
+    under_way: deque[Broadcast] = field(default_factory=deque)
+
+    def shrinks_to(self, members: tuple[int, ...]) -> bool:
+        """Whether these are some of its members and not all, in their order."""
+        return members == tuple(member for member in self.members if member in members) != self.members
 
 
 class GroupInBackground:
@@ -93,9 +108,8 @@ class GroupInBackground:
         self._make, self._broadcast, self._open_store, self._token = make, broadcast, open_store, token
         self._timeout_s, self._enter, self._abort, self._shrink = timeout_s, enter, abort, shrink
         self._lock = threading.Lock()
-        self._epoch, self._members = -1, ()
-        self._made: tuple[int, tuple[int, ...], Any] | None = None  # (epoch, members, backend): sound, and to be used
-        self._under_way: deque[Broadcast] = deque()  # holds their memory, whoever has given them up
+        self._epoch = -1
+        self._made: _Group | None = None  # of the newest epoch, sound, and to be used
         self.failure: BaseException | None = None
         """Why the newest group could not be made; links serve on."""
 
@@ -103,7 +117,7 @@ class GroupInBackground:
     def ready(self) -> int | None:
         """The newest epoch if its group is made: all members have met."""
         made = self._made
-        return made[0] if made is not None and made[0] == self._epoch else None
+        return made.epoch if made is not None else None
 
     def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
         """The members of a stage in a newer mesh epoch: links serve from now on, and a group is made in the background.
@@ -114,10 +128,9 @@ class GroupInBackground:
         assert rank in members and epoch > self._epoch, (epoch, members, rank)
         with self._lock:
             old, self._made = self._made, None
-            self._epoch, self._members, self.failure = epoch, tuple(members), None
-        under_way, self._under_way = self._under_way, deque()
-        work = self._replace, old, under_way, epoch, tuple(members), rank
-        threading.Thread(target=work[0], args=work[1:], name=f"group of epoch {epoch}", daemon=True).start()
+            self._epoch, self.failure = epoch, None
+        what = old, epoch, tuple(members), rank
+        threading.Thread(target=self._replace, args=what, name=f"group of epoch {epoch}", daemon=True).start()
 
     def broadcast(self, values: Any, root: int) -> Broadcast:
         """Begins a broadcast by worker `root`.
@@ -125,56 +138,56 @@ class GroupInBackground:
         Raises:
             RuntimeError: the library refuses, as it knows of a peer that is gone.
         """
-        assert self._made is not None and self._made[0] == self._epoch, (self._made, self._epoch)
-        while self._under_way and self._under_way[0].is_over:
-            self._under_way.popleft()
-        work = self._broadcast(self._made[2], values, self._members.index(root))
-        self._under_way.append(Broadcast(work, values, self._timeout_s))
-        return self._under_way[-1]
+        made = self._made
+        assert made is not None, self._epoch
+        while made.under_way and made.under_way[0].is_over:
+            made.under_way.popleft()
+        work = self._broadcast(made.backend, values, made.members.index(root))
+        made.under_way.append(Broadcast(work, values, self._timeout_s))
+        return made.under_way[-1]
 
     def give_up(self) -> None:
         """The group has failed: what is under way in it ends, and no group is made of it."""
         with self._lock:
             old, self._made = self._made, None
-        under_way, self._under_way = self._under_way, deque()
         if old is not None:
-            threading.Thread(target=self._end, args=(old[2], under_way, "it has failed"), daemon=True).start()
+            self._end_beside(old, "it has failed")
 
     # ---- in threads of their own
 
-    def _replace(self, old: Any, under_way: Any, epoch: int, members: tuple[int, ...], rank: int) -> None:
+    def _replace(self, old: _Group | None, epoch: int, members: tuple[int, ...], rank: int) -> None:
         try:
             self._enter()
-            keeps = self._shrink is not None and old is not None and _is_part(members, old[1])
-            if old is not None and not keeps:
-                self._end_beside(old[2], under_way, f"mesh epoch {epoch}")
+            if old is not None and (self._shrink is None or not old.shrinks_to(members)):
+                self._end_beside(old, f"mesh epoch {epoch}")
                 old = None
             if len(members) == 1:
                 return
             # Other stages meet in the same store, and have other members.
             store = self._open_store(f"epoch{epoch}/{members[0]}")
             if old is not None:
-                store.add(f"has{old[0]}", 1)
+                store.add(f"has{old.epoch}", 1)
             if not self._meets(store, epoch, len(members)):
                 return
             backend = None
-            if old is not None and store.add(f"has{old[0]}", 0) == len(members):
-                backend = self._shrunk(old[2], [i for i, member in enumerate(old[1]) if member not in members])
+            if old is not None and store.add(f"has{old.epoch}", 0) == len(members):
+                backend = self._shrunk(old, members)
             if backend is None:
                 backend = self._make(store, members.index(rank), len(members))
             self._connect(backend)
+            made = _Group(epoch, members, backend)
             with self._lock:
-                if epoch == self._epoch:
-                    self._made, backend = (epoch, members, backend), None
-            if backend is not None:  # a newer epoch is there already
-                self._end(backend, deque(), f"mesh epoch {epoch} is over")
+                if current := epoch == self._epoch:
+                    self._made = made
+            if not current:
+                self._end(made, f"mesh epoch {epoch} is over")
         except Exception as error:  # a member is lost while they connect: the next mesh epoch makes another
             with self._lock:
                 if epoch == self._epoch:
                     self.failure = error
         finally:
             if old is not None:
-                self._end_beside(old[2], under_way, f"mesh epoch {epoch}")
+                self._end_beside(old, f"mesh epoch {epoch}")
 
     def _meets(self, store: Any, epoch: int, number: int) -> bool:
         """Waits for all members, as long as no newer epoch is there: then either all go on to make a group, or nobody.
@@ -182,48 +195,45 @@ class GroupInBackground:
         Making one cannot be broken off, so nobody begins while another may not come.
         """
         if store.add("here", 1) == number:
-            store.compare_set("fate", "", _ALL.decode())
-        pause = _PAUSE_S
-        while not store.check(["fate"]):  # `wait` would complain on stderr whenever its time is up
-            if self._is_past(epoch):
-                store.compare_set("fate", "", _LEFT.decode())
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return store.get("fate") == _ALL
+            store.compare_set("fate", "", _ALL)
+        # The store's own `wait` would complain on stderr whenever its time is up.
+        if not _look_until(lambda: store.check(["fate"]), lambda: self._is_past(epoch)):
+            store.compare_set("fate", "", _LEFT)
+        return store.get("fate") == _ALL.encode()
 
     def _connect(self, backend: Any) -> None:
         """The library connects at the first collective: now, and not in the middle of a step."""
         first = Broadcast(self._broadcast(backend, self._token(), 0), None, self._timeout_s)
-        pause = _PAUSE_S
-        while not first.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        _look_until(first.is_completed)
         first.wait()
 
-    def _shrunk(self, backend: Any, gone: list[int]) -> Any:
+    def _shrunk(self, old: _Group, members: tuple[int, ...]) -> Any:
         """The backend without members that are gone; None: an older library, the same on all members."""
         assert self._shrink is not None
         with suppress(AttributeError, TypeError, RuntimeError):
-            return self._shrink(backend, gone)
+            return self._shrink(old.backend, [i for i, member in enumerate(old.members) if member not in members])
         return None
 
-    def _end_beside(self, backend: Any, under_way: Any, reason: str) -> None:
+    def _end_beside(self, group: _Group, reason: str) -> None:
         """To end a group may take as long as what hangs in it."""
-        threading.Thread(target=self._end, args=(backend, under_way, reason), daemon=True).start()
+        threading.Thread(target=self._end, args=(group, reason), daemon=True).start()
 
-    def _end(self, backend: Any, under_way: Any, reason: str) -> None:
+    def _end(self, group: _Group, reason: str) -> None:
         with suppress(Exception):  # it is given up, in whatever state
             self._enter()
-            self._abort(backend, reason)
-        del backend
-        under_way.clear()
+            self._abort(group.backend, reason)
 
     def _is_past(self, epoch: int) -> bool:
         with self._lock:
             return epoch != self._epoch
 
 
-def _is_part(members: tuple[int, ...], of: tuple[int, ...]) -> bool:
-    """Whether these are some of the members of a group and not all, in their order."""
-    return members == tuple(member for member in of if member in members) != of
+def _look_until(condition: Callable[[], bool], gives_up: Callable[[], bool] = lambda: False) -> bool:
+    """Looks, less and less often, until the condition holds; False: it is given up before."""
+    pause = _PAUSE_S
+    while not condition():
+        if gives_up():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True

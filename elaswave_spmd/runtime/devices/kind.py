@@ -139,6 +139,19 @@ class DeviceKind(Protocol):
         ...
 
 
+class WithoutGroups:
+    """What a kind without `capabilities.collectives` has in place of groups."""
+
+    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+        raise AssertionError("it has no groups")
+
+    def abort_group(self, group: Any, reason: str) -> None:
+        raise AssertionError("it has no groups")
+
+
 @dataclass(frozen=True)
 class MemoryFigures:
     """Bytes of device memory: in tensors now, at most so far, and of the device (None: not told)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, distributed_c10d  # pyrigh
 
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from tests.waiting import eventually
 
 KIND = device_of("cpu")
 PATIENCE_S = 5.0
@@ -64,13 +65,6 @@ class Stage:
 def no_thread_is_left() -> Iterator[None]:
     yield
     eventually(lambda: not any(t.name.startswith("group of") for t in threading.enumerate()))
-
-
-def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it takes too long"
-        time.sleep(0.005)
 
 
 def change(workers: dict[int, GroupInBackground], epoch: int) -> None:

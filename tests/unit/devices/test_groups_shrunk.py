@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from tests.waiting import eventually
 
 
 class Library:
@@ -43,13 +42,6 @@ class Library:
             timeout_s=5.0,
             shrink=shrink,
         )
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < until, "it takes too long"
-        time.sleep(0.002)
 
 
 def changed(library: Library, before: tuple[int, ...], after: tuple[int, ...], *failed: int) -> list[str]:

@@ -7,11 +7,9 @@ CPU's, or that of a PJRT plugin: PJRT_DEVICE names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, MemoryFigures, Missing
+from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, MemoryFigures, Missing, WithoutGroups
 from elaswave_spmd.runtime.devices.machine import Machine, same_release
 from elaswave_spmd.runtime.devices.requirements import missing_torch, set_variables
 
@@ -35,7 +33,7 @@ _QUIET = "TF_CPP_MIN_LOG_LEVEL"
 _FLAGS_OF_THREADS = ("--xla_cpu_multi_thread_eigen", "--xla_force_host_platform_device_count")
 
 
-class Xla:
+class Xla(WithoutGroups):
     """`runtime.device=xla`: on the CPU's client, or on that of a plugin (PJRT_DEVICE)."""
 
     name = "xla"
@@ -113,15 +111,6 @@ class Xla:
             return MemoryFigures(told["bytes_used"], told.get("peak_bytes_used", 0), told.get("bytes_limit"))
 
         return HostDevice(self, xm.wait_device_ops, figures)
-
-    def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        return {}
-
-    def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
-        raise AssertionError("it has no groups")
-
-    def abort_group(self, group: Any, reason: str) -> None:
-        raise AssertionError("it has no groups")
 
 
 KIND = Xla()
