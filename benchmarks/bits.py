@@ -150,11 +150,11 @@ class Runner:
     """Runs cases one after another, with the workers of all of them forked from one zygote."""
 
     def __init__(self, directory: Path) -> None:
-        from elaswave_spmd.launching import PRELOAD
-        from elaswave_spmd.runtime.zygote import Zygote
+        from elaswave_spmd.controller.startup import PRELOAD
+        from elaswave_spmd.runtime.processes.fork_server_client import Zygote
 
         self._directory = directory
-        self._zygote = Zygote.start("elaswave_spmd.worker:main", preload=PRELOAD)
+        self._zygote = Zygote.start("elaswave_spmd.worker.loop:main", preload=PRELOAD)
 
     def run(self, case: Case) -> Outcome:
         """A run that nothing happens to.
@@ -175,12 +175,12 @@ class Runner:
         Raises:
             RunError: the run failed.
         """
-        from elaswave_spmd.assembly import plan_run
-        from elaswave_spmd.controller import Controller, data_spec
+        from elaswave_spmd.conf.schema import Settings
+        from elaswave_spmd.controller.loop import Controller, data_spec
         from elaswave_spmd.data import prepare_data
-        from elaswave_spmd.observe import RunDir, RunObserver
-        from elaswave_spmd.runtime.links import socket_directory
-        from elaswave_spmd.settings import Settings
+        from elaswave_spmd.run_dir import RunDir, RunObserver
+        from elaswave_spmd.runtime.transport.links import socket_directory
+        from elaswave_spmd.worker.plan_run import plan_run
 
         run_dir, scratch = self.run_dir, socket_directory()
         settings = Settings.from_dict(fields)
@@ -244,10 +244,10 @@ def reference(identity: Identity) -> Outcome | None:
         return None
     import torch
 
-    from elaswave_spmd.assembly import make_model, plan_run
-    from elaswave_spmd.controller import data_spec
+    from elaswave_spmd.conf.schema import Settings
+    from elaswave_spmd.controller.loop import data_spec
     from elaswave_spmd.data import open_split, prepare_data
-    from elaswave_spmd.settings import Settings
+    from elaswave_spmd.worker.plan_run import make_model, plan_run
 
     torch.set_num_threads(1)
     settings = Settings.from_dict(settings_of(Case(identity, "single", "zero0"), Path("unused")))

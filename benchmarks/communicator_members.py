@@ -25,10 +25,10 @@ from torch.distributed import (
 )
 
 from benchmarks.members import follow
+from elaswave_spmd.determinism.reduction_tree import Node, Reduction
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.links import Links
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
-from elaswave_spmd.scheduling.tree import Node, Reduction
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
 SIZE = 256  # fp32 values of an all-reduce: 1 KiB
 IN_PLACE, PARTIAL, BEST, FULL = "in place", "partial rebuild", "partial rebuild, at its best", "full rebuild"

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.keyed import Keys, keyed_dropout
-from elaswave_spmd.keyed.dropout import keep_mask_numpy
+from elaswave_spmd.determinism import Keys, keyed_dropout
+from elaswave_spmd.determinism.dropout import keep_mask_numpy
 
 P_DROP = 0.1
 BASELINE = "F.dropout"

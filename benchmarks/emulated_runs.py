@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.processes import marked, new_directory, program
 from benchmarks.recovery_runs import json_lines
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator import Wires, Work, execute
 
 LAYERS = 8  # of each stage of the healthy mesh

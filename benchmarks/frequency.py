@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Result, parser
-from elaswave_spmd.frequencies import modelled_energy, worker_frequencies
+from elaswave_spmd.controller.frequency import modelled_energy, worker_frequencies
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.decide import next_stages
-from elaswave_spmd.scheduling.actions import FORWARD, schedule
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost
-from elaswave_spmd.scheduling.dataflow import deal_stages
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel
-from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
+from elaswave_spmd.scheduling.partition import balance_layers
+from elaswave_spmd.scheduling.pipeline import FORWARD, schedule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints, plan_change
-from elaswave_spmd.scheduling.timing import ActionGraph, Assignment, timed_graph
+from elaswave_spmd.scheduling.step_time import ActionGraph, Assignment, timed_graph
 from elaswave_spmd.sharding import Shardings
 
 _POWER = PowerModel()

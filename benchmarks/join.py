@@ -34,7 +34,7 @@ from benchmarks.harness import Result, parser, say
 from benchmarks.processes import Program, new_directory, program, stop_on_signals
 from benchmarks.recovery import different_losses, shown_parts
 from benchmarks.recovery_runs import SIZES, json_lines, train_words
-from elaswave_spmd.ctl import ask
+from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.errors import ControlError
 
 WORKERS = 3

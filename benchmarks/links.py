@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from elaswave_spmd.runtime.links import Links, Transport, socket_directory
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.transport.links import Links, Transport, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
 SIZES = (64, 64 * 1024, 1024**2, 16 * 1024**2)  # bytes
 TRANSPORTS: tuple[Transport, ...] = ("ipc", "tcp")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elaswave_spmd.runtime.zygote import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Zygote
 
 _TIMEOUT_S = 120.0
 _LOOK_S = 0.2

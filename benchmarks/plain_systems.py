@@ -21,10 +21,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elaswave_spmd.assembly import RunPlan, make_model
 from elaswave_spmd.data import open_split
-from elaswave_spmd.keyed import materialize, sample_ids
+from elaswave_spmd.determinism import materialize, sample_ids
 from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.worker.plan_run import RunPlan, make_model
 
 
 class System(Protocol):

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from benchmarks.plain_systems import Windows, adamw, empty_model, even_share, fill
-from elaswave_spmd.assembly import RunPlan, plan_run
-from elaswave_spmd.controller import data_spec
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.loop import data_spec
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.models import LayeredModel
-from elaswave_spmd.settings import Settings
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run
 
 _CHECKPOINT_EVERY = 10
 Quiet = Callable[[], AbstractContextManager[Any]]

@@ -37,11 +37,11 @@ from benchmarks.members import Members
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.redistribute_members import KINDS, LAYERS, elements_of, healthy, layout_of, plans_of
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import Effect, EpochBegun, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
-from elaswave_spmd.recovery.effects import Effect, EpochBegun, Send, Unrecoverable
-from elaswave_spmd.runtime.links import CONTROLLER, Links
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
-from elaswave_spmd.scheduling.holders import transfers
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from elaswave_spmd.sharding.replicas import transfers
 
 _PRELOAD = ("numpy", "torch", "torch._dynamo", "torch.distributed", "zmq", "benchmarks.redistribute_members")
 _TIMEOUT_S = 60.0

@@ -28,19 +28,19 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.allocator import keep_freed_memory
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
-from elaswave_spmd.runtime.epoch import Epoch
-from elaswave_spmd.runtime.job import Job
-from elaswave_spmd.runtime.links import CONTROLLER, Links
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
-from elaswave_spmd.runtime.optimizers import AdamW
-from elaswave_spmd.runtime.points import pass_by
-from elaswave_spmd.runtime.port import Incoming, LinkPort, Stopped
-from elaswave_spmd.runtime.replica import Replica
-from elaswave_spmd.scheduling.learning_rate import LearningRate
-from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.scheduling.placement import Placement, RunKey, place
 from elaswave_spmd.sharding import P, ReshardPlan, Shardings, plan_reshard
-from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.worker.channel import Incoming, LinkPort, Stopped
+from elaswave_spmd.worker.configuration import Epoch
+from elaswave_spmd.worker.fault_points import pass_by
+from elaswave_spmd.worker.learning_rate import LearningRate
+from elaswave_spmd.worker.optimizers import AdamW
+from elaswave_spmd.worker.replica import Replica
+from elaswave_spmd.worker.spec import Job
 
 LAYERS = 8
 KINDS = ("master", *AdamW().state_names)

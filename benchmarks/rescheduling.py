@@ -40,9 +40,9 @@ from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.recovery import different_losses
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.dataflow import deal_stages
+from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
 from elaswave_spmd.scheduling.rebalance import plan_change
-from elaswave_spmd.scheduling.timing import Assignment, bound, stage_seconds, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, step_time
 from elaswave_spmd.simulator import Case, Change, DropReplica, Reroute, healthy, optimum
 
 EVENT_STEP, SETTLE_STEPS, LAST_STEPS = 10, 17, 7

@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.emulated_runs import BANDWIDTH, LATENCY_S, blocks, placed, run, simulated_step
 from benchmarks.harness import say
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator import healthy
 
 LAYERS, UNITS, UNIT_SIZE = 6, 8, 2

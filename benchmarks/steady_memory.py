@@ -91,12 +91,12 @@ def open_node_bytes(case: Case, units: int) -> int:
     order of its actions. Under time-major dealing (sharded gradients) its leaves leave at once; what stays is its share
     of the pages, times the nodes open over all units of the step, and one layer's leaf on its way out.
     """
-    from elaswave_spmd.assembly import plan_run
-    from elaswave_spmd.controller import data_spec
+    from elaswave_spmd.conf.schema import Settings
+    from elaswave_spmd.controller.loop import data_spec
     from elaswave_spmd.data import prepare_data
+    from elaswave_spmd.determinism.reduction_tree import max_open_nodes
     from elaswave_spmd.scheduling.placement import TIME_MAJOR
-    from elaswave_spmd.scheduling.tree import max_open_nodes
-    from elaswave_spmd.settings import Settings
+    from elaswave_spmd.worker.plan_run import plan_run
 
     settings = Settings.from_dict(settings_of(case, units, _STEPS, Path("unused")))
     plan = plan_run(settings, prepare_data(data_spec(settings)))

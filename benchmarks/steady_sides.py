@@ -20,19 +20,21 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.gate import Gate
-from elaswave_spmd import controller, launching, worker
-from elaswave_spmd.assembly import plan_run
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller import loop as controller
+from elaswave_spmd.controller import startup
 from elaswave_spmd.data import PreparedData, prepare_data
-from elaswave_spmd.observe import RunDir, RunObserver
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.executor import Executor
-from elaswave_spmd.runtime.links import CONTROLLER, socket_directory
-from elaswave_spmd.runtime.port import LinkPort
-from elaswave_spmd.runtime.zygote import Zygote
-from elaswave_spmd.settings import Settings
+from elaswave_spmd.run_dir import RunDir, RunObserver
+from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.transport.links import CONTROLLER, socket_directory
+from elaswave_spmd.worker import loop as worker
+from elaswave_spmd.worker.channel import LinkPort
+from elaswave_spmd.worker.plan_run import plan_run
+from elaswave_spmd.worker.step import Executor
 
 _GATE_PATH = "ELASWAVE_BENCHMARK_GATE"
-_PRELOAD = (*launching.PRELOAD, "benchmarks.steady_sides")
+_PRELOAD = (*startup.PRELOAD, "benchmarks.steady_sides")
 _PLAIN_PRELOAD = (*_PRELOAD, "torch._dynamo", "benchmarks.plain_systems")
 
 

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.keyed import Keys, materialize
+from elaswave_spmd.determinism import Keys, materialize
 from elaswave_spmd.models import Batch, LayeredModel, build_model
-from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.runtime.compiled import CompiledPrograms
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.devices import Island, device_of
-from elaswave_spmd.runtime.stage import ProgramArgs, StagePrograms
 from elaswave_spmd.sharding import P, specs_of
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.model_layout import describe
+from elaswave_spmd.worker.programs.eager import ProgramArgs, StagePrograms
+from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 
 EAGER, INDUCTOR, XLA, HAND, FUSED = "eager", "inductor", "xla", "hand", "fused"
 STAY, FETCH, SEND = "stay", "fetch", "send"
@@ -148,7 +148,7 @@ class HandWritten:
     def __init__(self, spec: Spec, fused: bool) -> None:
         import torch_xla  # pyright: ignore[reportMissingImports]
 
-        from elaswave_spmd.runtime.xla_island import XlaIsland
+        from elaswave_spmd.worker.programs.xla_island import XlaIsland
 
         self._sync: Callable[..., None] = torch_xla.sync
         self._spec, self._fused = spec, fused
@@ -248,8 +248,8 @@ def make_side(spec: Spec) -> Side:
         compiled = CompiledPrograms(**args, threads=THREADS, place=_HOST)
         compiled.compile(make_model().layers, layout, (UNIT, TOKENS), torch.float32)
         return Ours(model, spec.units, compiled)
-    from elaswave_spmd.runtime.xla_island import XlaIsland
-    from elaswave_spmd.runtime.xla_programs import XlaPrograms
+    from elaswave_spmd.worker.programs.xla import XlaPrograms
+    from elaswave_spmd.worker.programs.xla_island import XlaIsland
 
     programs = XlaPrograms(**args, island=XlaIsland({"tp": spec.tp}), specs=specs_of(model))
     programs.compile(model.layers, layout, (UNIT, TOKENS), torch.float32)

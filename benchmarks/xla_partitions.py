@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.xla_members import TOKENS, UNIT, XLA, Ours, make_model, set_environment
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.sharding import P, specs_of
-from elaswave_spmd.sharding.pages import LayerLayout
+from elaswave_spmd.sharding.layout import LayerLayout
+from elaswave_spmd.worker.model_layout import describe
 
 TP = 2
 _OPTIMIZED = "*cpu_after_optimizations.txt"
@@ -70,8 +70,8 @@ def main(directory: Path) -> dict[str, Any]:
     """Compiles and reads. `directory`: empty."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
     set_environment(XLA, TP)
-    from elaswave_spmd.runtime.xla_island import Program, XlaIsland
-    from elaswave_spmd.runtime.xla_programs import XlaPrograms
+    from elaswave_spmd.worker.programs.xla import XlaPrograms
+    from elaswave_spmd.worker.programs.xla_island import Program, XlaIsland
 
     captured: list[Program] = []
     modules: dict[Any, str] = {}  # hash of a graph -> its compiled module

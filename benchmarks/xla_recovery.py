@@ -24,7 +24,7 @@ from benchmarks.processes import new_directory, program, stop_on_signals
 from benchmarks.recovery import different_losses
 from benchmarks.recovery_runs import json_lines
 from benchmarks.xla import lacks_xla
-from elaswave_spmd.observe import read_summary
+from elaswave_spmd.run_dir import read_summary
 
 DEVICES = ("xla", "cpu")
 STEPS, KILLS = 40, {14: 1, 27: 3}  # step -> rank

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from elaswave_spmd.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
-    from elaswave_spmd.settings import Settings
+    from elaswave_spmd.conf.schema import Settings
 
 GROUPS = (
     *("mesh", "sharding", "model", "data", "optim", "train", "unit", "page", "runtime", "run"),
@@ -119,16 +119,16 @@ def _train() -> int:
         config = _compose()
     if config is None:
         return DONE
-    from elaswave_spmd.resuming import settings_of
+    from elaswave_spmd.conf.resume import settings_of
 
     return _run(settings_of(*config))
 
 
 def _run(settings: Settings) -> int:
-    from elaswave_spmd.device import worker_start
+    from elaswave_spmd.runtime.devices.selection import worker_start
 
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
-    from elaswave_spmd import controller  # imports torch: only now that the settings are good
+    from elaswave_spmd.controller import loop as controller  # imports torch: only now that the settings are good
 
     return controller.run(settings, here=True)
 
@@ -137,27 +137,27 @@ def _agent(program: str) -> int:
     from elaswave_spmd.runtime.devices import check_usable
 
     check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller tells it
-    from elaswave_spmd import agent  # imports torch
+    from elaswave_spmd.controller import agent  # imports torch
 
     return agent.main(sys.argv[1:], program)
 
 
 def _ctl(program: str) -> int:
-    from elaswave_spmd import ctl
+    from elaswave_spmd.controller import admin_client
 
-    return ctl.main(sys.argv[1:], program)
+    return admin_client.main(sys.argv[1:], program)
 
 
 def _plan(program: str) -> int:
-    from elaswave_spmd import planning
+    from elaswave_spmd.simulator import plan_command
 
-    return planning.main(sys.argv[1:], program)
+    return plan_command.main(sys.argv[1:], program)
 
 
 def _simulate(program: str) -> int:
-    from elaswave_spmd import simulating
+    from elaswave_spmd.simulator import simulate_command
 
-    return simulating.main(sys.argv[1:], program)
+    return simulate_command.main(sys.argv[1:], program)
 
 
 def _compose() -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from elaswave_spmd.observe import RunObserver
+from elaswave_spmd.controller.summary import RunRecord
 from elaswave_spmd.recovery.messages import AnyMessage, Heartbeat, Measured, Ready
-from elaswave_spmd.summary import RunRecord
+from elaswave_spmd.run_dir import RunObserver
 
 
 class Compilations:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.observe import RunObserver
-from elaswave_spmd.recovery.copies import Copies, Disagreement
 from elaswave_spmd.recovery.messages import Damaged, Fingerprints
+from elaswave_spmd.recovery.replica_check import Copies, Disagreement
+from elaswave_spmd.run_dir import RunObserver
 
 
 class CopyWatch:

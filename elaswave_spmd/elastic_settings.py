@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elaswave_spmd import checks
+from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError
 
 ANY = "any"

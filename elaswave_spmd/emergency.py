@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.errors import CheckpointError
-from elaswave_spmd.observe import MetricsLine, RunDir, read_metrics
-from elaswave_spmd.recovery.checkpoint_files import ShardInfo, find_shards
-from elaswave_spmd.recovery.checkpoints import find_checkpoints, write_manifest
-from elaswave_spmd.recovery.manifest import MANIFEST, Manifest
-from elaswave_spmd.recovery.run_lock import read_journal
-from elaswave_spmd.runtime.checkpoint_writer import read_reports
+from elaswave_spmd.run_dir import MetricsLine, RunDir, read_metrics
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
+from elaswave_spmd.run_dir.checkpoints import find_checkpoints, write_manifest
+from elaswave_spmd.run_dir.lock import read_journal
+from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest
+from elaswave_spmd.worker.checkpoint_writer import read_reports
 
 if TYPE_CHECKING:
-    from elaswave_spmd.assembly import RunPlan
+    from elaswave_spmd.worker.plan_run import RunPlan
 
 
 def complete(run_dir: Path, plan: RunPlan) -> Path | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elaswave_spmd import checks
+from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError
 
 _SLOW_FIX = "'emulated.slow=[{rank: 3, speed: 0.5, step: 10}]'"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.observe import RunObserver
+from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.runtime.group_store import GroupStore
 from elaswave_spmd.runtime_settings import GROUP
-from elaswave_spmd.settings import Settings
 
 
 class GroupWatch:

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.errors import CheckpointError, RunError
-from elaswave_spmd.observe import RunObserver
-from elaswave_spmd.recovery.checkpoints import Checkpoint, load_newest_good
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.scheduling.holders import HolderRun
+from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.run_dir.checkpoints import Checkpoint, load_newest_good
 from elaswave_spmd.scheduling.placement import even_counts
-from elaswave_spmd.settings import MeshSettings, Settings
+from elaswave_spmd.sharding.replicas import HolderRun
 
 _MAX_IN_A_ROW = 3
 

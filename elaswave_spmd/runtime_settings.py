@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from elaswave_spmd import checks
+from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError
 
 EMULATED = "emulated"

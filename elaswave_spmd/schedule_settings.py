@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elaswave_spmd import checks
+from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.sharding.pages import INTERLEAVED, PAGE_LAYOUTS
+from elaswave_spmd.sharding.layout import INTERLEAVED, PAGE_LAYOUTS
 
 MOVES = ("live", "blocking")
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq", "ascend")

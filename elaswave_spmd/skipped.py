@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.observe import RunObserver
 from elaswave_spmd.recovery.messages import Applied
+from elaswave_spmd.run_dir import RunObserver
 
 
 class SkippedSteps:

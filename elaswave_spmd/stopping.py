@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from elaswave_spmd.durability import Durability
-from elaswave_spmd.losses import Losses
-from elaswave_spmd.recovery.checkpoint_files import checkpoint_path
-from elaswave_spmd.recovery.effects import Save
+from elaswave_spmd.controller.checkpoints import Durability
+from elaswave_spmd.controller.failures import Losses
+from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.restart import advice, resume_command
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 
 
 class Stopping:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.keyed import Keys, materialize, sample_ids
+from elaswave_spmd.determinism import Keys, materialize, sample_ids
 from elaswave_spmd.models import Batch, LayeredModel
 
 

@@ -1,48 +1,17 @@
-"""Keyed randomness: every random number is a function of logical ids. Imports without torch; see README.md."""
+"""An alias of `elaswave_spmd.determinism`, the name under which models import keyed randomness."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elaswave_spmd.keyed.init import Constant, Init, Normal, Uniform, materialize
-from elaswave_spmd.keyed.permutation import permute, permute_many, sample_ids
-from elaswave_spmd.keyed.philox import Key, fast_words, fold, philox4x32, root, words
+from elaswave_spmd import determinism
+from elaswave_spmd.determinism import *  # noqa: F403  (the names that need no torch)
 
 if TYPE_CHECKING:
-    from elaswave_spmd.keyed.dropout import KeyedDropout, keyed_dropout
-    from elaswave_spmd.keyed.keys import Keys
-
-# Names whose modules import torch: loaded when first asked for, so that a planner without torch may import the room.
-_NEEDS_TORCH = {
-    "KeyedDropout": "elaswave_spmd.keyed.dropout",
-    "keyed_dropout": "elaswave_spmd.keyed.dropout",
-    "Keys": "elaswave_spmd.keyed.keys",
-}
-
-__all__ = [
-    "Constant",
-    "Init",
-    "Key",
-    "KeyedDropout",
-    "Keys",
-    "Normal",
-    "Uniform",
-    "fast_words",
-    "fold",
-    "keyed_dropout",
-    "materialize",
-    "permute",
-    "permute_many",
-    "philox4x32",
-    "root",
-    "sample_ids",
-    "words",
-]
+    from elaswave_spmd.determinism import KeyedDropout as KeyedDropout
+    from elaswave_spmd.determinism import Keys as Keys
+    from elaswave_spmd.determinism import keyed_dropout as keyed_dropout
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+    return getattr(determinism, name)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from elaswave_spmd.determinism import Constant, Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.keyed import Constant, Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.sharding import Shardings, Tie
 
 
@@ -141,7 +141,7 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
     if unkeyed or isinstance(module, nn.RReLU):
         return (
             "random numbers are keyed by sample; this module draws from a global generator",
-            "use elaswave_spmd.keyed.KeyedDropout(p), called drop(x, keys), or p=0",
+            "use elaswave_spmd.determinism.KeyedDropout(p), called drop(x, keys), or p=0",
         )
     norms = nn.modules.batchnorm._NormBase
     if isinstance(module, nn.modules.batchnorm._BatchNorm) or (

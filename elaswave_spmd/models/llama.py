@@ -12,8 +12,8 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from elaswave_spmd.determinism import Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.keyed import Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.models.base import LayeredModel
 from elaswave_spmd.models.gpt import check_heads
 from elaswave_spmd.sharding import P, Shardings, shard, tie

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.determinism import KeyedDropout, Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.keyed import KeyedDropout, Keys
 from elaswave_spmd.models.base import LayeredModel
 from elaswave_spmd.sharding import P, Shardings, shard
 

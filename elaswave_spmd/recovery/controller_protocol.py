@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery import next_epoch
-from elaswave_spmd.recovery.decide import Stages, deal_evenly, dispensable, next_stages
-from elaswave_spmd.recovery.effects import (
+from elaswave_spmd.recovery import reconfiguration
+from elaswave_spmd.recovery.actions import (
     Committed,
     Done,
     Effect,
@@ -26,6 +25,7 @@ from elaswave_spmd.recovery.effects import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.recovery.decide import Stages, deal_evenly, dispensable, next_stages
 from elaswave_spmd.recovery.messages import (
     Applied,
     Damaged,
@@ -41,11 +41,11 @@ from elaswave_spmd.recovery.messages import (
     ValidationLoss,
     Work,
 )
-from elaswave_spmd.recovery.next_epoch import Goal
-from elaswave_spmd.recovery.salvage import salvage_plan
-from elaswave_spmd.scheduling.holders import HolderMap, RunKey, adopt, promote, with_learners
+from elaswave_spmd.recovery.partial_step import salvage_plan
+from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, RunKey, adopt, promote, with_learners
 
 
 @dataclass(frozen=True)
@@ -263,11 +263,11 @@ class ControllerProtocol:
         change, old = self._change, self.placement
         assert change is not None
         version = max(s.version for s in change.statuses.values())
-        held = {rank: next_epoch.of_step(status, version + 1) for rank, status in change.statuses.items()}
+        held = {rank: reconfiguration.of_step(status, version + 1) for rank, status in change.statuses.items()}
         clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
         stops = self._stops(version)
         learned = self._learned - self._gone.keys()
-        holders, alone = next_epoch.good_holders(self._holders(), learned, self._damaged)
+        holders, alone = reconfiguration.good_holders(self._holders(), learned, self._damaged)
         free = dispensable(holders, self._gone, () if stops else self._leaving)
         leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
         gone = {**self._gone, **leaving}
@@ -277,7 +277,7 @@ class ControllerProtocol:
         if stops and not version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         stages = next_stages(old.mesh.stages, gone, newcomers, self._wanted_stages)
-        placement = next_epoch.next_placement(old, self.layout, change.epoch, stages, self.domain_of, self.deal)
+        placement = reconfiguration.next_placement(old, self.layout, change.epoch, stages, self.domain_of, self.deal)
         work: tuple[Work, ...] | None = ()
         learners, same_members = 0, not gone and not newcomers and not self._damaged
         self._goal = self._goal if same_members and not stops else None
@@ -285,17 +285,19 @@ class ControllerProtocol:
         if not stops:
             # Who was asked to leave and has pages that nobody else has goes when they have another holder.
             copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
-            aim = next_epoch.placement_at(self._goal, placement)
+            aim = reconfiguration.placement_at(self._goal, placement)
             holders, learners = self._share_out(aim, holders, copies, adoptable=clean and same_members)
             target = replace(aim, holders=self._target) if learners else None
             if self._goal is not None and self._target is None:  # nothing has to be learned for it any more
                 placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
             placement = replace(placement, holders=holders)
-            old_layers = {r: next_epoch.layers_of(old, r) for r in old.mesh.members}
+            old_layers = {r: reconfiguration.layers_of(old, r) for r in old.mesh.members}
             work = None if clean else salvage_plan(version + 1, placement, self.layout, held, old_layers)
         self.placement = placement = replace(placement, holders=holders)
-        kinds, reasons = next_epoch.what_happens(self._gone, leaving, newcomers, self._relinked)
-        begun = EpochBegun(placement, kinds, reasons, version, next_epoch.redone(work, held), learners, why, target)
+        kinds, reasons = reconfiguration.what_happens(self._gone, leaving, newcomers, self._relinked)
+        begun = EpochBegun(
+            placement, kinds, reasons, version, reconfiguration.redone(work, held), learners, why, target
+        )
         self._change, self._newcomers, self._saving = None, [], stops
         self._paused = bool(learners and clean and self._goal is not None and self._goal.blocking)
         place = self._place_message(version, work)
@@ -318,13 +320,13 @@ class ControllerProtocol:
         if version == self.steps:
             return ""
         staying = len(self.members) - len(self._leaving) + len(self._newcomers)
-        return next_epoch.too_few(staying, sorted(self._leaving), max(1, self.policy.min_workers)) or self._saving
+        return reconfiguration.too_few(staying, sorted(self._leaving), max(1, self.policy.min_workers)) or self._saving
 
     def _share_out(self, aim: Placement, current: HolderMap, copies: int, *, adoptable: bool) -> tuple[HolderMap, int]:
         """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
         target = self._target if adoptable else None
         if target is None:
-            target = next_epoch.target_of(aim, current, self.layout, copies, self.policy.mirror_scatter)
+            target = reconfiguration.target_of(aim, current, self.layout, copies, self.policy.mirror_scatter)
         found = with_learners(current, target)
         learners = sum(len(run.learners) for runs in found.values() for run in runs)
         settled = not learners and (adoptable or (found == target and self._goal is None))
@@ -336,7 +338,7 @@ class ControllerProtocol:
         validate = version if again else -1
         forgot = tuple(sorted(self._forgot & {*self.placement.mesh.members}))
         saves, pauses = bool(self._saving), self._paused
-        return next_epoch.place_message(
+        return reconfiguration.place_message(
             self.placement, self.addresses, version, work, validate, saves=saves, pauses=pauses, forgot=forgot
         )
 

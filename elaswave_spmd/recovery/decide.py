@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, all_runs
 from elaswave_spmd.scheduling.placement import even_counts
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs
 
 Stages = tuple[tuple[int, ...], ...]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, all_runs
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.pages import LOSS, ModelLayout
+from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs
 
 
 def moved_elements(holders: HolderMap, layout: ModelLayout) -> int:

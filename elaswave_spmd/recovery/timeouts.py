@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from elaswave_spmd import checks
+from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError
 
 _BEATS = 3

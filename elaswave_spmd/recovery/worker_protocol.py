@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.recovery.messages import Publish, Vote
-from elaswave_spmd.scheduling.exact import exact_sum, expansion
 from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, RunKey
 
 

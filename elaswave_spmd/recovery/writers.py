@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from elaswave_spmd.scheduling.holders import HolderMap, all_runs
 from elaswave_spmd.scheduling.placement import RunKey
-from elaswave_spmd.sharding.pages import LOSS, ModelLayout
+from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, all_runs
 
 
 def writers_of(holders: HolderMap, layout: ModelLayout) -> dict[RunKey, int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.runtime.links import CONTROLLER, Links, socket_directory
-from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Interrupted, Item, Mailbox, PeerClosed
-from elaswave_spmd.runtime.zygote import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Interrupted, Item, Mailbox, PeerClosed
 
 __all__ = [
     "CONTROLLER",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zmq
 
-from elaswave_spmd.runtime.links import Links
-from elaswave_spmd.runtime.mailbox import Mailbox
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Mailbox
 
 # The kernel asks after 10 s of silence and every 5 s, and gives up after 4 questions. It also answers for a process
 # that is stopped, so Ctrl-Z on the controller ends nothing.

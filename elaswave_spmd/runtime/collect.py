@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from elaswave_spmd.recovery.messages import FinalPages
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
 
 
 def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weights: dict[str, np.ndarray]) -> None:

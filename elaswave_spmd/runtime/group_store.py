@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import Device
-from elaswave_spmd.runtime.devices.groups import GroupInBackground
-from elaswave_spmd.runtime.tcp_store import reach_store, serve_store
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground
+from elaswave_spmd.runtime.transport.tcp_store import reach_store, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

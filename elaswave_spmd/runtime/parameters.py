@@ -9,12 +9,12 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
-from elaswave_spmd.runtime.buffers import ValueBuffer
-from elaswave_spmd.runtime.publication import Publisher, Send
-from elaswave_spmd.runtime.stage_group import GroupedPublications, StageGroup
-from elaswave_spmd.runtime.state import HeldState
 from elaswave_spmd.scheduling.placement import HolderMap, Placement
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.parameter_broadcast import GroupedPublications, StageGroup
+from elaswave_spmd.worker.parameters import Publisher, Send
+from elaswave_spmd.worker.state import HeldState
 
 
 class Parameters:

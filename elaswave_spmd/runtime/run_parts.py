@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from elaswave_spmd.scheduling.placement import RunKey
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
 
 
 def contains(whole: RunKey, part: RunKey) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from elaswave_spmd.runtime.mailbox import Item, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import Item, Mailbox
 
 
 class SelectableMailbox(Mailbox):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from elaswave_spmd.scheduling.tree import Node, Reduction
+from elaswave_spmd.determinism.reduction_tree import Node, Reduction
 
 
 @dataclass

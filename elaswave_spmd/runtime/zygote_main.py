@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from elaswave_spmd.runtime.zygote_server import run
+from elaswave_spmd.runtime.processes.fork_server import run
 
 if __name__ == "__main__":
     run(int(sys.argv[1]), int(sys.argv[2]))

@@ -12,11 +12,11 @@ from operator import lt
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.scheduling.graph import balance_layers
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, deal_primaries
-from elaswave_spmd.scheduling.holders import RunKey as RunKey
+from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, deal_primaries
+from elaswave_spmd.sharding.replicas import RunKey as RunKey
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from elaswave_spmd.mesh import Topology
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
-from elaswave_spmd.scheduling.mirrors import Stages, deal_holders
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replica_placement import Stages, deal_holders
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
 
 
 def redeal(

@@ -9,7 +9,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.mesh import format_ints
 from elaswave_spmd.recovery.decide import Stages, next_stages
-from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel
 
 FORMS = "fail RANK ..., slow RANK SPEED, join COUNT; several with ;"
 

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
-from elaswave_spmd.scheduling.timing import action_classes
+from elaswave_spmd.scheduling.step_time import action_classes
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.sums import Sums
 from elaswave_spmd.simulator.work import WEIGHTS, ListOrder, Order, ReadyOrder, Span, Work

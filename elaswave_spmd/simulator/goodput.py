@@ -20,10 +20,10 @@ from typing import Protocol
 
 import numpy as np
 
-from elaswave_spmd.scheduling.actions import in_flight_limits
-from elaswave_spmd.scheduling.costs import CostModel
-from elaswave_spmd.scheduling.graph import StageWorkers, partition
-from elaswave_spmd.scheduling.timing import bound, stage_seconds
+from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.partition import StageWorkers, partition
+from elaswave_spmd.scheduling.pipeline import in_flight_limits
+from elaswave_spmd.scheduling.step_time import bound, stage_seconds
 from elaswave_spmd.simulator.failures import Fleet, Outage
 
 Missing = tuple[int, ...]

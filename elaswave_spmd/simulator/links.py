@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel
 
 
 class Clock:

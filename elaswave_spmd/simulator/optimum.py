@@ -16,10 +16,10 @@ from itertools import count, product
 
 import numpy as np
 
-from elaswave_spmd.scheduling.costs import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.dataflow import dealings, least_load
+from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
+from elaswave_spmd.scheduling.microbatch_assignment import dealings, least_load
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
-from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 
 Counts = tuple[int, ...]
 

@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import Protocol
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.frequency import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
-from elaswave_spmd.scheduling.timing import Assignment, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.salvage import salvage

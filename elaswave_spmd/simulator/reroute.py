@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
-from elaswave_spmd.scheduling.timing import Assignment, traffic_bytes
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.step_time import Assignment, traffic_bytes
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.policies import Case, Outcome
 from elaswave_spmd.simulator.work import Work, owners_of

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action
-from elaswave_spmd.scheduling.costs import CostModel
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.engine import FREE, Run, execute
 from elaswave_spmd.simulator.work import Span, Work
 

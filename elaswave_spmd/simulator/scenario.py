@@ -12,7 +12,7 @@ import yaml
 
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import FailureRate, Fleet, Repair
 from elaswave_spmd.simulator.shapes import LLAMAS, alike, llama

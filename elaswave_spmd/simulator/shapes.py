@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost
-from elaswave_spmd.scheduling.graph import balance_layers
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement, even_counts
 from elaswave_spmd.sharding import Shardings
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.rebalance import Decision, Hint
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.engine import SHARED, Run, Wires, execute
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.salvage import salvage

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
+from elaswave_spmd.determinism.reduction_tree import maximal_nodes
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
-from elaswave_spmd.scheduling.tree import maximal_nodes
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.work import Work
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import MemoryRule
+from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.frequency import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import DAY, Fleet, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls, Survivor

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
-from elaswave_spmd.scheduling.graph import StageWorkers, partition
-from elaswave_spmd.scheduling.timing import Assignment, step_time, traffic_bytes
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.partition import StageWorkers, partition
+from elaswave_spmd.scheduling.step_time import Assignment, step_time, traffic_bytes
 from elaswave_spmd.simulator.policies import MOST_ACTIONS, Case, Outcome, columns_of
 
 

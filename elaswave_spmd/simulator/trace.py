@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from elaswave_spmd.observe.trace import TraceEvent, counter_of, instant_of, names_of, slice_of, write_trace
-from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD
+from elaswave_spmd.run_dir.trace import TraceEvent, counter_of, instant_of, names_of, slice_of, write_trace
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD
 from elaswave_spmd.simulator.work import WEIGHTS, Span
 
 _NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action, Schedule, schedule
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action, Schedule, schedule
 from elaswave_spmd.scheduling.placement import deal_units
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.step_time import Assignment
 
 WEIGHTS = "W"
 """The part of a backward that nobody waits for, gradients of weights, where backward is split in two."""

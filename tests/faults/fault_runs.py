@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import Done, train, write_text
 
 STEPS = 10

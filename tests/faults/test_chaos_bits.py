@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_metrics
+from elaswave_spmd.run_dir import read_metrics
 from tests.faults.fault_runs import STEPS, Bits, chaos, run_with, said
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
@@ -106,7 +106,10 @@ CASES = {
         ("step: 3, kind: exit, rank: 2, point: reduce", "step: 7, kind: raise, rank: 1, point: forward"),
         2,
         fail=[[2], [1]],
-        reasons=("ended", "an exception: elaswave_spmd.chaos.ChaosError: chaos: an exception in step 7 at forward"),
+        reasons=(
+            "ended",
+            "an exception: elaswave_spmd.worker.fault_injection.ChaosError: chaos: an exception in step 7 at forward",
+        ),
     ),
     "one_after_the_other_to_a_single_worker": Case(
         "mesh=dp4",

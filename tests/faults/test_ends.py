@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics
+from elaswave_spmd.run_dir import read_events, read_metrics
 from tests.faults.fault_runs import STEPS, TINY, Bits, Changes, chaos
 from tests.multiprocess.real_runs import Done, train, write_text
 

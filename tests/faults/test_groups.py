@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.observe import read_events
+from elaswave_spmd.run_dir import read_events
 from tests.faults.fault_runs import TINY, Bits, chaos, run_with, said, survived
 from tests.multiprocess.real_runs import eventually, launch, write_text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.runtime.links import CONTROLLER, Links
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
 pytestmark = pytest.mark.faults
 TIMES = 300  # a race: without what this tests, it was lost after some 50

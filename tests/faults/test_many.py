@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_metrics
+from elaswave_spmd.run_dir import read_metrics
 from tests.faults.fault_runs import Bits, chaos, run_with, said
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(200)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elaswave_spmd.runtime.devices import Device, DeviceKind, ThisMachine
-from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground
 from tests.waiting import eventually
 
 

@@ -36,8 +36,8 @@ def test_copies_cross_and_come_back(device: Any) -> None:
 def test_masks_are_those_of_the_host(device: Any) -> None:
     import numpy as np
 
-    from elaswave_spmd.keyed import Keys
-    from elaswave_spmd.keyed.dropout import keep_mask_numpy, keep_mask_torch
+    from elaswave_spmd.determinism import Keys
+    from elaswave_spmd.determinism.dropout import keep_mask_numpy, keep_mask_torch
 
     keys, shape = Keys.make(7, 2**33 + 5, [3, 2**40], 4), (2, 37, 11)
     there = device.to_host(keep_mask_torch(shape, 0.3, keys, 1, device.place))

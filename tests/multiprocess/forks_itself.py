@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from elaswave_spmd.runtime.zygote import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
 
 
 def exits(zygote: Zygote, count: int) -> list[Exited]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.runtime.latch import hold
+from elaswave_spmd.runtime.processes.death_watch import hold
 
 
 def worker(spec: dict[str, Any]) -> object:

@@ -13,8 +13,8 @@ def work(spec: dict[str, Any]) -> int:
     """Entry of a worker process."""
     from unittest.mock import patch
 
-    from elaswave_spmd import worker
-    from elaswave_spmd.testing.made_up_device import MadeUp, register
+    from elaswave_spmd.worker import loop as worker
+    from tests.cluster.made_up_device import MadeUp, register
 
     library = register()
     with patch.object(worker, "kind_of", lambda settings: MadeUp()):
@@ -26,7 +26,8 @@ def work(spec: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from elaswave_spmd import cli, launching
+    from elaswave_spmd import cli
+    from elaswave_spmd.controller import startup
 
-    launching.TARGET = "tests.multiprocess.made_up_train:work"
+    startup.TARGET = "tests.multiprocess.made_up_train:work"
     sys.exit(cli.train())

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.runtime.links import CONTROLLER, Links
-from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
+from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
 
 
 def act(spec: dict[str, Any]) -> object:
@@ -62,7 +62,7 @@ def peer(spec: dict[str, Any]) -> None:
 
 def controller(spec: dict[str, Any]) -> None:
     """A controller to be killed: starts two workers of its own and says their ids. Runs in a worker of the test."""
-    from elaswave_spmd.runtime.zygote import Zygote
+    from elaswave_spmd.runtime.processes.fork_server_client import Zygote
 
     zygote = Zygote.start(
         "runtime_targets:" + spec["inner"], preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_metrics, read_summary
-from elaswave_spmd.runtime.rendezvous import Rendezvous
+from elaswave_spmd.run_dir import read_metrics, read_summary
+from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
 from tests.multiprocess.real_runs import SMALL, Done, Launched, launch, train, write_text
 
 pytestmark = pytest.mark.multiprocess

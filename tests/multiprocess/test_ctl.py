@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.ctl import ask
+from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.errors import ControlError
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.faults]

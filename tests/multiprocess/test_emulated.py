@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_metrics, read_summary
+from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
 pytestmark = pytest.mark.multiprocess

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.frequency import Answer, FrequencyCell, GuardedFrequencies
+from elaswave_spmd.runtime.devices.frequency import Answer, FrequencyCell, GuardedFrequencies
 from tests.frequency_trees import limits, make_policies
 from tests.waiting import eventually
 

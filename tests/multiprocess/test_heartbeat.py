@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from elaswave_spmd.recovery.messages import Heartbeat, decode
-from elaswave_spmd.runtime.heartbeat import HeartbeatSender, Progress
-from elaswave_spmd.runtime.links import CONTROLLER, Links, socket_directory
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 
 pytestmark = pytest.mark.timeout(60)
 RANK, PERIOD = 5, 0.01

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.runtime import latch
-from elaswave_spmd.runtime.latch import LatchBoard, Watcher, available, hold
-from elaswave_spmd.runtime.zygote import Zygote
+from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.death_watch import LatchBoard, Watcher, available, hold
+from elaswave_spmd.runtime.processes.fork_server_client import Zygote
 from tests.waiting import eventually
 
 pytestmark = [
@@ -270,7 +270,7 @@ def test_this_system_has_them() -> None:
 
 def test_other_systems_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert latch.available() is False
+    assert death_watch.available() is False
 
 
 def test_a_c_library_without_them_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,5 +278,5 @@ def test_a_c_library_without_them_has_none(monkeypatch: pytest.MonkeyPatch) -> N
         def __init__(self) -> None:
             raise AttributeError("pthread_mutex_consistent")
 
-    monkeypatch.setattr(latch, "_Libc", Bare)
-    assert latch.available() is False
+    monkeypatch.setattr(death_watch, "_Libc", Bare)
+    assert death_watch.available() is False

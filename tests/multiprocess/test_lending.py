@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elaswave_spmd.runtime.lending import LEND_BYTES, Lender, LentGone, Loan, Reader
-from elaswave_spmd.runtime.links import Links, socket_directory
-from elaswave_spmd.runtime.mailbox import Envelope, Item, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.cross_memory import LEND_BYTES, Lender, LentGone, Loan, Reader
+from elaswave_spmd.runtime.transport.links import Links, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, Mailbox, PeerClosed
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 LARGE = LEND_BYTES + 12345

@@ -18,9 +18,9 @@ import pytest
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.links import CONTROLLER, Links, Transport, socket_directory
-from elaswave_spmd.runtime.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
-from elaswave_spmd.runtime.zygote import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = b"0123456789abcdef"
@@ -313,7 +313,10 @@ def test_a_stranger_that_speaks_plain_zmq_is_ignored(ends: Ends):
 
 
 def test_links_import_neither_torch_nor_asyncio():
-    code = "import sys, elaswave_spmd.runtime.links; print([m for m in ('torch', 'asyncio') if m in sys.modules])"
+    code = (
+        "import sys, elaswave_spmd.runtime.transport.links\n"
+        "print([m for m in ('torch', 'asyncio') if m in sys.modules])"
+    )
     root = str(Path(__file__).parents[2])
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, timeout=30

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.runtime.links import Links
-from elaswave_spmd.runtime.mailbox import Mailbox
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Mailbox
 
 pytestmark = pytest.mark.timeout(30)
 

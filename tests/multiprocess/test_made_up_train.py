@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.made_up_train import SEEN
 from tests.multiprocess.made_up_train import __file__ as script
 from tests.multiprocess.real_runs import SMALL, train, write_text

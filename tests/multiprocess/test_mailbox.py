@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elaswave_spmd.runtime.mailbox import Envelope, Interrupted, Item, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Item, Mailbox, PeerClosed
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
-from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from elaswave_spmd.scheduling.cost_model import CostModel
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
 pytestmark = pytest.mark.multiprocess

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
 
 pytestmark = pytest.mark.multiprocess

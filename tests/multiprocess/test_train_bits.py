@@ -13,8 +13,8 @@ import torch
 
 from elaswave_spmd.data import DataSpec, PreparedData, open_split, prepare_data
 from elaswave_spmd.models import GPT, LayeredModel, Llama
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
-from elaswave_spmd.scheduling.learning_rate import LearningRate
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from elaswave_spmd.worker.learning_rate import LearningRate
 from tests import reference
 from tests.multiprocess.real_runs import SMALL, TOKENS, train, write_text
 from tests.simulated.bits_cases import one_thread, validation_loss

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.faults.fault_runs import Bits, Changes, chaos
 from tests.multiprocess.real_runs import SMALL, train, write_text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
 
 pytestmark = [

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from elaswave_spmd.observe import weights_sha256
+from elaswave_spmd.run_dir import weights_sha256
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
 pytestmark = pytest.mark.multiprocess

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.zygote import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
 from tests.multiprocess.forks_itself import exits
 
 pytestmark = pytest.mark.timeout(60)

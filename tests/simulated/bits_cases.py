@@ -11,21 +11,21 @@ from functools import cache
 import numpy as np
 import torch
 
-from elaswave_spmd.keyed import Keys
+from elaswave_spmd.determinism import Keys
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.describe import ModelDescription, describe, has_constants
-from elaswave_spmd.runtime.job import DTYPES, Job
-from elaswave_spmd.runtime.optimizers import SGD, AdamW
-from elaswave_spmd.runtime.stage import Batches
-from elaswave_spmd.scheduling.learning_rate import LearningRate
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.testing import LocalCluster
-from elaswave_spmd.testing.cluster import Trained
-from elaswave_spmd.testing.faults import AnyFault
+from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.worker.learning_rate import LearningRate
+from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
+from elaswave_spmd.worker.optimizers import SGD, AdamW
+from elaswave_spmd.worker.programs.eager import Batches
+from elaswave_spmd.worker.spec import DTYPES, Job
 from tests import reference
+from tests.cluster import LocalCluster
+from tests.cluster.cluster import Trained
+from tests.cluster.faults import AnyFault
 
 VOCAB, TOKENS = 29, 6
 VALIDATION_UNITS = 3

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.devices import Device, Island, device_of
-from elaswave_spmd.testing import LocalCluster
-from elaswave_spmd.testing.cluster import Trained
-from elaswave_spmd.testing.faults import AnyFault, Fault, ThenFault
-from elaswave_spmd.testing.made_up_device import NAME, MadeUp, register
+from tests.cluster import LocalCluster
+from tests.cluster.cluster import Trained
+from tests.cluster.faults import AnyFault, Fault, ThenFault
+from tests.cluster.made_up_device import NAME, MadeUp, register
 from tests.simulated.bits_cases import (
     TRAIN,
     VALIDATION,

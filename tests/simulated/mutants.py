@@ -14,9 +14,9 @@ from unittest import mock
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import Publish, Status, Vote
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
-from elaswave_spmd.runtime.buffers import ValueBuffer
-from elaswave_spmd.runtime.state import HeldState
-from elaswave_spmd.testing.schedules import Schedule, run, undisturbed
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.state import HeldState
+from tests.cluster.schedules import Schedule, run, undisturbed
 
 Patches = Mapping[tuple[type, str], Callable[..., Any]]
 

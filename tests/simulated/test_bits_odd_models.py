@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.keyed import KeyedDropout, Keys
+from elaswave_spmd.determinism import KeyedDropout, Keys
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding import tie
 from tests.simulated import bits_cases

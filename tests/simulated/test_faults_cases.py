@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_spmd.scheduling.holders import all_runs
-from elaswave_spmd.testing.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
-from elaswave_spmd.testing.schedules import Schedule, run
-from elaswave_spmd.testing.tiny import TinyRun
+from elaswave_spmd.sharding.replicas import all_runs
+from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
+from tests.cluster.schedules import Schedule, run
+from tests.cluster.tiny import TinyRun
 
 ORDERS = 6
 PAIRS = list(itertools.combinations(range(4), 2))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.copies import Copies
-from elaswave_spmd.testing.faults import Fault
+from elaswave_spmd.recovery.replica_check import Copies
+from tests.cluster.faults import Fault
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,

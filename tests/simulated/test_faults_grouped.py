@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.testing.faults import AnyFault, Fault
-from elaswave_spmd.testing.grouped import GroupedCluster
-from elaswave_spmd.testing.schedules import run_many
+from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.grouped import GroupedCluster
+from tests.cluster.schedules import run_many
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
 
 MESHES = ["dp2", "dp3", "dp4", "dp2_pp2", "dp3_pp2", "stages1-3"]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.port import Incoming
-from elaswave_spmd.testing.faults import SENDER, AnyFault, Fault, MessageFault
-from elaswave_spmd.testing.wires import Link
+from elaswave_spmd.worker.channel import Incoming
+from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
+from tests.cluster.wires import Link
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.testing.schedules import Schedule, run, undisturbed
+from tests.cluster.schedules import Schedule, run, undisturbed
 from tests.simulated.mutants import MUTANTS, planted
 
 # Seeds of schedules that show the damage; others: `python -m tests.simulated.mutants`.

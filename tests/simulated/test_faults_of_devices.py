@@ -15,13 +15,13 @@ import torch
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, Remedy
-from elaswave_spmd.runtime.points import Point
-from elaswave_spmd.runtime.recovering import RecoveringExecutor
-from elaswave_spmd.runtime.state import LEARNING
-from elaswave_spmd.testing import cluster
-from elaswave_spmd.testing.faults import AnyFault, Fault
-from elaswave_spmd.testing.grouped import GroupedCluster
-from elaswave_spmd.testing.processes import Killed, LostStateError, Worker
+from elaswave_spmd.worker.device_fault import RecoveringExecutor
+from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.state import LEARNING
+from tests.cluster import cluster
+from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.grouped import GroupedCluster
+from tests.cluster.processes import Killed, LostStateError, Worker
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,

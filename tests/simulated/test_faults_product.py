@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from elaswave_spmd.runtime.points import Point
-from elaswave_spmd.testing.faults import Fault
+from elaswave_spmd.worker.fault_points import Point
+from tests.cluster.faults import Fault
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,

@@ -1,12 +1,12 @@
-"""Random schedules of faults: a seeded part of what `python -m elaswave_spmd.testing.schedules` runs by thousands."""
+"""Random schedules of faults: a seeded part of what `python -m tests.cluster.schedules` runs by thousands."""
 
 from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.testing.faults import RECEIVER, SENDER, MessageFault
-from elaswave_spmd.testing.schedules import Schedule, run, run_many
-from elaswave_spmd.testing.tiny import TinyRun
+from tests.cluster.faults import RECEIVER, SENDER, MessageFault
+from tests.cluster.schedules import Schedule, run, run_many
+from tests.cluster.tiny import TinyRun
 
 CHUNK = 60
 # Of long searches: what was wrong, and is not any more.

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import Effect, Save
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.recovery.effects import Effect, Save
 from elaswave_spmd.recovery.writers import writers_of
 from elaswave_spmd.runtime.collect import collect_pages, is_complete
-from elaswave_spmd.testing.faults import AnyFault, Fault
-from elaswave_spmd.testing.processes import Worker
+from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.processes import Worker
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,

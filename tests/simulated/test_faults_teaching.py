@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from elaswave_spmd.runtime import state
-from elaswave_spmd.testing.faults import AnyFault, Fault
-from elaswave_spmd.testing.piecewise import PiecewiseCluster
-from elaswave_spmd.testing.processes import LostStateError
+from elaswave_spmd.worker import state
+from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.piecewise import PiecewiseCluster
+from tests.cluster.processes import LostStateError
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,

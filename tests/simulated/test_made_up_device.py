@@ -1,6 +1,6 @@
 """The whole worker loop on a device that is no CPU, with losses and joins: the bits of the CPU.
 
-The device is made up (elaswave_spmd.testing.made_up_device): it computes on the CPU, under another name and with
+The device is made up (tests.cluster.made_up_device): it computes on the CPU, under another name and with
 tensors that no CPU operator takes. So this shows that the loop, the state and the links ask no device by name and mix
 none; it shows nothing about any hardware.
 """

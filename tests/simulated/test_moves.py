@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_spmd.testing.faults import ThenFault
-from elaswave_spmd.testing.schedules import Schedule, run, run_many
-from elaswave_spmd.testing.tiny import TinyRun
+from tests.cluster.faults import ThenFault
+from tests.cluster.schedules import Schedule, run, run_many
+from tests.cluster.tiny import TinyRun
 
 MOVE, HALT = ThenFault("rebalance", settled=True), ThenFault("halt", settled=True)
 

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.keyed import Keys, materialize
-from elaswave_spmd.keyed.dropout import keep_mask_numpy, keep_mask_torch
+from elaswave_spmd.determinism import Keys, materialize
+from elaswave_spmd.determinism.dropout import keep_mask_numpy, keep_mask_torch
 from elaswave_spmd.models import Batch, LayeredModel, build_model
-from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.devices import Island, device_of
-from elaswave_spmd.runtime.job import DTYPES
-from elaswave_spmd.runtime.optimizers import AdamW, Update
-from elaswave_spmd.runtime.stage import StagePrograms
 from elaswave_spmd.sharding import specs_of
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.model_layout import describe
+from elaswave_spmd.worker.optimizers import AdamW, Update
+from elaswave_spmd.worker.programs.eager import StagePrograms
+from elaswave_spmd.worker.spec import DTYPES
 
 HOST = torch.device("cpu")
 SEED, UNIT, TOKENS, UNITS, STEPS = 3, 4, 128, 2, 3
@@ -98,8 +98,8 @@ def main(tp: int = 1, fsdp: int = 1, dropout: float = 0.0, dtype: str = "fp32") 
     threads = int(os.environ.get("ISLAND_THREADS", "1"))
     island_size = Island(devices=tp * fsdp, threads=threads)
     os.environ.update(device_of("xla").environment(os.environ, island_size))
-    from elaswave_spmd.runtime.xla_island import XlaIsland
-    from elaswave_spmd.runtime.xla_programs import XlaPrograms
+    from elaswave_spmd.worker.programs.xla import XlaPrograms
+    from elaswave_spmd.worker.programs.xla_island import XlaIsland
 
     torch.set_num_threads(threads)
     island = XlaIsland({"tp": tp, "fsdp": fsdp})

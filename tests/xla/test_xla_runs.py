@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.observe import read_events, read_metrics
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost
+from elaswave_spmd.run_dir import read_events, read_metrics
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from tests.multiprocess.real_runs import eventually, launch, train, write_text
 from tests.xla.xla_runs import LAYERS, NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd import cli
+from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import MeshError, RunError, WorkerError
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
-from elaswave_spmd.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from elaswave_spmd import conf
 from elaswave_spmd.cli import GROUPS
 from elaswave_spmd.conf.mesh_names import FORMS, spell_out
+from elaswave_spmd.conf.schema import Settings, from_config
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import MeshShape
-from elaswave_spmd.settings import Settings, from_config
 
 FOLDER = Path(conf.__file__).parent
 CHOICES = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.yaml"))]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd import conf
+from elaswave_spmd.conf.schema import Settings, from_config
 from elaswave_spmd.elastic_settings import (
     ANY,
     CHAOS_KINDS,
@@ -24,8 +25,7 @@ from elaswave_spmd.elastic_settings import (
 )
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.timeouts import Timeouts
-from elaswave_spmd.runtime.points import Point
-from elaswave_spmd.settings import Settings, from_config
+from elaswave_spmd.worker.fault_points import Point
 
 EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
 ranks = st.just(ANY) | st.integers(0, 2**20) | st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)

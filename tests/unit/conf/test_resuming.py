@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from elaswave_spmd.conf import register_mesh_names
+from elaswave_spmd.conf.resume import settings_of
+from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.restart import mesh_of
-from elaswave_spmd.resuming import settings_of
-from elaswave_spmd.settings import MeshSettings, Settings
 
 SAVED = {
     "seed": 5,

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd import runtime_settings
-from elaswave_spmd import settings as module
+from elaswave_spmd.conf import schema as module
+from elaswave_spmd.conf.schema import MeshSettings, OptimSettings, Settings, TrainSettings, UnitSettings
 from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.timeouts import Timeouts
 from elaswave_spmd.schedule_settings import FREQUENCIES
-from elaswave_spmd.scheduling.learning_rate import SCHEDULES
-from elaswave_spmd.settings import MeshSettings, OptimSettings, Settings, TrainSettings, UnitSettings
+from elaswave_spmd.worker.learning_rate import SCHEDULES
 
 PACKAGE = Path(module.__file__).parent
 
@@ -219,7 +219,7 @@ def test_frozen() -> None:
 def test_words_agree_with_the_rooms_that_own_them() -> None:
     assert set(module.SCHEDULES) == set(SCHEDULES)
     assert set(module.CORPORA) == set(CORPUS_NAMES)
-    from elaswave_spmd.runtime.job import DTYPES
+    from elaswave_spmd.worker.spec import DTYPES
 
     assert set(runtime_settings.DTYPES) == set(DTYPES)
 
@@ -238,7 +238,7 @@ def test_zero_level() -> None:
     ("frequency", "device"), [("simulated", "emulated"), ("nvml", "cuda"), ("cpufreq", "cpu"), ("ascend", "npu")]
 )
 def test_frequencies_are_of_the_devices_that_workers_run_on(frequency: str, device: str) -> None:
-    from elaswave_spmd.runtime.frequency import BACKENDS
+    from elaswave_spmd.runtime.devices.frequency import BACKENDS
 
     assert {*BACKENDS, "none"} == set(FREQUENCIES)
     schedule = {"frequency": frequency}

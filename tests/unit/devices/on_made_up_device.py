@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.keyed import Keys, materialize
+from elaswave_spmd.determinism import Keys, materialize
 from elaswave_spmd.models import Batch, LayeredModel, build_model
-from elaswave_spmd.runtime.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.runtime.describe import describe
 from elaswave_spmd.runtime.devices import Island
-from elaswave_spmd.runtime.stage import StagePrograms
-from elaswave_spmd.testing.made_up_device import MadeUp, register
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.model_layout import describe
+from elaswave_spmd.worker.programs.eager import StagePrograms
+from tests.cluster.made_up_device import MadeUp, register
 
 __all__ = ["copies", "differences", "mixed"]
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from elaswave_spmd.runtime.devices import device_of
-from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground
 from tests.waiting import eventually
 
 KIND = device_of("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from elaswave_spmd.runtime.devices.groups import GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground
 from tests.waiting import eventually
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.determinism import Constant, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError, SpecError
-from elaswave_spmd.keyed import Constant, KeyedDropout, Keys, Normal
 from elaswave_spmd.models import Batch, LayeredModel
 from elaswave_spmd.sharding import Shardings, Tie, tie
 

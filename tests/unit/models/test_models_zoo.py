@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.determinism import KeyedDropout, Keys, Normal, materialize
 from elaswave_spmd.errors import ModelError, UserError
-from elaswave_spmd.keyed import KeyedDropout, Keys, Normal, materialize
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
 from elaswave_spmd.models.llama import RMSNorm, rotary_tables, rotate
 from elaswave_spmd.sharding import P, specs_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elaswave_spmd.keyed import Keys, materialize, sample_ids
+from elaswave_spmd.determinism import Keys, materialize, sample_ids
 from elaswave_spmd.models import GPT, Batch, LayeredModel, Llama
 from tests.reference import Settings, gradient_norm, train, tree
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery.actions import Effect, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.effects import Effect, Send
 from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status, StepHeld
-from elaswave_spmd.scheduling.holders import HolderRun
 from elaswave_spmd.scheduling.placement import Placement, even_counts
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import HolderRun
 from tests.unit.runtime.runtime_cases import small_layout
 
 LAYOUT: ModelLayout = small_layout(64)

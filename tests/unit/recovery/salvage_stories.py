@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.holders import HolderRun
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replicas import HolderRun
 from tests.unit.recovery.salvage_world import runs_of
 
 T = TypeVar("T")

@@ -10,12 +10,12 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes
 from elaswave_spmd.recovery.messages import StepHeld, Work
-from elaswave_spmd.recovery.salvage import executor_view, peer_of
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun
+from elaswave_spmd.recovery.partial_step import executor_view, peer_of
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.tree import Node, Reduction, maximal_nodes
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
 
 Page = tuple[int, int]
 """(owner layer, page)."""

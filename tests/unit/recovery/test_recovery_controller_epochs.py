@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elaswave_spmd.recovery.actions import Done, EpochBegun, Evict, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
-from elaswave_spmd.recovery.effects import Done, EpochBegun, Evict, Send, Unrecoverable
 from elaswave_spmd.recovery.messages import (
     Applied,
     Damaged,
@@ -17,8 +17,8 @@ from elaswave_spmd.recovery.messages import (
     Stop,
     ValidationLoss,
 )
-from elaswave_spmd.recovery.next_epoch import Goal
-from elaswave_spmd.scheduling.holders import from_rows
+from elaswave_spmd.recovery.reconfiguration import Goal
+from elaswave_spmd.sharding.replicas import from_rows
 from tests.unit.recovery.controller_cases import LAYOUT, STEPS, answer, holders_of, make, places, prepares, started
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.recovery.effects import Committed, Done, Send, ValidationDone
+from elaswave_spmd.recovery.actions import Committed, Done, Send, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Finished, Place, Ready, Validated, ValidationLoss
 from tests.unit.recovery.controller_cases import make, places, started
 

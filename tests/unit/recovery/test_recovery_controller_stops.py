@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elaswave_spmd.recovery.actions import Effect, EpochBegun, Evict, Save, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
-from elaswave_spmd.recovery.effects import Effect, EpochBegun, Evict, Save, Send, Unrecoverable
 from elaswave_spmd.recovery.messages import (
     Applied,
     Damaged,
@@ -18,7 +18,7 @@ from elaswave_spmd.recovery.messages import (
     Stop,
     ValidationLoss,
 )
-from elaswave_spmd.scheduling.holders import from_rows
+from elaswave_spmd.sharding.replicas import from_rows
 from tests.unit.recovery.controller_cases import STEPS, answer, holders_of, places, prepares, started
 
 TWO = Policy(mirror_count=1, min_workers=2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery.decide import Stages, graduate, next_stages
-from elaswave_spmd.scheduling.holders import HolderRun
+from elaswave_spmd.sharding.replicas import HolderRun
 
 
 @st.composite

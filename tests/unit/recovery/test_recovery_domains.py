@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.recovery.actions import Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.effects import Send
 from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status
-from elaswave_spmd.scheduling.holders import from_rows
-from elaswave_spmd.scheduling.mirrors import deal_holders
 from elaswave_spmd.scheduling.placement import place
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replicas import from_rows
 
 LAYOUT = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (600,)),)) for i in range(2)], page_size=64)
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.recovery.decide import next_stages
 from elaswave_spmd.recovery.movement import least_elements, moved_elements
-from elaswave_spmd.recovery.next_epoch import next_placement
-from elaswave_spmd.scheduling.holders import HolderMap, HolderRun, all_runs, promote, with_learners
-from elaswave_spmd.scheduling.mirrors import deal_holders
+from elaswave_spmd.recovery.reconfiguration import next_placement
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.refill import refill
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replica_rebalance import refill
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs, promote, with_learners
 from tests.unit.recovery.controller_cases import LAYOUT, placement
 
 PAGE = 64

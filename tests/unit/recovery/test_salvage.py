@@ -8,11 +8,11 @@ import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.messages import StepHeld, Work
-from elaswave_spmd.recovery.salvage import executor_view, peer_of, salvage_plan
-from elaswave_spmd.scheduling.holders import HolderRun
+from elaswave_spmd.recovery.partial_step import executor_view, peer_of, salvage_plan
 from elaswave_spmd.scheduling.placement import Placement, deal_units
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replicas import HolderRun
 
 STEP = 5
 Stages = tuple[tuple[int, ...], ...]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery.messages import StepHeld, Work
-from elaswave_spmd.recovery.salvage import executor_view, peer_of, salvage_plan
-from elaswave_spmd.runtime.reduction import uses_of
+from elaswave_spmd.recovery.partial_step import executor_view, peer_of, salvage_plan
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.pages import ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.gradient_reduction import uses_of
 from tests.unit.recovery.salvage_stories import changed_placement, some_layout, some_placement
 from tests.unit.recovery.salvage_world import STEP, Page, World, pages_of, runs_of, uses_of_page
 

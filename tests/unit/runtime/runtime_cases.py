@@ -7,7 +7,7 @@ from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 
 HOST = HostDevice(device_of("cpu"))
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.agents import Agent, Agents, RemoteExited
-from elaswave_spmd.runtime.launcher import Launcher, share
-from elaswave_spmd.runtime.mailbox import Interrupted
+from elaswave_spmd.runtime.processes.agents import Agent, Agents, RemoteExited
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.launcher import Launcher, share
 from elaswave_spmd.runtime.selectable import SelectableMailbox
-from elaswave_spmd.runtime.zygote import Exited, Zygote
+from elaswave_spmd.runtime.transport.mailbox import Interrupted
 
 
 class FakeZygote:

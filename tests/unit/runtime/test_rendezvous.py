@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.errors import ConfigError, DataError, RunError
-from elaswave_spmd.runtime import agent_messages as am
-from elaswave_spmd.runtime import rendezvous as module
-from elaswave_spmd.runtime.rendezvous import Rendezvous, find_controller, read_secret, resolve
+from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes import rendezvous as module
+from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller, read_secret, resolve
 
 SECRET, ADDRESS = b"a secret of some bytes", "tcp://127.0.0.1:1234"
 

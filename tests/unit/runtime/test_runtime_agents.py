@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elaswave_spmd.errors import ConfigError, DataError, RunError
-from elaswave_spmd.runtime import agent_messages as am
-from elaswave_spmd.runtime.agents import Agents, RemoteExited
-from elaswave_spmd.runtime.links import CONTROLLER, Links
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
-from elaswave_spmd.runtime.rendezvous import find_controller
-from elaswave_spmd.runtime.zygote import Exited
+from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes.agents import Agents, RemoteExited
+from elaswave_spmd.runtime.processes.fork_server_client import Exited
+from elaswave_spmd.runtime.processes.rendezvous import find_controller
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
 SECRET = b"a secret of some bytes"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.link_probe import PROBE_BYTES, TRIES, LinkProbe
-from elaswave_spmd.runtime.links import Links
-from elaswave_spmd.runtime.mailbox import Envelope, Interrupted, Mailbox
+from elaswave_spmd.runtime.transport.link_probe import PROBE_BYTES, TRIES, LinkProbe
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Mailbox
 
 
 class Wire:

@@ -14,9 +14,9 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import HostCopy, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
-from elaswave_spmd.runtime.links import Links
-from elaswave_spmd.runtime.mailbox import Envelope, Mailbox
-from elaswave_spmd.runtime.port import LinkPort
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from elaswave_spmd.worker.channel import LinkPort
 from tests.unit.runtime.runtime_cases import HOST
 
 NEED = m.Need(1, 0, 0, 1)

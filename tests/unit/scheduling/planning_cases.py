@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost
-from elaswave_spmd.scheduling.dataflow import deal_stages
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
 
 SPEEDS = st.sampled_from([0.25, 0.5, 0.8, 1.0, 1.0, 1.0, 1.25])

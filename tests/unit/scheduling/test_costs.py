@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.profile import LayerSample, ProfileSmoother
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.profiler import LayerSample, ProfileSmoother
 
 SECONDS = st.floats(0, 1e3)
 BYTES = st.integers(0, 1 << 40)

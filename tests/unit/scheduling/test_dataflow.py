@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_spmd.determinism.reduction_tree import maximal_nodes
 from elaswave_spmd.mesh import Topology
-from elaswave_spmd.scheduling import dataflow
-from elaswave_spmd.scheduling.dataflow import (
+from elaswave_spmd.scheduling import microbatch_assignment
+from elaswave_spmd.scheduling.microbatch_assignment import (
     Before,
     caps_of,
     deal_by_speed,
@@ -24,7 +25,6 @@ from elaswave_spmd.scheduling.dataflow import (
     traffic,
 )
 from elaswave_spmd.scheduling.placement import deal_units, even_counts
-from elaswave_spmd.scheduling.tree import maximal_nodes
 
 SPEEDS = st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.7, 1.0, 1.0, 1.0, 1.3, 2.0]) | st.floats(0.05, 4), min_size=1)
 DEALINGS = ("contiguous", "time-major")
@@ -176,7 +176,7 @@ def test_rounding_lets_nobody_have_more_than_the_load(units, of, speed):
 
 def test_too_many_ties_keep_the_first_aim(monkeypatch):
     settled = deal_by_speed(16, [1, 1, 1])
-    monkeypatch.setattr(dataflow, "MOST_WORK", 3)
+    monkeypatch.setattr(microbatch_assignment, "MOST_WORK", 3)
     plain = deal_by_speed(16, [1, 1, 1])
     assert plain == (6, 5, 5) != settled
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.costs import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
-from elaswave_spmd.scheduling.timing import ActionGraph, timed_graph
+from elaswave_spmd.scheduling.step_time import ActionGraph, timed_graph
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt
 
 RANGES = st.builds(FrequencyRange, st.floats(0.3, 1.0), st.floats(1.0, 1.5))

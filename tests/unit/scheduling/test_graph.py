@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.graph import Partition, StageWorkers, balance_layers, partition
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.partition import Partition, StageWorkers, balance_layers, partition
 from tests.unit.scheduling.planning_cases import costs_of
 
 SMALL = st.integers(0, 20)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling import actions
-from elaswave_spmd.scheduling.actions import Action, in_flight_limits, schedule
-from elaswave_spmd.scheduling.graph import balance_layers
-from elaswave_spmd.scheduling.learning_rate import LearningRate
+from elaswave_spmd.scheduling import pipeline
+from elaswave_spmd.scheduling.partition import balance_layers
+from elaswave_spmd.scheduling.pipeline import Action, in_flight_limits, schedule
 from elaswave_spmd.scheduling.placement import deal_units, even_counts, place
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.worker.learning_rate import LearningRate
 
 STAGES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -50,10 +50,10 @@ def test_every_unit_page_and_action_once(stages, num_units, zero, data):
                 assert set(run.holders) == ({run.primary} if zero else set(members))
         assert max(held.values()) - min(held.values()) <= 1, "load over a stage is even within one page"
     plan = schedule(placement)
-    actions.check(plan, len(stages))
-    assert actions.parse(actions.render(plan)) == plan
+    pipeline.check(plan, len(stages))
+    assert pipeline.parse(pipeline.render(plan)) == plan
     for rank, todo in plan.items():
-        assert actions.actions_of(placement, rank) == todo
+        assert pipeline.actions_of(placement, rank) == todo
         stage = mesh.stage_of(rank)
         running = 0
         for action in todo:
@@ -64,7 +64,7 @@ def test_every_unit_page_and_action_once(stages, num_units, zero, data):
 
 def test_even_mesh_is_1f1b():
     placement = place(Mesh.initial(MeshShape.parse("pp3")), layout_of([64, 64, 64]), Shardings(), 4)
-    assert actions.render(schedule(placement)).splitlines() == [
+    assert pipeline.render(schedule(placement)).splitlines() == [
         "0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
         "2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
@@ -72,14 +72,14 @@ def test_even_mesh_is_1f1b():
 
 
 def test_check_names_a_circle():
-    plan = actions.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
+    plan = pipeline.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
     with pytest.raises(PlanError, match="wait for ever"):
-        actions.check(plan, 2)
+        pipeline.check(plan, 2)
 
 
 def test_check_refuses_an_action_twice():
     with pytest.raises(PlanError, match="done once"):
-        actions.check({0: (Action.parse("0F0"), Action.parse("0F0"))}, 1)
+        pipeline.check({0: (Action.parse("0F0"), Action.parse("0F0"))}, 1)
 
 
 def test_dealings():

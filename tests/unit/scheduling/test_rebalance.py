@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.scheduling.costs import CostModel, MemoryRule
-from elaswave_spmd.scheduling.dataflow import deal_stages, least_load
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.frequency import FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.microbatch_assignment import deal_stages, least_load
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
-from elaswave_spmd.scheduling.timing import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.sharding import Shardings
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, placed, stages_of
 

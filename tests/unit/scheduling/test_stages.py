@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling import stages as stages_module
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.stages import Groupings, Moves, StageChoice, old_stages_of, regroup
+from elaswave_spmd.scheduling import stage_search as stages_module
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.stage_search import Groupings, Moves, StageChoice, old_stages_of, regroup
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, even_cuts, stages_of
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.scheduling.actions import Action, Schedule, parse, schedule
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.dataflow import deal_stages
-from elaswave_spmd.scheduling.timing import (
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
+from elaswave_spmd.scheduling.pipeline import Action, Schedule, parse, schedule
+from elaswave_spmd.scheduling.step_time import (
     CLASSES,
     EXACT,
     ActionGraph,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import LayoutError
-from elaswave_spmd.sharding.pages import ALIGNMENT, LayerUse, ParameterInfo, deal_pages, lay_out
+from elaswave_spmd.sharding.layout import ALIGNMENT, LayerUse, ParameterInfo, deal_pages, lay_out
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5)
 PAGE_SIZES = st.sampled_from([64, 128, 320, 4096])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.costs import CostModel
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.shapes import healthy

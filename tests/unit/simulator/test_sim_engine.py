@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action
-from elaswave_spmd.scheduling.costs import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.timing import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.step_time import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
 from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.salvage import salvage

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.timing import Assignment, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Outage, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.messages import StepHeld
-from elaswave_spmd.recovery.salvage import salvage_plan
-from elaswave_spmd.scheduling.actions import BACKWARD, FORWARD, Action
+from elaswave_spmd.recovery.partial_step import salvage_plan
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
 from elaswave_spmd.scheduling.placement import Placement, even_counts
-from elaswave_spmd.scheduling.timing import Assignment
+from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.sharding.pages import LayerUse, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.simulator.salvage import salvage
 from elaswave_spmd.simulator.work import owners_of
 from tests.unit.scheduling.planning_cases import costs_of, dealt

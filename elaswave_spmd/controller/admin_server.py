@@ -1,0 +1,258 @@
+"""The controller's side of `ctl`: a socket in the run's directory, and the answers.
+
+One thread waits at the socket, reads a line, files it in the controller's mailbox and writes the answer back. What is
+asked is done by the controller's own thread, as everything is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
+from elaswave_spmd.elastic_settings import ElasticSettings
+from elaswave_spmd.errors import ControlError
+from elaswave_spmd.recovery.actions import Effect
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.runtime.descriptors import has_room
+from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
+from elaswave_spmd.sharding.replicas import all_runs, unsurvived_text
+
+_COMMANDS = ("status", "add", "drain")
+_CLIENT_S = 2.0  # how long a client may take to say what it wants, or to take the answer
+_PAUSE_S = 0.1  # after a failed accept
+_LONGEST = 1 << 16  # bytes of a request
+
+
+class Control:
+    """Answers what is asked of a run. All but the thread behind the socket is the controller's thread.
+
+    Args:
+        workers: those that have been started and are neither lost nor let go: rank -> process id, None: elsewhere.
+        spawn: starts so many newcomers; returns their ranks.
+        perform: does what the protocol says.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        protocol: ControllerProtocol,
+        observer: RunObserver,
+        elastic: ElasticSettings,
+        workers: Mapping[int, int | None],
+        spawn: Callable[[int], Sequence[int]],
+        perform: Callable[[Sequence[Effect]], None],
+    ) -> None:
+        self._mailbox, self._protocol, self._observer, self._elastic = mailbox, protocol, observer, elastic
+        self._workers, self._spawn, self._perform = workers, spawn, perform
+        self._socket: ControlSocket | None = None
+
+    def open(self) -> None:
+        """From now on the run can be asked. Where its file system has no sockets it goes on without, and says so."""
+        try:
+            self._socket = ControlSocket(self._observer.run_dir.path, self._mailbox.put)
+        except OSError as error:
+            message = f"the run cannot be asked: no {SOCKET} in its directory ({error.strerror or error})"
+            self._observer.on_event("no_ctl", message=message)
+
+    def close(self) -> None:
+        """Removes the socket; who still waits is told that the run ends. Closing again is allowed."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def answer(self, request: Request) -> None:
+        """Does what is asked, and replies.
+
+        Raises:
+            RunError: what was asked ends the run.
+        """
+        try:
+            answer = self._follow(request.body)
+        except ControlError as error:
+            answer = _error(error)
+        request.reply(answer)
+
+    def _follow(self, body: Mapping[str, Any]) -> dict[str, object]:
+        command = body.get("command")
+        if command == "status":
+            return self.status()
+        if command not in _COMMANDS:
+            raise ControlError("a request has a command", got=command, exists=", ".join(_COMMANDS))
+        self._refuse_changes()
+        return self._add(body.get("count")) if command == "add" else self._drain(body.get("ranks"))
+
+    def status(self) -> dict[str, object]:
+        """How far the run is and who takes part, JSON-ready; docs/run_files.md lists the fields."""
+        protocol, observer = self._protocol, self._observer
+        mesh, last = protocol.placement.mesh, observer.last
+        holders = protocol.placement.holder_runs(protocol.layout)
+        pids = self._workers
+        return {
+            "run_dir": str(observer.run_dir.path),
+            "starting": not protocol.started,
+            "step": min(protocol.version + 1, protocol.steps),
+            "version": protocol.version,
+            "total_steps": protocol.steps,
+            "loss": last.to_dict()["loss"] if last else None,
+            "loss_hex": last.loss_hex if last else None,
+            "tokens_per_second": observer.pace.tokens_per_second,
+            "seconds_left": observer.pace.seconds_left,
+            "mesh": mesh.shape.name,
+            "mesh_epoch": mesh.epoch,
+            "stages": mesh.stages,
+            "members": [
+                {"rank": rank, "stage": stage, "pid": pids.get(rank)}
+                for stage, ranks in enumerate(mesh.stages)
+                for rank in ranks
+            ],
+            "newcomers": [{"rank": rank, "pid": pids[rank]} for rank in sorted(pids) if rank not in mesh],
+            "leaving": protocol.leaving,
+            "changing": protocol.changing,
+            "learners": sorted({rank for run in all_runs(holders) for rank in run.learners}),
+            "unsurvived": unsurvived_text(holders, protocol.members) if len(protocol.members) > 1 else "",
+            "events": list(observer.recent_events),
+        }
+
+    def _refuse_changes(self) -> None:
+        protocol = self._protocol
+        if not self._elastic.enabled:
+            raise ControlError("the workers of a run that is not elastic stay the same", got="elastic.enabled=false")
+        if not protocol.started:
+            missing = [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]
+            raise ControlError(
+                "the workers of a run change once all of the first have started",
+                got=f"workers {missing} have not",
+                fix="try again in a few seconds",
+            )
+        if protocol.version >= protocol.steps:
+            raise ControlError("the workers of a run change before its last step", got=f"step {protocol.version}")
+
+    def _add(self, number: object) -> dict[str, object]:
+        if not _is_whole(number) or number < 1:
+            raise ControlError("at least 1 worker is added", got=number, fix="ctl RUN add 1")
+        if not has_room(len(self._workers) + number):
+            raise ControlError(
+                "every worker has a link to every other, within its limit of open files",
+                got=f"{number} beside {len(self._workers)} workers",
+                fix="a higher `ulimit -n` before the run starts",
+            )
+        return {"added": list(self._spawn(number))}
+
+    def _drain(self, ranks: object) -> dict[str, object]:
+        protocol = self._protocol
+        if not isinstance(ranks, list) or not ranks or not all(map(_is_whole, ranks)):
+            raise ControlError("workers are drained by their ranks", got=ranks, fix="ctl RUN drain 3")
+        if unknown := [rank for rank in ranks if rank not in protocol.members]:
+            raise ControlError(
+                "only a member of the mesh can leave it",
+                got=f"worker {unknown[0]}" + (", which has not joined yet" if unknown[0] in self._workers else ""),
+                exists=f"workers {', '.join(map(str, sorted(protocol.members)))}",
+            )
+        stay = set(protocol.members) - set(protocol.leaving) - set(ranks)
+        if len(stay) < self._elastic.min_workers:
+            least = self._elastic.min_workers
+            raise ControlError(
+                "the last worker of a run stays" if least == 1 else "a run keeps elastic.min_workers workers",
+                got=f"{len(stay)} would stay",
+                exists=f"{len(protocol.members)} workers, elastic.min_workers={least}",
+                fix="ctl RUN add 1, and wait until it has joined",
+            )
+        for rank in ranks:
+            self._perform(protocol.drain(rank, "drained by ctl"))
+        return {"leaving": list(protocol.leaving)}
+
+
+class ControlSocket:
+    """A Unix socket in a run's directory, for its user alone. One client at a time; each has one request.
+
+    Args:
+        folder: the run's directory, which this run alone uses: a socket in it is that of a dead run, and is replaced.
+        put: files a request for the thread that answers it.
+
+    Raises:
+        OSError: the file system has no sockets.
+    """
+
+    def __init__(self, folder: Path, put: Callable[[Request], None]) -> None:
+        self._put = put
+        self._closing = threading.Event()
+        self._answers: queue.SimpleQueue[Mapping[str, Any]] | None = None  # of the client that is served
+        with contextlib.ExitStack() as undo:
+            self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, self._folder)
+            self._server = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(SOCKET, dir_fd=self._folder)
+            self._server.bind(f"/proc/self/fd/{self._folder}/{SOCKET}")  # ctl.socket_address says why
+            os.chmod(SOCKET, 0o600, dir_fd=self._folder)  # before `listen`: until then nobody can connect
+            self._server.listen()
+            undo.pop_all()
+        self._thread = threading.Thread(target=self._serve, name="ctl", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Closing again is allowed."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            os.unlink(SOCKET, dir_fd=self._folder)
+        self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if (answers := self._answers) is not None:
+            answers.put(_ENDING)
+        self._thread.join(2 * _CLIENT_S)
+        self._server.close()
+        os.close(self._folder)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                client, _ = self._server.accept()
+            except OSError:  # it is closed, or too many files are open
+                self._closing.wait(_PAUSE_S)
+                continue
+            with client, contextlib.suppress(OSError):
+                client.settimeout(_CLIENT_S)
+                with client.makefile("rb") as lines:
+                    line = lines.readline(_LONGEST)
+                if line:
+                    client.sendall(json.dumps(self._answer(line), ensure_ascii=False).encode() + b"\n")
+
+    def _answer(self, line: bytes) -> Mapping[str, Any]:
+        try:
+            body = json.loads(line)
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            return _error(ControlError("a request is an object of JSON, in one line", got=repr(line[:80])))
+        answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._answers = answers
+        self._put(Request(body, answers.put))
+        if self._closing.is_set():
+            answers.put(_ENDING)
+        try:
+            return answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            return _error(ControlError("the controller is busy; it will follow the request later", got=body))
+        finally:
+            self._answers = None
+
+
+def _error(error: ControlError) -> dict[str, object]:
+    fields = {"got": error.got, "where": error.where, "exists": error.exists, "fix": error.fix}
+    return {"error": {"rule": error.rule} | {name: value for name, value in fields.items() if value not in (None, "")}}
+
+
+_ENDING = _error(ControlError("the run is ending"))
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,310 @@
+"""The frequency axis of a run: when nothing else is to be changed, devices that would wait are slowed down.
+
+Hints come from scheduling.frequency, and are set by a guard in another process. Each worker has one frequency for all
+its actions; a device that several workers use has the largest of theirs. When the mesh changes all are normal
+again. What is measured contains the frequency, so it is divided out before anybody is called slow. Figures of energy
+are modelled, not measured.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.runtime.devices.frequency import Answer, DeviceRange, GuardedFrequencies
+from elaswave_spmd.schedule_settings import ScheduleSettings
+from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.frequency import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.rebalance import frequency_hints
+from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds, timed_graph
+
+_POWER = PowerModel()
+_GRAIN = 0.01  # frequencies are multiples of it, rounded up
+_LEAST_CHANGE = 0.02  # hints that differ by less from what is set are left alone
+_EXACT_ACTIONS = 2048
+_UNDER_WAY = 2  # steps after the last one that is known to be committed which a worker may have begun
+
+
+class Guard(Protocol):
+    """Who sets frequencies by device: `GuardedFrequencies`."""
+
+    devices: Mapping[str, DeviceRange]
+
+    def set(self, frequencies: Mapping[str, float]) -> None: ...
+    def reset(self) -> None: ...
+    def poll(self) -> Answer | None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """A worker's frequency: `before` in steps below `since`, `now` from `until` on, and either in between."""
+
+    before: float = 1.0
+    since: float = 0
+    until: float = 0
+    now: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the guard was told, and what is written down when it has answered."""
+
+    before: Mapping[int, float]
+    frequencies: Mapping[int, float]
+    devices: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+class Frequencies:
+    """Part of the controller, in its thread. Without a guard it does nothing.
+
+    Args:
+        cells: directory in which workers on the emulated accelerator find theirs; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        settings: ScheduleSettings,
+        observer: RunObserver,
+        guard: Guard | None = None,
+        *,
+        cells: str | None = None,
+        power: PowerModel = _POWER,
+    ) -> None:
+        self._limits = FrequencyRange(settings.f_min, settings.f_max, settings.f_margin)
+        self._observer, self._guard, self._power = observer, guard, power
+        self.cells = cells
+        self.pid_of: Callable[[int], int | None] = lambda rank: None
+        """rank -> process id of a worker on this machine."""
+        self._clocks: dict[int, _Clock] = {}
+        self._orders: deque[_Order] = deque()
+        self._hinted: object = None  # what the last hints were for
+
+    @classmethod
+    def of(cls, settings: ScheduleSettings, observer: RunObserver, scratch: str) -> Frequencies:
+        """Those of a run.
+
+        Args:
+            scratch: the run's directory of sockets, for cells of simulated frequencies.
+
+        Raises:
+            ConfigError: frequencies cannot be set as the settings say.
+        """
+        if settings.frequency == "none":
+            return cls(settings, observer)
+        cells = str(Path(scratch) / "frequencies") if settings.frequency == "simulated" else None
+        return cls(settings, observer, GuardedFrequencies.start(settings.frequency, cells or ""), cells=cells)
+
+    @property
+    def active(self) -> bool:
+        """Whether frequencies are set in this run."""
+        return self._guard is not None
+
+    def scale(self, rank: int, step: int) -> float | None:
+        """What to multiply times of a step by to have them at frequency 1; None: it changed during that step."""
+        clock = self._clocks.get(rank)
+        if clock is None or step < clock.since:
+            return clock.before if clock is not None else 1.0
+        return clock.now if step >= clock.until else None
+
+    def hint(self, placement: Placement, costs: CostModel, step: int) -> None:
+        """Nothing else is to be changed, after `step`: slows down who would wait, raises who is waited for.
+
+        Nothing happens if this very placement had its hints.
+        """
+        key = placement.mesh.stages, placement.layer_cuts, placement.unit_counts, costs.speeds
+        if self._guard is None or self._orders or key == self._hinted:
+            return
+        self._hinted = key
+        assignment = Assignment.of(placement)
+        plan, wanted = worker_frequencies(assignment, costs, self._limits, self._power)
+        if all(abs(f - self._now(rank)) < _LEAST_CHANGE for rank, f in wanted.items()):
+            return
+        energies = [
+            modelled_energy(assignment, costs, of, seconds, self._power)
+            for of, seconds in (({}, plan.makespan_before_s), (wanted, plan.makespan_s))
+        ]
+        lowered, raised = sum(f < 1 for f in wanted.values()), sum(f > 1 for f in wanted.values())
+        why = f"{lowered} of {len(wanted)} workers would wait" + (f", {raised} are raised" if raised else "")
+        seen = (
+            f"a step {1e3 * plan.makespan_before_s:.0f} to {1e3 * plan.makespan_s:.0f} ms, "
+            f"modelled energy {energies[0]:.3g} to {energies[1]:.3g}"
+        )
+        self._order(
+            wanted,
+            step,
+            {
+                "step": step,
+                "mesh_epoch": placement.mesh.epoch,
+                "why": why,
+                "modelled_seconds_before": plan.makespan_before_s,
+                "modelled_seconds": plan.makespan_s,
+                "modelled_energy_before": energies[0],
+                "modelled_energy": energies[1],
+                "message": f"{min(wanted.values()):.2f} to {max(wanted.values()):.2f} of normal: {why}; {seen}",
+            },
+        )
+
+    def begun(self, placement: Placement, step: int) -> None:
+        """A mesh epoch begins after `step`: what was slow for the sake of another mesh is as fast as it can be."""
+        self._hinted = None
+        if self._guard is None or all(self._now(rank) == 1.0 for rank in self._clocks):
+            return
+        why = "the mesh has changed"
+        fields = {"step": step, "mesh_epoch": placement.mesh.epoch, "why": why, "message": f"normal again: {why}"}
+        self._order(dict.fromkeys(placement.mesh.members, 1.0), step, fields)
+
+    def committed(self, step: int) -> None:
+        """A step is committed; what the guard has answered counts from the steps on that nobody can have begun."""
+        while self._guard is not None and (answer := self._guard.poll()) is not None:
+            if answer.error:
+                self._give_up(answer.error, step)
+                return
+            order = self._orders.popleft()
+            found = {rank: _of_devices(order, rank, answer) for rank in order.frequencies}
+            for rank, frequency in found.items():
+                if (clock := self._clocks.get(rank)) is not None and clock.until == math.inf and not self._orders:
+                    self._clocks[rank] = _Clock(clock.before, clock.since, step + 1 + _UNDER_WAY, frequency)
+            self._say(order.before, found, order.fields)
+
+    def close(self) -> None:
+        """Puts all frequencies back."""
+        if self._guard is not None:
+            self._guard.close()
+
+    def __enter__(self) -> Frequencies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- orders
+
+    def _now(self, rank: int) -> float:
+        return self._clocks[rank].now if rank in self._clocks else 1.0
+
+    def _order(self, wanted: Mapping[int, float], step: int, fields: Mapping[str, object]) -> None:
+        assert self._guard is not None
+        before = {rank: self._now(rank) for rank in wanted}
+        devices = {rank: self._devices_of(rank) for rank in wanted}
+        for rank, frequency in wanted.items():
+            self._expect(rank, frequency, step)
+        self._orders.append(_Order(before, wanted, devices, fields))
+        if all(frequency == 1.0 for frequency in wanted.values()):
+            self._guard.reset()
+        else:
+            self._guard.set(shared(wanted, devices))
+
+    def _expect(self, rank: int, frequency: float, step: int) -> None:
+        """From the step after this one on it is unknown how fast a worker is, until the guard has answered."""
+        clock = self._clocks.get(rank, _Clock())
+        if frequency == clock.now and clock.until != math.inf:
+            return
+        clear = clock.until <= step + 1
+        before, since = (clock.now, step + 1) if clear else (clock.before, clock.since)
+        self._clocks[rank] = _Clock(before, since, math.inf, frequency)
+
+    def _give_up(self, error: str, step: int) -> None:
+        """Frequencies cannot be set: those that were are put back, and the run goes on without."""
+        assert self._guard is not None
+        self._guard.close()
+        self._guard = None
+        self._orders.clear()
+        before = {rank: clock.before if clock.until == math.inf else clock.now for rank, clock in self._clocks.items()}
+        for rank in self._clocks:
+            self._expect(rank, 1.0, step)
+            clock = self._clocks[rank]
+            self._clocks[rank] = _Clock(clock.before, clock.since, step + 1 + _UNDER_WAY, 1.0)
+        normal = dict.fromkeys(before, 1.0)
+        message = f"the run goes on at the normal ones: {error}"
+        self._say(before, normal, {"refused": error, "step": step, "message": message})
+
+    def _say(self, before: Mapping[int, float], now: Mapping[int, float], fields: Mapping[str, object]) -> None:
+        ranks = [rank for rank in now if now[rank] != before[rank]]
+        self._observer.on_event("frequency", ranks=ranks, before=before, frequencies=now, **fields)
+
+    def _devices_of(self, rank: int) -> tuple[str, ...]:
+        """The devices that a worker runs on."""
+        assert self._guard is not None
+        devices = self._guard.devices
+        if not devices:  # simulated: any name will do
+            return (str(rank),)
+        if all(not device.cpus for device in devices.values()):  # one device for each worker, in turn
+            return (list(devices)[rank % len(devices)],)
+        allowed = _allowed_cpus(self.pid_of(rank))
+        return tuple(name for name, device in devices.items() if allowed is None or allowed & set(device.cpus))
+
+
+def worker_frequencies(
+    assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel = _POWER
+) -> tuple[FrequencyPlan, dict[int, float]]:
+    """One frequency for each worker, with which a step takes no longer than the plan says.
+
+    On the action lists of small meshes; beyond, the largest of a worker's hints by class of actions.
+
+    Returns: the plan, and rank -> frequency, rounded up.
+    """
+    num_workers = sum(map(len, assignment.stages))
+    if num_workers > MOST_ROWS or 2 * assignment.num_stages * assignment.num_units > _EXACT_ACTIONS:
+        plan, hints = frequency_hints(assignment, costs, limits, power)
+        found = {rank: max(hint.frequencies) for hint in hints for rank in hint.ranks}
+    else:
+        graph, seconds, delays = timed_graph(assignment, costs)
+        work = graph.work(seconds).sum(axis=1, keepdims=True)
+        plan = plan_frequencies(work, limits, makespan=lambda f: graph.makespan(seconds / f, delays), power=power)
+        found = {rank: f for rank, (f,) in zip(graph.ranks, plan.frequencies, strict=True)}
+    return plan, {rank: _rounded(f, limits.highest) for rank, f in found.items()}
+
+
+def _rounded(frequency: float, highest: float) -> float:
+    return min(round(math.ceil(frequency / _GRAIN - 1e-6) * _GRAIN, 6), highest)
+
+
+def shared(wanted: Mapping[int, float], devices: Mapping[int, tuple[str, ...]]) -> dict[str, float]:
+    """device -> the largest frequency that one of its workers wants."""
+    found: dict[str, float] = {}
+    for rank, frequency in wanted.items():
+        for device in devices[rank]:
+            found[device] = max(frequency, found.get(device, 0.0))
+    return found
+
+
+def modelled_energy(
+    assignment: Assignment,
+    costs: CostModel,
+    frequencies: Mapping[int, float],
+    seconds: float,
+    power: PowerModel = _POWER,
+) -> float:
+    """Of a step that takes so long, with one frequency for each worker (1 where none is named); see PowerModel."""
+    forward, backward, _ = stage_seconds(assignment.layer_cuts, costs)
+    ranks = [rank for members in assignment.stages for rank in members]
+    units = np.concatenate([np.array(counts, np.float64) for counts in assignment.unit_counts])
+    stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
+    work = units * (forward + backward)[stage] / costs.speeds_of(ranks)
+    of = np.array([frequencies.get(rank, 1.0) for rank in ranks])
+    return power.energy(work[:, None], np.ones(len(ranks)), of[:, None], seconds)
+
+
+def _of_devices(order: _Order, rank: int, answer: Answer) -> float:
+    """What a worker's devices were set to; a device that the answer does not name is at what was asked for."""
+    set_to = [answer.frequencies[device] for device in order.devices[rank] if device in answer.frequencies]
+    return min(set_to, default=order.frequencies[rank])
+
+
+def _allowed_cpus(pid: int | None) -> set[int] | None:
+    """The processors that a process may run on; None: unknown."""
+    try:
+        return set(os.sched_getaffinity(pid)) if pid is not None else None
+    except OSError:
+        return None

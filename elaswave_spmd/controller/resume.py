@@ -1,0 +1,190 @@
+"""Where a run begins: at nothing, or at a checkpoint of an earlier one; in either case with its directory locked."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elaswave_spmd.conf import checks
+from elaswave_spmd.controller.run_identity import identity_of
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.emergency import complete
+from elaswave_spmd.errors import CheckpointError, ConfigError
+from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
+from elaswave_spmd.run_dir.checkpoints import Checkpoint, load_newest_good, remove_unfinished
+from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, next_incarnation
+from elaswave_spmd.run_dir.manifest import check_identity, layout_fingerprint
+from elaswave_spmd.sharding.replicas import unsurvived_text
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Args:
+        run: id of the run.
+        incarnation: of its controller.
+        checkpoint: what it goes on from; None: nothing.
+        bad: newer checkpoints that are not whole, and why.
+        lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
+        validations: step -> loss_hex of validations that are known.
+        locks: held as long as the run lasts.
+    """
+
+    run: str
+    incarnation: int
+    checkpoint: Checkpoint | None = None
+    bad: tuple[tuple[Path, str], ...] = ()
+    lines: Mapping[int, MetricsLine] = field(default_factory=dict)
+    validations: Mapping[int, str] = field(default_factory=dict)
+    locks: tuple[RunLock, ...] = ()
+
+    @classmethod
+    def fresh(cls, run_dir: Path) -> Start:
+        """A run that begins at nothing, in a directory of its own."""
+        return cls(_new_id(), 1, locks=(lock_run_dir(run_dir),))
+
+    @property
+    def step(self) -> int:
+        """The version that the run begins at."""
+        return self.checkpoint.step if self.checkpoint is not None else 0
+
+    @property
+    def last_line(self) -> MetricsLine | None:
+        """The line of that step."""
+        return self.lines.get(self.step)
+
+    def is_in(self, run_dir: Path) -> bool:
+        """Whether the checkpoint is one of this directory, not of the run that this one came from."""
+        return self.checkpoint is not None and self.checkpoint.path.parents[1].absolute() == run_dir.absolute()
+
+    def announce(self, observer: RunObserver, mesh: str) -> None:
+        """If the run is resumed: the event `resume`, and what the observer is to find again."""
+        if self.checkpoint is not None:
+            observer.on_event("resume", **self._event(mesh))
+            same = self.is_in(observer.run_dir.path)
+            observer.expect(self.lines, self.validations, first=self.step + 1, same=same)
+
+    def _event(self, mesh: str) -> dict[str, Any]:
+        assert self.checkpoint is not None
+        again = max([0, *self.lines]) - self.step
+        bad = [f"{path.name}: {reason}" for path, reason in self.bad]
+        text = f"step {self.step}, from {self.checkpoint.path}, on {mesh}"
+        text += f"; {again} steps that were committed are computed again" if again > 0 else ""
+        text += "".join(f"; not used: {line}" for line in bad)
+        return {
+            "step": self.step,
+            "checkpoint": str(self.checkpoint.path),
+            "mesh": mesh,
+            "incarnation": self.incarnation,
+            "steps_again": max(0, again),
+            "bad": bad,
+            "message": text,
+        }
+
+    def close(self) -> None:
+        """Gives the locks up."""
+        for lock in self.locks:
+            lock.close()
+
+
+def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
+    """The run's directory, open and locked, and where the run begins.
+
+    Raises:
+        ConfigError: the directory cannot be used; another controller drives it; the run has other bits.
+        CheckpointError: nothing to resume from.
+    """
+    settings, shape = plan.settings, plan.placement.mesh.shape
+    model, mesh = settings.model.label, shape.name
+    if settings.train.resume is None:
+        run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
+        with contextlib.ExitStack() as undo:
+            undo.callback(run_dir.discard)
+            start = Start.fresh(run_dir.path)
+            undo.pop_all()
+        return run_dir, start
+    source = Path(settings.train.resume).expanduser()
+    where = checks.override("train.resume", settings.train.resume)
+    with contextlib.ExitStack() as undo:
+        lock = lock_run_dir(source)
+        undo.callback(lock.close)
+        same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == source.absolute()
+        if same and (source / SUMMARY).exists():
+            raise ConfigError(
+                "a run that has finished has nothing left to do",
+                got=str(source),
+                where=where,
+                exists=SUMMARY,
+                fix="run.dir=DIR to go on from its newest checkpoint in another directory",
+            )
+        complete(source, plan)
+        checkpoint, bad = load_newest_good(source)
+        manifest = checkpoint.manifest
+        check_identity(manifest.identity, identity_of(settings, data), where=where)
+        check_identity(manifest.layout, layout_fingerprint(plan.description.layout), where=where)
+        lines = _lines(source, checkpoint.step)
+        known = {"checkpoint": checkpoint, "bad": tuple(bad), "lines": lines, "validations": _validations(source)}
+        if same:
+            remove_unfinished(source)
+            run_dir = RunDir.reopen(source)
+            start = Start(manifest.run, next_incarnation(source), locks=(lock,), **known)
+        else:
+            run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
+            undo.callback(run_dir.discard)
+            start = Start(_new_id(), 1, locks=(lock, lock_run_dir(run_dir.path)), **known)
+            for line in lines.values():
+                if line.step <= checkpoint.step:
+                    run_dir.write_metrics(line)
+        undo.pop_all()
+    return run_dir, start
+
+
+def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:
+    """What a run says of itself when it begins after `step`."""
+    placement, layout = plan.placement, plan.description.layout
+    mesh, unsurvived = placement.mesh, ""
+    if plan.settings.elastic.enabled and mesh.num_workers > 1:
+        unsurvived = unsurvived_text(placement.holder_runs(layout), mesh.members)
+    return RunInfo(
+        model=plan.settings.model.label,
+        mesh=mesh.shape.name,
+        sharding=placement.shardings.name,
+        params=layout.num_parameters,
+        total_steps=plan.job.steps,
+        workers=mesh.num_workers,
+        corpus=f"{data.corpus} ({data.num_bytes:,} bytes)",
+        run_dir=str(run_dir),
+        first_step=min(step + 1, plan.job.steps),
+        unsurvived=unsurvived,
+    )
+
+
+def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
+    """The run's metrics by step.
+
+    Raises:
+        CheckpointError: lines up to the checkpoint's step are missing.
+    """
+    lines = {line.step: line for line in read_metrics(run_dir)}
+    if missing := [s for s in range(1, step + 1) if s not in lines]:
+        raise CheckpointError(
+            "metrics.jsonl has a line for every step up to the checkpoint", got=f"no line of step {missing[0]}"
+        )
+    return lines
+
+
+def _validations(run_dir: Path) -> dict[int, str]:
+    return {e["step"]: e["loss_hex"] for e in read_events(run_dir) if e["event"] == "validation"}
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)

@@ -1,0 +1,67 @@
+"""What of a run its bits depend on: saved in every checkpoint, compared before a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.mesh import ISLAND_AXES
+from elaswave_spmd.runtime.devices import ThisMachine
+from elaswave_spmd.runtime.devices.selection import cxx, kind_of
+from elaswave_spmd.worker.programs.inductor import compiler_version
+
+_PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
+
+
+def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
+    """Everything but the layout (`manifest.layout_fingerprint`): settings, data, versions, class of hardware.
+
+    The mesh of workers, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which
+    computes the same numbers twice; nor validations, which only read.
+    """
+    model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
+    del model["name"], optim["max_skipped"]
+    train, runtime = settings.train, settings.runtime
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    hardware = {
+        "device": runtime.device,
+        "machine": platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+    kind = kind_of(settings)
+    if model := kind.model(ThisMachine()):
+        hardware["model"] = model
+    if kind.capabilities.islands:
+        # Devices inside a worker split its sums: unlike the mesh of workers, they are part of the bits.
+        hardware |= {axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES}
+        hardware["client"] = os.environ.get("PJRT_DEVICE", "CPU")
+        versions["torch_xla"] = metadata.version("torch_xla")
+    numbers: dict[str, Any] = {"dtype": runtime.dtype, "threads_per_worker": runtime.threads_per_worker}
+    if runtime.compile:
+        numbers["compile"] = True
+        versions["cxx"] = compiler_version(cxx(ThisMachine()))
+    return {
+        "seed": settings.seed,
+        "unit": {"size": settings.unit.size},
+        "train": {"steps": train.steps, "global_batch": train.global_batch, "seq_len": train.seq_len},
+        "model": model,
+        "optim": optim,
+        "runtime": numbers,
+        "data": {
+            "sha256": data.sha256,
+            "tokenizer": data.tokenizer,
+            "vocab_size": data.vocab_size,
+            "train_samples": data.num_train_samples,
+            "target": data.target,
+            "args": dict(data.kwargs),
+        },
+        "versions": versions,
+        "hardware": hardware,
+    }

@@ -1,0 +1,101 @@
+"""What a finished run says of itself: summary.json."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.recovery.messages import FinalPages, Finished
+from elaswave_spmd.run_dir import MetricsLine
+
+if TYPE_CHECKING:
+    from elaswave_spmd.sharding.layout import ModelLayout
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+_PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen", "einops")
+
+
+class RunRecord:
+    """What the controller keeps of a run until its end: the last line, timings, final parameters."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self.weights: dict[str, np.ndarray] = {}
+        self._pages: set[tuple[int, int, int]] = set()
+        self.last: MetricsLine | None = None
+        self.validation_loss: float | None = None
+        self.compiled: dict[int, list[int]] = {}
+        """By rank: programs compiled before the worker was ready, and afterwards."""
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def add_step(self, line: MetricsLine, *, after_validation: bool) -> None:
+        """Counts a committed step for the speed, except the first (start-up) and those that waited for a validation."""
+        if self.last is not None and not after_validation:
+            self._tokens += line.tokens
+            self._seconds += line.seconds
+        self.last = line
+
+    def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
+        """Files a run of final master pages."""
+        import torch
+
+        from elaswave_spmd.runtime.collect import collect_pages
+        from elaswave_spmd.worker.channel import tensor_of
+
+        collect_pages(self._layout, pages, tensor_of(payload, torch.float32), self.weights)
+        self._pages.add((pages.layer, pages.first, pages.stop))
+
+    @property
+    def has_all_weights(self) -> bool:
+        """Whether every page of every parameter has come."""
+        from elaswave_spmd.runtime.collect import is_complete
+
+        return is_complete(self._layout, self._pages)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
+
+
+def make_summary(
+    plan: RunPlan, data: PreparedData, record: RunRecord, finished: Mapping[int, Finished], weights_sha256: str
+) -> dict[str, object]:
+    """The fields of summary.json, as docs/run_files.md lists them."""
+    assert record.last is not None
+    compiled = {str(rank): found for rank, found in sorted(record.compiled.items())}
+    return {
+        "steps": record.last.step,
+        "final_loss": record.last.loss,
+        "final_loss_hex": record.last.loss_hex,
+        "validation_loss": record.validation_loss,
+        "weights_sha256": weights_sha256,
+        "tokens_per_second": record.tokens_per_second,
+        "params": plan.description.layout.num_parameters,
+        "mesh": plan.placement.mesh.shape.name,
+        "sharding": plan.placement.shardings.name,
+        "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
+        "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
+        "programs_compiled_per_worker": compiled,
+        "corpus": {
+            "name": data.corpus,
+            "sha256": data.sha256,
+            "bytes": data.num_bytes,
+            "tokenizer": data.tokenizer,
+            "train_samples": data.num_train_samples,
+            "validation_samples": data.num_validation_samples,
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

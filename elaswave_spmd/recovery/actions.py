@@ -1,0 +1,94 @@
+"""What the controller's half of the protocol has its driver do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from elaswave_spmd.recovery.messages import Applied, Message
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.replicas import HolderRun
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send this message to a worker."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Evict:
+    """The worker is no member any more: it must not live on, or was asked to leave and may end."""
+
+    rank: int
+    lost: bool
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The first report of a step."""
+
+    applied: Applied
+
+
+@dataclass(frozen=True)
+class ValidationDone:
+    """All units of a validation: the exactly rounded sum of their losses."""
+
+    step: int
+    total: float
+
+
+@dataclass(frozen=True)
+class EpochBegun:
+    """A new mesh epoch: why, and what it costs.
+
+    Args:
+        kinds: rank -> "fail", "leave", "join" or "link"; empty when only state changed hands.
+        units_redone: (unit, stage) pairs that are computed again, or by another worker than planned.
+        learners: runs of pages that are being copied now.
+        why: of a move of units, layers or workers.
+        target: what they are copied for, with the holders that it is to have; None: nothing is copied.
+    """
+
+    placement: Placement
+    kinds: Mapping[int, str]
+    reasons: Mapping[int, str]
+    version: int
+    units_redone: int
+    learners: int
+    why: str = ""
+    target: Placement | None = None
+
+
+@dataclass(frozen=True)
+class Save:
+    """The members of an epoch have been told to write their state and to begin no other step: they are too few.
+
+    Args:
+        version: of the state.
+        reason: in words.
+    """
+
+    version: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """All steps are applied, and whoever holds them now has sent the final pages."""
+
+
+@dataclass(frozen=True)
+class Unrecoverable:
+    """Pages of state have no holder left, or no worker is left: only a checkpoint helps."""
+
+    runs: tuple[HolderRun, ...]
+    reason: str
+
+
+Effect: TypeAlias = Send | Evict | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable

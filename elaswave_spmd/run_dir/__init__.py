@@ -1,0 +1,25 @@
+"""Observation: the files of a run, the progress display and TensorBoard. See README.md and docs/run_files.md."""
+
+from __future__ import annotations
+
+from elaswave_spmd.run_dir.directory import RunDir, read_events, read_metrics, read_summary
+from elaswave_spmd.run_dir.display import BarDisplay, Display, PlainDisplay, RunInfo, make_display
+from elaswave_spmd.run_dir.metrics import MetricsLine
+from elaswave_spmd.run_dir.observer import RunObserver
+from elaswave_spmd.run_dir.weights import save_weights, weights_sha256
+
+__all__ = [
+    "BarDisplay",
+    "Display",
+    "MetricsLine",
+    "PlainDisplay",
+    "RunDir",
+    "RunInfo",
+    "RunObserver",
+    "make_display",
+    "read_events",
+    "read_metrics",
+    "read_summary",
+    "save_weights",
+    "weights_sha256",
+]

@@ -1,0 +1,195 @@
+"""Durable checkpoints of a run: written, found, read at any cut, and removed (docs/run_files.md).
+
+    <run dir>/checkpoints/step_00000020/shard_<rank>_<incarnation>-<epoch>.safetensors ...
+                                        manifest.json          written last: before it there is no checkpoint
+
+Workers write shards of the pages that they hold; the controller, which alone knows that all are there, writes the
+manifest. Nothing in a checkpoint depends on the mesh that wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.recovery.durable import sync_directory, writing
+from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
+from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
+from elaswave_spmd.scheduling.placement import RunKey
+
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, open for reading; nothing is kept in memory but names and offsets.
+
+    Args:
+        path: its directory.
+        runs: per layer, in page order, the runs and the shards that hold them.
+    """
+
+    path: Path
+    manifest: Manifest
+    runs: tuple[tuple[tuple[RunKey, Shard], ...], ...]
+
+    @property
+    def step(self) -> int:
+        """The version of the state."""
+        return self.manifest.step
+
+    def read(self, layer: int, first: int, stop: int, kind: str) -> np.ndarray:
+        """The state of pages [first, stop) of a layer, put together from whatever shards hold parts of it.
+
+        Args:
+            kind: of state, one of `manifest.kinds`.
+
+        Returns:
+            fp32 [elements], a new array; only its bytes are read.
+
+        Raises:
+            CheckpointError: a shard cannot be read.
+        """
+        saved = self.manifest.layers[layer]
+        assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds, (layer, first, stop, kind)
+        start, end = saved.span(first, stop)
+        found = np.empty(end - start, np.float32)
+        for run, shard in self.runs[layer]:
+            a, b = max(first, run[1]), min(stop, run[2])
+            if a < b:
+                (low, high), (run_start, _) = saved.span(a, b), saved.span(run[1], run[2])
+                shard.read_into(found[low - start : high - start], run, kind, low - run_start)
+        return found
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Finish a checkpoint: flushed to the disk and in place when this returns, or not at all.
+
+    Raises:
+        CheckpointError: a shard is missing, has another size, or does not hold what the manifest says. (That the
+            shards hold every page once is the manifest's own rule.)
+        FilesError: the disk is full, or the directory is gone.
+    """
+    assert directory.name == checkpoint_path("", manifest.step).name, (directory, manifest.step)
+    _open_shards(directory, manifest)
+    save_manifest(directory, manifest)
+
+
+def open_checkpoint(directory: Path, *, verify: bool) -> Checkpoint:
+    """A checkpoint whose manifest, shards and their headers are in order.
+
+    Args:
+        verify: compare every shard with its sha256, which reads all of it. A worker that reads its part of a
+            checkpoint that the controller has verified need not.
+
+    Raises:
+        CheckpointError: it is unfinished, torn or corrupted.
+    """
+    manifest = load_manifest(directory)
+    shards = _open_shards(directory, manifest)
+    if verify:
+        for shard in shards.values():
+            shard.verify()
+    runs = [(run, shards[info.name]) for run, info in sorted(manifest.sources.items())]
+    by_layer = tuple(tuple(r for r in runs if r[0][0] == layer) for layer in range(len(manifest.layers)))
+    return Checkpoint(directory, manifest, by_layer)
+
+
+def find_checkpoints(run_dir: str | Path) -> list[Path]:
+    """The directories of a run's checkpoints, finished or not, newest first."""
+    found = [(int(match[1]), path) for path in _entries(run_dir) if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, str]]]:
+    """The newest checkpoint that is whole and matches its hashes, and (path, reason) of the newer ones that do not.
+
+    Raises:
+        CheckpointError: none does; names each and why.
+    """
+    bad: list[tuple[Path, str]] = []
+    for path in find_checkpoints(run_dir):
+        try:
+            return open_checkpoint(path, verify=True), bad
+        except CheckpointError as error:
+            bad.append((path, error.reason))
+    raise CheckpointError(
+        "the run has no good checkpoint",
+        got=str(run_dir),
+        exists="; ".join(f"{path.name}: {reason}" for path, reason in bad) or f"nothing in {CHECKPOINTS}/",
+        fix="the directory of a run with a good one, or start anew; checkpoint.every=N makes them",
+    )
+
+
+def prune(run_dir: str | Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` good checkpoints, and whatever is unfinished or bad between and before them.
+
+    Nothing newer than the newest good one is touched: it may be under way. Reads all of those that it keeps, to
+    compare them with their hashes; never removes a good one without having found `keep` newer ones.
+
+    Returns:
+        The directories removed.
+
+    Raises:
+        FilesError: a directory cannot be removed.
+    """
+    assert keep >= 1, keep
+    num_good = 0
+    doomed: list[Path] = []
+    for path in find_checkpoints(run_dir):
+        if num_good < keep and _is_good(path):
+            num_good += 1
+        elif num_good:
+            doomed.append(path)
+    for path in doomed:
+        with writing(path):
+            # First the manifest: half a removal leaves an unfinished checkpoint, never a corrupted one.
+            (path / MANIFEST).unlink(missing_ok=True)
+            sync_directory(path)
+            shutil.rmtree(path)
+    return doomed
+
+
+def remove_unfinished(run_dir: str | Path) -> None:
+    """Remove the directories without a manifest, when nobody writes any more. What cannot be removed stays."""
+    for path in find_checkpoints(run_dir):
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        open_checkpoint(path, verify=True)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _entries(run_dir: str | Path) -> list[Path]:
+    folder = Path(run_dir) / CHECKPOINTS
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def _open_shards(directory: Path, manifest: Manifest) -> Mapping[str, Shard]:
+    """The shards of a checkpoint by name, their headers read and compared with the manifest.
+
+    Raises:
+        CheckpointError: a shard is missing, damaged, or holds something else.
+    """
+    shards: dict[str, Shard] = {}
+    for info in manifest.shards:
+        shard = read_shard(directory / info.name)
+        if shard.info != info:
+            raise CheckpointError("a shard is not the one of the manifest", got=info.name)
+        for run in info.runs:
+            start, stop = manifest.layers[run[0]].span(run[1], run[2])
+            if any(shard.arrays.get((run, kind), (0, 0))[1] != stop - start for kind in manifest.kinds):
+                raise CheckpointError("a shard does not hold all state of its pages", got=info.name)
+        shards[info.name] = shard
+    return shards

@@ -1,0 +1,259 @@
+"""The directory of a run: made whole or not at all, and its stable files (docs/run_files.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elaswave_spmd.errors import ConfigError, DataError
+from elaswave_spmd.run_dir.files import JsonLines, plain, read_json_lines, writing
+from elaswave_spmd.run_dir.metrics import MetricsLine
+from elaswave_spmd.run_dir.weights import save_weights
+
+CONFIG, METRICS, EVENTS = "config.yaml", "metrics.jsonl", "events.jsonl"
+SUMMARY, WEIGHTS, COSTS, BOARD = "summary.json", "weights.safetensors", "costs.json", "tensorboard"
+RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by recovery
+RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, BOARD, *RECOVERY[:2])
+_NAME_TRIES = 100
+
+
+class RunDir:
+    """A run's directory, open for writing. Made by `RunDir.create`; `close` it, or `discard` it if nothing started.
+
+    Every method that writes raises FilesError when the disk is full or the directory is gone.
+    """
+
+    def __init__(self, path: Path, made_folders: tuple[Path, ...] = (), *, is_new: bool = True) -> None:
+        self.path = path
+        self._is_new = is_new
+        self._made_folders = made_folders
+        self._metrics = JsonLines(path / METRICS)
+        try:
+            self._events = JsonLines(path / EVENTS)
+        except BaseException:
+            self._metrics.close()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path | None,
+        config_yaml: str,
+        *,
+        model: str,
+        mesh: str,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> RunDir:
+        """Make the directory and its config.yaml, and open its logs. If that fails, nothing is left behind.
+
+        Args:
+            path: `run.dir`; None means `runs/<model>-<mesh>-<time>` below the working directory.
+            config_yaml: text of config.yaml.
+            model, mesh: names for the default directory.
+            now: clock of the default name.
+
+        Raises:
+            ConfigError: the directory holds a run already, is not a directory, or cannot be written.
+        """
+        if path is not None and not str(path).strip():
+            raise ConfigError("run.dir must name a directory", got="''", where="run.dir", fix="run.dir=runs/a")
+        candidates = _default_paths(model, mesh, now()) if path is None else iter((Path(path).expanduser(),))
+        for candidate in candidates:
+            if path is None and candidate.exists():
+                continue
+            folder = candidate.absolute()
+            _refuse_occupied(folder)
+            with contextlib.ExitStack() as undo, _directory_errors(candidate):
+                made = _make_folders(folder, undo)
+                if path is None and folder not in made:  # another run took the name meanwhile
+                    continue
+                _claim(folder / CONFIG, config_yaml, undo)
+                undo.callback(_remove_files, folder, (METRICS, EVENTS))
+                run_dir = cls(folder, made)
+                undo.pop_all()
+                return run_dir
+        raise ConfigError(f"no free name under runs/ after {_NAME_TRIES} tries", where="run.dir", fix="run.dir=runs/a")
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDir:
+        """Open the directory of a run that is to go on. Only the holder of its lock may.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        with _directory_errors(path):
+            return cls(path.absolute(), is_new=False)
+
+    @property
+    def board_path(self) -> Path:
+        """Where TensorBoard's files go."""
+        return self.path / BOARD
+
+    def write_metrics(self, line: MetricsLine) -> None:
+        """Append to metrics.jsonl."""
+        self._metrics.append(line.to_dict())
+
+    def write_event(self, kind: str, time: float, fields: Mapping[str, object]) -> None:
+        """Append to events.jsonl: {"event": kind, "time": seconds since 1970, ...fields}."""
+        if clash := {"event", "time"} & fields.keys():
+            raise ValueError(f"an event's own fields cannot be called {sorted(clash)}")
+        self._events.append({"event": kind, "time": round(time, 6), **fields})
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Write summary.json, whole or not at all."""
+        text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        with writing(self.path / SUMMARY), _replacing(self.path / SUMMARY) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+
+    def write_costs(self, text: str) -> None:
+        """Write costs.json, whole or not at all."""
+        with writing(self.path / COSTS), _replacing(self.path / COSTS) as scratch:
+            scratch.write_text(text + "\n", encoding="utf-8")
+
+    def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Write weights.safetensors, whole or not at all."""
+        with writing(self.path / WEIGHTS), _replacing(self.path / WEIGHTS) as scratch:
+            save_weights(scratch, weights)
+
+    def close(self) -> None:
+        """Close the logs; closing again is allowed."""
+        self._metrics.close()
+        self._events.close()
+
+    def discard(self) -> None:
+        """Remove every file of the run and the folders that `create` made: for a run refused before it started.
+
+        One that was opened again keeps its files.
+        """
+        self.close()
+        if not self._is_new:
+            return
+        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], RECOVERY[2]))
+        with contextlib.suppress(OSError):
+            for file in sorted(self.board_path.iterdir()):
+                file.unlink()
+            self.board_path.rmdir()
+        _remove_files(self.path, (CONFIG,))
+        for folder in reversed(self._made_folders):
+            _remove_if_empty(folder)
+
+
+def read_metrics(path: str | Path) -> list[MetricsLine]:
+    """Lines of a run's metrics.jsonl; `path` is the run's directory. A torn last line is left out.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
+    return [MetricsLine.from_dict(fields) for fields in read_json_lines(Path(path) / METRICS)]
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """Events of a run's events.jsonl, in order; `path` is the run's directory. A torn last line is left out.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
+    return read_json_lines(Path(path) / EVENTS)
+
+
+def read_summary(path: str | Path) -> dict[str, Any]:
+    """A run's summary.json; `path` is the run's directory.
+
+    Raises:
+        DataError: the file is missing (the run has not finished) or malformed.
+    """
+    file = Path(path) / SUMMARY
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError("a run has no readable summary", got=str(file), fix="has it finished?") from error
+
+
+def _default_paths(model: str, mesh: str, time: datetime) -> Iterator[Path]:
+    parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part).strip("._") or "run" for part in (model, mesh))
+    name = "-".join((*parts, time.strftime("%Y%m%d_%H%M%S")))
+    yield Path("runs", name)
+    for number in range(2, _NAME_TRIES + 1):
+        yield Path("runs", f"{name}_{number}")
+
+
+def _refuse_occupied(folder: Path) -> None:
+    found = [name for name in RUN_FILES if os.path.lexists(folder / name)]
+    if found:
+        raise _holds_a_run(folder, ", ".join(found))
+
+
+def _holds_a_run(folder: Path, found: str) -> ConfigError:
+    return ConfigError(
+        "run.dir holds another run",
+        got=str(folder),
+        where="run.dir",
+        exists=found,
+        fix="another run.dir, or leave it out; a finished run is never overwritten",
+    )
+
+
+@contextlib.contextmanager
+def _directory_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir cannot be written ({error.strerror or error})",
+            got=str(folder),
+            where="run.dir",
+            fix="run.dir=DIR with a directory that can be written",
+        ) from error
+
+
+def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:
+    """Make `folder` and its missing parents; returns those made, outermost first."""
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    made: list[Path] = []
+    for parent in reversed(missing):
+        try:
+            parent.mkdir()
+        except FileExistsError:  # another run made it meanwhile
+            continue
+        made.append(parent)
+        undo.callback(_remove_if_empty, parent)
+    return tuple(made)
+
+
+def _claim(path: Path, text: str, undo: contextlib.ExitStack) -> None:
+    """Create config.yaml exclusively: of two runs that start in one directory, one is refused."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise _holds_a_run(path.parent, path.name) from error
+    undo.callback(_remove_files, path.parent, (path.name,))
+    path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _remove_files(folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,235 @@
+"""What a person sees of a run: a rich bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from elaswave_spmd.run_dir.metrics import MetricsLine
+
+LINE_SECONDS = 1.0
+BAR_SECONDS = 0.1
+_WINDOW_STEPS = 20
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known when a run starts. `total_steps` counts from step 1, `first_step` is the first one to come.
+
+    `unsurvived` says, in a line, what losses at the same instant would cost state.
+
+    Raises:
+        ValueError: counts out of range.
+    """
+
+    model: str
+    mesh: str
+    sharding: str
+    params: int
+    total_steps: int
+    workers: int
+    corpus: str = ""
+    run_dir: str = ""
+    first_step: int = 1
+    unsurvived: str = ""
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1 or self.workers < 1 or self.first_step < 1 or self.params < 0:
+            raise ValueError(f"run info out of range: {self}")
+
+    def __str__(self) -> str:
+        words = [f"{self.model} ({self.params:,} parameters)", f"mesh {self.mesh} of {count(self.workers, 'worker')}"]
+        words += [f"sharding {self.sharding}"] if self.sharding else []
+        words += [f"data {self.corpus}"] if self.corpus else []
+        return ", ".join((*words, count(self.total_steps, "step")))
+
+
+class Display(Protocol):
+    """Shows a run as it goes; driven by one thread."""
+
+    def start(self, info: RunInfo) -> None: ...
+    def step(self, line: MetricsLine) -> None: ...
+    def say(self, text: str) -> None:
+        """One line that is always shown."""
+        ...
+
+    def finish(self, summary: Mapping[str, object]) -> None: ...
+    def close(self) -> None:
+        """Give the terminal back; closing again is allowed."""
+        ...
+
+
+class Pace:
+    """Speed over the last steps: tokens per second and seconds left."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._recent: deque[MetricsLine] = deque(maxlen=_WINDOW_STEPS)
+
+    def add(self, line: MetricsLine) -> None:
+        self._recent.append(line)
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(line.seconds for line in self._recent)
+        return sum(line.tokens for line in self._recent) / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        if not self._recent:
+            return 0.0
+        per_step = sum(line.seconds for line in self._recent) / len(self._recent)
+        return per_step * max(0, self._total_steps - self._recent[-1].step)
+
+
+class PlainDisplay:
+    """Lines of text: the first step, the last, every event, and otherwise one step per `every` seconds."""
+
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, every: float = LINE_SECONDS
+    ) -> None:
+        self._console, self._clock, self._every = console, clock, every
+        self._pace = Pace(1)
+        self._total_steps = 1
+        self._shown_at: float | None = None
+
+    def start(self, info: RunInfo) -> None:
+        self._total_steps, self._pace = info.total_steps, Pace(info.total_steps)
+        self.say(str(info))
+        if info.run_dir:
+            self.say(f"run directory {info.run_dir}")
+        if info.unsurvived:
+            self.say(info.unsurvived)
+
+    def step(self, line: MetricsLine) -> None:
+        self._pace.add(line)
+        now = self._clock()
+        due = self._shown_at is None or now - self._shown_at >= self._every
+        if not due and line.step < self._total_steps:
+            return
+        self._shown_at = now
+        self.say(
+            f"step {line.step}/{self._total_steps}  loss {line.loss:.4f}  grad norm {line.grad_norm:.3g}  "
+            f"lr {line.lr:.2e}  {self._pace.tokens_per_second:,.0f} tokens/s  {count(line.workers, 'worker')}  "
+            f"{clock_text(self._pace.seconds_left)} left"
+        )
+
+    def say(self, text: str) -> None:
+        # soft_wrap: a line of a log is one line, however long; no markup: it may hold a user's text.
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        rows = summary_rows(summary)
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            self.say(f"{name:<{width}}  {value}")
+
+    def close(self) -> None:
+        pass
+
+
+class BarDisplay:
+    """A progress bar that the calling thread redraws at most ten times a second; events scroll above it."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._plain = PlainDisplay(console, clock)
+        self._pace = Pace(1)
+        self._total_steps = 1
+        self._drawn_at: float | None = None
+        self._bar: Progress | None = None
+
+    def start(self, info: RunInfo) -> None:
+        self._plain.start(info)
+        self._total_steps, self._pace = info.total_steps, Pace(info.total_steps)
+        # auto_refresh would start a thread; the controller forks, so it keeps to one.
+        bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+            auto_refresh=False,
+            redirect_stderr=sys.stderr.isatty(),  # stderr that goes to a file stays there
+        )
+        bar.add_task("train", total=info.total_steps, completed=info.first_step - 1, figures="starting")
+        bar.start()
+        self._bar = bar
+
+    def step(self, line: MetricsLine) -> None:
+        self._pace.add(line)
+        now = self._clock()
+        due = self._drawn_at is None or now - self._drawn_at >= BAR_SECONDS
+        if self._bar is None or (not due and line.step < self._total_steps):
+            return
+        self._drawn_at = now
+        figures = (
+            f"loss {line.loss:.4f}  {self._pace.tokens_per_second:,.0f} tokens/s  "
+            f"{count(line.workers, 'worker')}  {clock_text(self._pace.seconds_left)} left"
+        )
+        task = self._bar.task_ids[0]
+        self._bar.update(task, completed=line.step, figures=figures, refresh=True)
+
+    def say(self, text: str) -> None:
+        self._plain.say(text)
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        self.close()
+        table = Table(show_header=False, title="finished", title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in summary_rows(summary):
+            table.add_row(Text(name), Text(value))
+        self._console.print(table)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def make_display(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Display:
+    """A bar if the console (default: stdout) is a terminal that can move its cursor, plain lines otherwise."""
+    console = console if console is not None else Console()
+    fancy = console.is_terminal and not console.is_dumb_terminal
+    return BarDisplay(console, clock) if fancy else PlainDisplay(console, clock)
+
+
+def summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Rows of the final table, in the summary's order. Nested values stay in summary.json, but for the corpus."""
+    rows: list[tuple[str, str]] = []
+    for name, value in summary.items():
+        if name == "corpus" and isinstance(value, Mapping):
+            size = value.get("bytes")
+            value = f"{value.get('name')}" + (f" ({size:,} bytes)" if isinstance(size, int) else "")
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            shown = "-" if value is None else str(value)
+        elif isinstance(value, int):
+            shown = f"{value:,}"
+        elif isinstance(value, float):
+            shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+        else:
+            continue
+        rows.append((name.replace("_", " "), shown))
+    return rows
+
+
+def clock_text(seconds: float) -> str:
+    """`0:07`, `12:30`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

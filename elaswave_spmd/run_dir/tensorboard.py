@@ -1,0 +1,73 @@
+"""TensorBoard scalars, written by the calling thread and without torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elaswave_spmd.run_dir.metrics import MetricsLine
+
+FLUSH_SECONDS = 2.0
+
+
+class Board:
+    """One TensorBoard event file: loss, grad_norm, lr, tokens_per_second, workers and validation_loss by step.
+
+    tensorboard's own EventFileWriter is not used: it writes from a thread of its own, and the controller forks.
+
+    Args:
+        folder: made if missing.
+        now: seconds since 1970.
+    """
+
+    def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._now = now
+        self._flushed = start = now()
+        name = f"events.out.tfevents.{int(start):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(folder / name, "wb")  # noqa: SIM115 - open as long as the run
+        self._records: Any = RecordWriter(self._file)
+        event = _message(event_pb2, "Event")(wall_time=start, file_version="brain.Event:2")
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def step(self, line: MetricsLine) -> None:
+        """The scalars of one committed step."""
+        values = {"train/loss": line.loss, "train/grad_norm": line.grad_norm, "train/lr": line.lr}
+        if line.seconds > 0:
+            values["speed/tokens_per_second"] = line.tokens / line.seconds
+        values["mesh/workers"] = line.workers
+        self._write(line.step, values)
+
+    def validation(self, step: int, loss: float) -> None:
+        """The validation loss after `step`."""
+        self._write(step, {"validation/loss": loss})
+
+    def close(self) -> None:
+        """Flush and close; closing again is allowed."""
+        self._file.close()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        summary = _message(summary_pb2, "Summary")
+        scalars = [summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
+        now = self._now()
+        event = _message(event_pb2, "Event")(wall_time=now, step=step, summary=summary(value=scalars))
+        self._records.write(event.SerializeToString())
+        if now - self._flushed >= FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = now
+
+
+def _message(module: ModuleType, name: str) -> Any:
+    """A protobuf message class. They are made when the module is imported, so type checkers do not know them."""
+    return getattr(module, name)

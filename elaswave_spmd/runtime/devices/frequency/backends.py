@@ -1,0 +1,44 @@
+"""The backends by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.runtime.devices.frequency.ascend import AscendFrequencies
+from elaswave_spmd.runtime.devices.frequency.base import SETTING, FrequencyController
+from elaswave_spmd.runtime.devices.frequency.cpufreq import CpuFrequencies
+from elaswave_spmd.runtime.devices.frequency.nvml import NvmlFrequencies
+from elaswave_spmd.runtime.devices.frequency.simulated import SimulatedFrequencies
+
+BACKENDS: Mapping[str, Callable[[str], FrequencyController]] = MappingProxyType(
+    {
+        "simulated": SimulatedFrequencies,
+        "nvml": lambda where: NvmlFrequencies(where or os.environ.get("CUDA_VISIBLE_DEVICES")),
+        "cpufreq": lambda where: CpuFrequencies(where) if where else CpuFrequencies(),
+        "ascend": lambda where: AscendFrequencies(),
+    }
+)
+
+
+def open_backend(name: str, where: str = "") -> FrequencyController:
+    """The backend of this name.
+
+    Args:
+        where: simulated: the directory of the workers' cells. cpufreq: the folder of its policies, "" for the
+            kernel's. nvml: the GPUs that are ours, as in CUDA_VISIBLE_DEVICES, which is the default.
+
+    Raises:
+        ConfigError: there is none of this name, or it cannot work here.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(
+            "frequencies are set by a backend that exists",
+            got=name,
+            where=f"{SETTING}={name}",
+            exists=", ".join(BACKENDS),
+            fix="use one of these",
+        )
+    return BACKENDS[name](where)

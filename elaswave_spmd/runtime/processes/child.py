@@ -1,0 +1,100 @@
+"""What a worker process does before and after its main function, forked or spawned.
+
+The spawn path runs this file as `python -m elaswave_spmd.runtime.processes.child`, with its orders as JSON on
+standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+
+
+def resolve(target: str) -> Callable[[dict[str, Any]], object]:
+    """The function that "module:function" names."""
+    module, _, function = target.partition(":")
+    if not module or not function:
+        raise ValueError(f"a worker's main function is named module:function, got {target!r}")
+    return getattr(importlib.import_module(module), function)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies (Linux). Ends at once if it is dead already.
+
+    The last resort: workers learn of a lost controller from the life pipe, but nobody would reap a lost zygote's.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+# Signals that a terminal or a batch system sends to the whole group. The zygote ends by its pipe, after its children,
+# so it holds them blocked; blocked, not ignored: one that is sent to a worker that still boots then waits for it.
+GROUP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def set_up() -> None:
+    """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the controller answers it for all
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    # Python's own generator reseeds itself after a fork; these do not. Only where loaded: nothing is imported for it.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+
+
+def run(target: str, spec: dict[str, Any]) -> NoReturn:
+    """Call the worker's main function and end the process without interpreter teardown.
+
+    Exit code: 0, the argument of SystemExit, or 1 after printing the traceback of any other exception. An integer that
+    the function returns is the exit code. Functions registered with atexit do not run.
+    """
+    code = 1
+    try:
+        code = _exit_code(resolve(target)(spec))
+    except SystemExit as end:
+        code = _exit_code(end.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(code & 0xFF)
+
+
+def _exit_code(value: object) -> int:
+    if value is None or isinstance(value, int):
+        return int(value or 0)
+    if isinstance(value, str):
+        print(value, file=sys.stderr)
+    return 1 if isinstance(value, str) else 0
+
+
+def main() -> NoReturn:
+    """Entry of a spawned worker."""
+    orders = json.load(sys.stdin)
+    die_with_parent(orders["parent"])
+    sys.path[:] = orders["sys_path"]
+    set_up()
+    run(orders["target"], orders["spec"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The zygote: a process that has imported everything a worker needs and makes workers by forking itself.
+
+Started by `Zygote.start`. It has one thread, runs no operator, opens no zmq context, and does nothing but wait on three
+descriptors: orders from the controller, the end of a child, the end of the controller. It is the parent of all workers,
+so it alone reaps them, signals them without a race on process ids, and outlives a controller that was killed.
+
+Lines of JSON, controller -> zygote: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
+"rank": rank}, {"orphan_grace_s": seconds}, {"stop": grace_s}; each gets one line as its answer. On a second pipe the
+zygote writes a line {"exited": rank, ...} for each worker that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes  # noqa: F401  (children need it; imported once, here)
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any, NoReturn
+
+from elaswave_spmd.runtime.processes import child
+
+_REAP_PERIOD_S = 0.01  # while ending everybody
+
+
+def num_threads() -> int:
+    """Threads of this process (Linux; elsewhere Python's own)."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        import threading
+
+        return threading.active_count()
+
+
+class ZygoteServer:
+    """The state of the zygote: its descriptors and its living children."""
+
+    def __init__(self, orders: socket.socket, notices: int) -> None:
+        self._orders, self._notices = orders, notices
+        self._pids: dict[int, int] = {}  # rank -> pid, the living only
+        self._buffer = b""
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._setup: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        """Run until told to stop or until the controller is gone; ends with no child left."""
+        setup = self._next_order()
+        if setup is None:
+            return
+        self._setup = setup
+        sys.path[:] = setup["sys_path"]
+        try:
+            problem = self._preload()
+            if problem:
+                self._answer({"error": problem})
+                return
+            signal.signal(
+                signal.SIGCHLD, lambda *_: None
+            )  # the wake-up descriptor is written only if there is a handler
+            signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+            gc.collect()
+            gc.freeze()  # children share these objects' pages as long as no collector writes to them
+            self._answer({"ready": True, "threads": num_threads()})
+            self._loop()
+        except _ControllerGoneError:
+            # Workers know from the life pipe; they may want to write a checkpoint. Afterwards nobody is left to ask.
+            grace = float(setup["orphan_grace_s"])
+            self._wait_until_none(grace)
+            self._end_all(min(grace, 1.0))
+        finally:
+            for path in setup["scratch"]:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _preload(self) -> str:
+        """Import what workers need; the traceback or complaint when that fails. "" is success."""
+        for name in self._setup["preload"]:
+            try:
+                importlib.import_module(name)
+            except BaseException:
+                return f"the zygote could not import {name}:\n{traceback.format_exc()}"
+            if self._setup["method"] == "fork" and num_threads() != 1:
+                return (
+                    f"importing {name} left {num_threads()} threads running; a process that forks must have "
+                    "one. Leave the module out of preload, or use method='spawn'."
+                )
+            if select.select([self._orders], [], [], 0)[0] and not self._orders.recv(1, socket.MSG_PEEK):
+                raise _ControllerGoneError
+        return ""
+
+    def _loop(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._orders, self._wake_read], [], [])
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                self._reap()
+            if self._orders in ready:
+                order = self._next_order()
+                if order is None:
+                    raise _ControllerGoneError
+                if "stop" in order:
+                    self._end_all(float(order["stop"]))
+                    self._answer({"stopped": True})
+                    return
+                self._obey(order)
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        try:
+            if "spawn" in order:
+                rank = int(order["spawn"])
+                spec = order["spec"] | {"rank": rank, "life_fd": self._setup["life_fd"]}
+                self._pids[rank] = self._fork(spec) if self._setup["method"] == "fork" else self._spawn(spec)
+                self._answer({"pid": self._pids[rank]})
+            elif "orphan_grace_s" in order:
+                self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
+                self._answer({"set": True})
+            else:
+                self._answer({"sent": self._signal(int(order["rank"]), int(order["signal"]))})
+        except Exception:
+            self._answer({"error": traceback.format_exc()})
+
+    def _fork(self, spec: dict[str, Any]) -> int:
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            child.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            self._orders.close()
+            for fd in (self._notices, self._wake_read, self._wake_write):
+                os.close(fd)
+            child.set_up()
+            child.run(self._setup["target"], spec)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # never back into the zygote's loop
+
+    def _spawn(self, spec: dict[str, Any]) -> int:
+        orders = {
+            "parent": os.getpid(),
+            "sys_path": self._setup["sys_path"],
+            "target": self._setup["target"],
+            "spec": spec,
+        }
+        with tempfile.TemporaryFile("w+") as file:
+            json.dump(orders, file)
+            file.seek(0)
+            command = [sys.executable, "-m", "elaswave_spmd.runtime.processes.child"]
+            process = subprocess.Popen(command, stdin=file, pass_fds=(self._setup["life_fd"],))
+        process.returncode = 0  # this server reaps by itself; tells the Popen object that there is nothing to wait for
+        return process.pid
+
+    def _signal(self, rank: int, number: int) -> bool:
+        """True when the child was there: it is not reaped elsewhere, so its id cannot belong to another process."""
+        self._reap()
+        if rank not in self._pids:
+            return False
+        os.kill(self._pids[rank], number)
+        return True
+
+    def _reap(self) -> None:
+        for rank, pid in list(self._pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done == 0:
+                continue
+            del self._pids[rank]
+            code = os.waitstatus_to_exitcode(status)
+            notice = {
+                "exited": rank,
+                "pid": pid,
+                "code": code if code >= 0 else None,
+                "signal": -code if code < 0 else None,
+            }
+            with contextlib.suppress(OSError):  # the controller is gone
+                os.write(self._notices, json.dumps(notice).encode() + b"\n")
+
+    def _wait_until_none(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._reap()
+        while self._pids and time.monotonic() < deadline:
+            select.select([self._wake_read], [], [], _REAP_PERIOD_S)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+            self._reap()
+
+    def _end_all(self, grace_s: float) -> None:
+        """SIGTERM, `grace_s` seconds, SIGKILL (which ends stopped ones too); returns when all are reaped."""
+        if grace_s > 0:
+            for rank in list(self._pids):
+                self._signal(rank, signal.SIGTERM)
+            self._wait_until_none(grace_s)
+        for rank in list(self._pids):
+            self._signal(rank, signal.SIGKILL)
+        self._wait_until_none(float("inf"))
+
+    def _next_order(self) -> dict[str, Any] | None:
+        """The next line; None when the controller has closed its end."""
+        while b"\n" not in self._buffer:
+            try:
+                data = self._orders.recv(65536)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the controller is gone; the next read says so
+            self._orders.sendall(json.dumps(message).encode() + b"\n")
+
+
+class _ControllerGoneError(Exception):
+    pass
+
+
+def run(orders: int, notices: int) -> NoReturn:
+    """The life of a zygote, in a process that has SIGINT, SIGTERM and SIGHUP blocked.
+
+    Args:
+        orders, notices: descriptors of the controller's socket, and of the pipe for workers that ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        ZygoteServer(socket.socket(fileno=orders), notices).serve()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # tearing down an interpreter that has imported torch takes longer than ending all workers

@@ -1,0 +1,294 @@
+"""The controller's handle of the zygote, the process that makes, signals, reaps and reports the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.forked import Forked, fork
+from elaswave_spmd.runtime.processes import fork_server
+from elaswave_spmd.runtime.processes.child import GROUP_SIGNALS
+from elaswave_spmd.runtime.processes.fork_server import num_threads
+
+PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")  # the third: for the first backward
+Method = Literal["fork", "spawn"]
+_READY_TIMEOUT_S = 300.0
+_ORDER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A worker's process has ended and is reaped: with `code`, or by `signal`; the other one is None."""
+
+    rank: int
+    pid: int
+    code: int | None
+    signal: int | None
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"worker {self.rank} (pid {self.pid}) ended with exit code {self.code}"
+        try:
+            name = signal.Signals(self.signal).name
+        except ValueError:
+            name = "unknown signal"
+        return f"worker {self.rank} (pid {self.pid}) was ended by signal {self.signal} ({name})"
+
+
+class Zygote:
+    """Makes worker processes; make one with `start`. For one thread; `fileno` and `poll` fit into a select loop.
+
+    Whatever happens to the controller, nothing is left behind: a killed controller closes the life pipe, on which
+    workers end by themselves within `orphan_grace_s` or are killed; a killed zygote takes its children along.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        orders: socket.socket,
+        notices: int,
+        life: int,
+        scratch: Sequence[str],
+        orphan_grace_s: float,
+    ) -> None:
+        self._process, self._orders, self._notices, self._life = process, orders, notices, life
+        self._scratch = scratch
+        self._answers = b""
+        self._lines = b""
+        self._orphan_grace_s = orphan_grace_s
+        self._ready = self._stopped = False
+        self.num_threads = 0  # of the zygote, known once ready
+
+    @classmethod
+    def start(
+        cls,
+        target: str,
+        *,
+        preload: Sequence[str] = PRELOAD,
+        method: Method = "fork",
+        orphan_grace_s: float = 10.0,
+        scratch: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        here: bool = False,
+    ) -> Zygote:
+        """Launch the zygote and return at once; it imports `preload` meanwhile.
+
+        Args:
+            target: "module:function", called in each worker with its spec plus `rank` and `life_fd`.
+            preload: modules that the zygote imports, so that workers need not. With "spawn" nothing is preloaded.
+            method: "fork" (milliseconds per worker) or "spawn" (a fresh interpreter each, for devices that cannot).
+            orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
+            scratch: directories (of sockets) that are deleted when the last worker has ended.
+            env: environment variables added for the zygote and all workers.
+            here: this process has done nothing yet but import: the zygote may be a fork of it, and need not import that
+                again. With threads, with `env` and with "spawn" it is an interpreter of its own all the same.
+        """
+        if method not in ("fork", "spawn"):
+            raise ConfigError("unknown way of making workers", got=method, where="method", exists="fork, spawn")
+        ours, theirs = socket.socketpair()
+        notices, notices_theirs = os.pipe()
+        life_theirs, life = os.pipe()
+        fds = theirs.fileno(), notices_theirs, life_theirs
+        # A Ctrl-C must not meet the new process before it ignores SIGINT: the blocked state is inherited.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
+        try:
+            if here and method == "fork" and not env and num_threads() == 1:
+                process = fork(lambda: fork_server.run(*fds[:2]), fds)
+            else:
+                process = _interpreter(method, env or {}, fds)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        os.close(notices_theirs)
+        os.close(life_theirs)
+        os.set_blocking(notices, False)
+        folders = [str(Path(path).absolute()) for path in scratch]
+        zygote = cls(process, ours, notices, life, folders, orphan_grace_s)
+        zygote._send(
+            {
+                "sys_path": [path or os.getcwd() for path in sys.path],
+                "preload": list(preload) if method == "fork" else [],
+                "method": method,
+                "target": target,
+                "life_fd": life_theirs,
+                "orphan_grace_s": orphan_grace_s,
+                "scratch": zygote._scratch,
+            }
+        )
+        return zygote
+
+    @property
+    def pid(self) -> int:
+        """Process id of the zygote itself."""
+        return self._process.pid
+
+    def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
+        """Wait until everything is imported. RunError with the traceback when an import failed."""
+        if self._stopped:
+            raise RunError("the zygote was stopped")
+        if self._ready:
+            return
+        answer = self._receive(timeout_s)
+        if "error" in answer:
+            self._abandon()
+            raise RunError(answer["error"])
+        self.num_threads = int(answer["threads"])
+        self._ready = True
+
+    def spawn(self, rank: int, spec: Mapping[str, Any]) -> int:
+        """Make the worker `rank`; its process id. `spec` must be plain JSON data. Waits until the zygote is ready."""
+        self.ready()
+        return int(self._ask({"spawn": rank, "spec": dict(spec)})["pid"])
+
+    def signal(self, rank: int, number: int) -> bool:
+        """Send a signal to worker `rank`; False when it has ended already."""
+        self.ready()
+        return bool(self._ask({"signal": int(number), "rank": rank})["sent"])
+
+    def set_orphan_grace(self, seconds: float) -> None:
+        """How long workers may go on after this process, where that was not known at `start`. Waits until ready."""
+        self.ready()
+        self._ask({"orphan_grace_s": seconds})
+        self._orphan_grace_s = seconds
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to say."""
+        return self._notices
+
+    def poll(self) -> list[Exited]:
+        """The workers that have ended since the last call; never blocks. RunError when the zygote itself has died."""
+        exits, ended = self._read_exits()
+        if ended and not exits:
+            raise self._died()
+        return exits
+
+    def _read_exits(self) -> tuple[list[Exited], bool]:
+        """What the zygote has reported, and whether it has closed its end."""
+        ended = False
+        try:
+            while data := os.read(self._notices, 65536):
+                self._lines += data
+            ended = True
+        except BlockingIOError:
+            pass
+        *lines, self._lines = self._lines.split(b"\n")
+        notices = map(json.loads, lines)
+        return [Exited(it["exited"], it["pid"], it["code"], it["signal"]) for it in notices], ended
+
+    def stop(self, grace_s: float = 2.0) -> list[Exited]:
+        """End all workers (SIGTERM, after `grace_s` seconds SIGKILL) and the zygote; idempotent.
+
+        Returns the exits that `poll` has not reported yet. Afterwards no process is left.
+        """
+        if self._stopped:
+            return []
+        if not self._ready:
+            self._abandon()  # still importing: it has no children
+            return []
+        try:
+            self._send({"stop": grace_s})
+            self._receive(grace_s + _ORDER_TIMEOUT_S)
+            self._process.wait(_ORDER_TIMEOUT_S)
+        except (RunError, subprocess.TimeoutExpired):
+            pass  # it has died, or hangs: then the kernel ends its children with it
+        exits, _ = self._read_exits()
+        self._abandon()
+        return exits
+
+    def release(self) -> None:
+        """End as if this process had died: workers see the end of the life pipe and have `orphan_grace_s` to end by
+        themselves. Returns when no process is left; idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._orders.close()
+        os.close(self._life)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs: killed now, and its children with it
+            self._process.wait(self._orphan_grace_s + _ORDER_TIMEOUT_S)
+        self._bury()
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _abandon(self) -> None:
+        """Kill the zygote if it still runs, and close our ends."""
+        self._stopped = True
+        self._orders.close()
+        os.close(self._life)
+        self._bury()
+
+    def _bury(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._notices)
+        for path in self._scratch:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _died(self) -> RunError:
+        code = self._process.wait()
+        how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+        return RunError(f"the zygote (pid {self.pid}), parent of all workers, ended {how}; its workers ended with it")
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._send(order)
+        answer = self._receive(_ORDER_TIMEOUT_S)
+        if "error" in answer:
+            raise RunError(f"the zygote could not do what was asked:\n{answer['error']}")
+        return answer
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._orders.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise self._died() from error
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._answers:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._orders], [], [], left)[0]:
+                raise RunError(f"the zygote (pid {self.pid}) did not answer within {timeout_s:g} s")
+            try:
+                data = self._orders.recv(65536)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise self._died()
+            self._answers += data
+        line, _, self._answers = self._answers.partition(b"\n")
+        return json.loads(line)
+
+
+def _interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+    """A zygote that begins with nothing. fds: of orders, of notices, and the one that workers inherit."""
+    environment = {**os.environ, **env}
+    if method == "fork":
+        # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
+        environment["OPENBLAS_NUM_THREADS"] = "1"
+    if (root := import_root()) is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "elaswave_spmd.runtime.zygote_main", str(fds[0]), str(fds[1])]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=fds)
+
+
+def import_root() -> str | None:
+    """Where this package lies, if a fresh interpreter might not find it: run from a checkout instead of installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    return None if root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} else root

@@ -1,0 +1,1 @@
+"""Links between processes, and the mailbox in which their messages arrive."""

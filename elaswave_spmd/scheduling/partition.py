@@ -1,0 +1,222 @@
+"""Layers over stages: the contiguous partition whose slowest stage is fastest (ElasWave, the graph axis)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
+
+
+def balance_layers(costs: Sequence[float], workers: Sequence[int]) -> tuple[int, ...]:
+    """Cuts layers over stages so that the largest cost(stage) / workers(stage) is least. Every stage gets a layer.
+
+    Dynamic programming over (prefix, stage), O(layers^2 stages). Among optimal partitions the one with the earliest
+    cuts is taken, so that the result is a function of its arguments.
+
+    Args:
+        costs: cost of each layer, non-negative.
+        workers: workers of each stage; a stage's units are dealt over them.
+
+    Returns: stages + 1 cuts; stage s has layers [cuts[s], cuts[s + 1]).
+    """
+    num_layers, num_stages = len(costs), len(workers)
+    assert 1 <= num_stages <= num_layers, (num_layers, num_stages)
+    total = [0.0, *accumulate(costs)]
+    best = [0.0] + [float("inf")] * num_layers  # best[j]: the first j layers over the stages so far
+    choices: list[list[int]] = []
+    for stage, count in enumerate(workers):
+        later = num_stages - stage - 1
+        found, choice = [float("inf")] * (num_layers + 1), [0] * (num_layers + 1)
+        for stop in range(stage + 1, num_layers - later + 1):
+            for start in range(stage, stop):
+                slowest = max(best[start], (total[stop] - total[start]) / count)
+                if slowest < found[stop]:
+                    found[stop], choice[stop] = slowest, start
+        best = found
+        choices.append(choice)
+    cuts = [num_layers]
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1]])
+    return tuple(reversed(cuts))
+
+
+@dataclass(frozen=True)
+class StageWorkers:
+    """What the partition needs to know of a stage's workers.
+
+    Args:
+        size: how many there are.
+        load: units / speed of the one that takes longest, for the units as they will be dealt (dataflow.least_load).
+        units: the most units of one of them.
+        in_flight: units that one may have between forward and backward.
+        memory_limit: bytes that each of them has.
+    """
+
+    size: int
+    load: float
+    units: int = 1
+    in_flight: int = 1
+    memory_limit: float = math.inf
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Layers over stages, and why.
+
+    Args:
+        cuts: stage s has layers [cuts[s], cuts[s + 1]).
+        bottleneck_s: the largest of stage_s.
+        stage_s: seconds that the slowest worker of each stage computes in a step.
+        memory: bytes of a worker of each stage.
+        moved_bytes: what the layers that change their stage cost to move.
+        optimum_s: the smallest bottleneck_s there is; a tolerance allows more than that.
+    """
+
+    cuts: tuple[int, ...]
+    bottleneck_s: float
+    stage_s: tuple[float, ...]
+    memory: tuple[float, ...]
+    moved_bytes: float
+    optimum_s: float
+
+    def __str__(self) -> str:
+        slowest = self.stage_s.index(self.bottleneck_s)
+        ranges = " | ".join(f"{a}..{b - 1}" for a, b in pairwise(self.cuts[:17]))
+        more = f" | ... ({len(self.stage_s)} stages)" if len(self.cuts) > 17 else ""
+        return (
+            f"layers {ranges}{more}: stage {slowest} is slowest with {self.bottleneck_s:.4g} s "
+            f"(least possible {self.optimum_s:.4g} s), {self.moved_bytes:,.0f} B move"
+        )
+
+
+def partition(
+    costs: CostModel,
+    stages: Sequence[StageWorkers],
+    *,
+    rule: MemoryRule = REPLICATED,
+    old_cuts: Sequence[int] | None = None,
+    move_bytes: np.ndarray | None = None,
+    tolerance: float = 0.0,
+) -> Partition:
+    """The partition with the least bottleneck that fits in memory; of these the one that moves the fewest bytes.
+
+    Two dynamic programs over (prefix, stage), O(layers^2 stages) each: the first finds the least bottleneck, the second
+    the fewest bytes among all partitions whose stages take no longer. Of equals, the one with the earliest cuts.
+
+    Args:
+        stages: workers, speeds and memory of each stage.
+        rule: what of a stage's bytes one worker has.
+        old_cuts: present cuts into as many stages; a layer that stays costs nothing, another its state_bytes.
+        move_bytes: [stages, layers], instead: what it costs that a layer lies in a stage.
+        tolerance: the bottleneck may be larger than the least one by this part of it, if fewer bytes move; inf: it
+            does not matter, and layers move only where they do not fit.
+
+    Raises:
+        PlanError: more stages than layers; or no partition fits in memory: which stage lacks how much in the one that
+            lacks least, and what would fit.
+    """
+    num_layers, num_stages = len(costs.layers), len(stages)
+    if not 1 <= num_stages <= num_layers:
+        raise PlanError(
+            "every stage has at least one layer",
+            got=f"{num_stages} stages",
+            exists=f"{num_layers} layers",
+            fix=f"plan for 1 to {num_layers} stages",
+        )
+    seconds, memory = _seconds(costs, stages), _memory(costs, stages, rule)
+    allowed = _allowed(seconds, memory, stages)
+    optimum = _least(allowed, np.maximum)[0]
+    if optimum == math.inf:
+        raise _no_room(costs, stages, memory)
+    if move_bytes is None:
+        move_bytes = _from_cuts(costs, old_cuts, num_stages)
+    limit = optimum * (1.0 + tolerance)
+    moved = []
+    for table, of_stage in zip(allowed, move_bytes, strict=True):
+        total = np.concatenate([[0.0], np.cumsum(of_stage)])
+        near = (table <= limit) & (table < math.inf)
+        moved.append(np.where(near, total[None, :] - total[:, None], math.inf))
+    num_bytes, cuts = _least(moved, np.add)
+    spans = list(enumerate(pairwise(cuts)))
+    stage_s = tuple(float(seconds[s][span]) for s, span in spans)
+    fill = tuple(float(memory[s][span]) for s, span in spans)
+    return Partition(cuts, max(stage_s), stage_s, fill, float(num_bytes), float(optimum))
+
+
+def _seconds(costs: CostModel, stages: Sequence[StageWorkers]) -> list[np.ndarray]:
+    """Per stage, float64[layers + 1, layers + 1]: seconds if it has layers [row, column); inf if it would have none."""
+    total = costs.prefix("forward_s") + costs.prefix("backward_s")
+    unit = np.where(np.tri(len(total), dtype=bool), math.inf, total[None, :] - total[:, None])
+    by_load = {stage.load: unit * stage.load for stage in stages}
+    return [by_load[stage.load] for stage in stages]
+
+
+def _memory(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) -> list[np.ndarray]:
+    """Per stage, float64[layers + 1, layers + 1]: bytes of one worker."""
+    keys = [(stage.size, stage.units, min(stage.units, stage.in_flight)) for stage in stages]
+    known = {key: rule.stage_bytes(costs, size=key[0], units=key[1], in_flight=key[2]) for key in set(keys)}
+    return [known[key] for key in keys]
+
+
+def _allowed(
+    seconds: Sequence[np.ndarray], memory: Sequence[np.ndarray], stages: Sequence[StageWorkers]
+) -> list[np.ndarray]:
+    """The seconds, inf where the memory does not suffice; one array for stages that are alike."""
+    found: dict[tuple[int, int, float], np.ndarray] = {}
+    keys = [(id(t), id(m), stage.memory_limit) for t, m, stage in zip(seconds, memory, stages, strict=True)]
+    for key, t, m in zip(keys, seconds, memory, strict=True):
+        if key not in found:
+            found[key] = t if key[2] == math.inf else np.where(m <= key[2], t, math.inf)
+    return [found[key] for key in keys]
+
+
+def _least(tables: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """The least `join` over all stages of tables[stage][start, stop], and the earliest cuts that have it."""
+    num_layers = len(tables[0]) - 1
+    best = np.full(num_layers + 1, math.inf)
+    best[0] = 0.0
+    choices = []
+    for table in tables:
+        found = join(best[:, None], table)
+        choice = found.argmin(axis=0)
+        best = found[choice, np.arange(num_layers + 1)]
+        choices.append(choice)
+    cuts = [num_layers]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return best[-1], tuple(reversed(cuts))
+
+
+def _from_cuts(costs: CostModel, old_cuts: Sequence[int] | None, num_stages: int) -> np.ndarray:
+    found = np.zeros((num_stages, len(costs.layers)))
+    if old_cuts is not None:
+        assert len(old_cuts) == num_stages + 1, (old_cuts, num_stages)
+        found[:] = [layer.state_bytes for layer in costs.layers]
+        for stage, (first, stop) in enumerate(pairwise(old_cuts)):
+            found[stage, first:stop] = 0.0
+    return found
+
+
+def _no_room(costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[np.ndarray]) -> PlanError:
+    """The error of the partition that lacks least."""
+    layers = ~np.tri(len(costs.layers) + 1, dtype=bool)
+    lacking = [np.where(layers, m - s.memory_limit, math.inf) for m, s in zip(memory, stages, strict=True)]
+    excess, cuts = _least([np.maximum(table, 0.0) for table in lacking], np.maximum)
+    stage = max(range(len(stages)), key=lambda s: lacking[s][cuts[s], cuts[s + 1]])
+    first, stop, limit = cuts[stage], cuts[stage + 1], stages[stage].memory_limit
+    needed = limit + excess
+    return PlanError(
+        "each worker's part of its stage fits in its memory",
+        got=f"stage {stage} lacks {excess:,.0f} B: layers {first}..{stop - 1} take {needed:,.0f} B on each of its "
+        f"{stages[stage].size} workers, which have {limit:,.0f} B",
+        where="the partition into " + f"{len(stages)} stages that lacks least",
+        exists=f"{len(costs.layers)} layers, {sum(s.size for s in stages)} workers",
+        fix=f"it fits with {excess:,.0f} B more for each worker; or use more stages, more workers or a higher ZeRO "
+        "level, or smaller units",
+    )

@@ -1,0 +1,150 @@
+"""Measured times in, a cost model out: smoothed so that one odd step changes no plan.
+
+A worker is told from a layer as in Tukey's median polish (Exploratory Data Analysis, 1977): a worker's speed is the
+median, over its layers, of what they should take over what they took; a layer's time is the median, over its workers,
+of what it took times their speed. Both are medians over the last few steps, which no single outlier moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median, median_high, median_low
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.scheduling.cost_model import CostModel
+
+_Seconds = tuple[float, float]
+"""(forward, backward) of one unit."""
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """What a worker measured of a layer in one step: seconds of a unit, best the median over its units.
+
+    Raises:
+        PlanError: seconds that are negative or not finite.
+    """
+
+    rank: int
+    layer: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(s) and s >= 0 for s in (self.forward_s, self.backward_s)):
+            raise PlanError(
+                "measured seconds are finite and not negative",
+                got=f"{self.forward_s} + {self.backward_s} s",
+                where=f"layer {self.layer} on rank {self.rank}",
+                fix="measure with a clock that never goes back",
+            )
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class ProfileSmoother:
+    """What the last steps showed. A value: `observe` and `forget` return the next one.
+
+    Speeds are relative to the middle worker, so that a newcomer of which nothing is known has speed 1. They come in
+    multiples of `grain`, and the one that is reported stays until the smoothed one has left it by more than that: so
+    there are few classes of workers, and plans do not change with noise.
+
+    Args:
+        num_layers: layers of the model.
+        window: steps that the medians are over.
+        grain: speeds that differ by less count as one.
+        layers: layer -> its seconds at speed 1 in the last steps, oldest first.
+        workers: rank -> its relative speeds in the last steps, oldest first.
+        reported: rank -> the speed to plan with.
+    """
+
+    num_layers: int
+    window: int = 5
+    grain: float = 0.02
+    layers: Mapping[int, tuple[_Seconds, ...]] = field(default_factory=dict, hash=False)
+    workers: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    reported: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        assert self.num_layers > 0 and self.window > 0 and 0 < self.grain < 1, self
+
+    def observe(self, samples: Iterable[LayerSample]) -> ProfileSmoother:
+        """The smoother after a step. Layers and workers without a sample, or with one of 0 s, stay as they are.
+
+        Raises:
+            PlanError: a sample of a layer that the model does not have.
+        """
+        by_layer: defaultdict[int, list[LayerSample]] = defaultdict(list)
+        by_rank: defaultdict[int, list[LayerSample]] = defaultdict(list)
+        for sample in samples:
+            if not 0 <= sample.layer < self.num_layers:
+                raise PlanError(
+                    "measured layers are layers of the model",
+                    got=f"layer {sample.layer}",
+                    where=f"rank {sample.rank}",
+                    exists=f"layers 0 to {self.num_layers - 1}",
+                )
+            if sample.seconds > 0:
+                by_layer[sample.layer].append(sample)
+                by_rank[sample.rank].append(sample)
+        expected = {layer: sum(self._layer_s(layer)) for layer in self.layers}
+        for layer in by_layer.keys() - expected.keys():
+            expected[layer] = median_low(s.seconds * self._speed(s.rank) for s in by_layer[layer])
+        now = {rank: median(expected[s.layer] / s.seconds for s in some) for rank, some in by_rank.items()}
+        layers, workers = dict(self.layers), dict(self.workers)
+        for layer, some in by_layer.items():
+            forward = median_low(s.forward_s * now[s.rank] for s in some)
+            backward = median_low(s.backward_s * now[s.rank] for s in some)
+            layers[layer] = (*layers.get(layer, ()), (forward, backward))[-self.window :]
+        for rank, speed in now.items():
+            workers[rank] = (*workers.get(rank, ()), speed)[-self.window :]
+        found = replace(self, layers=layers, workers=workers)
+        return replace(found, reported=found._rounded())
+
+    def forget(self, ranks: Collection[int]) -> ProfileSmoother:
+        """The smoother without workers that are gone."""
+        workers = {rank: speeds for rank, speeds in self.workers.items() if rank not in ranks}
+        reported = {rank: speed for rank, speed in self.reported.items() if rank not in ranks}
+        return replace(self, workers=workers, reported=reported)
+
+    def costs(self, base: CostModel) -> CostModel:
+        """`base` with the seconds and speeds that were measured; the rest of it stays.
+
+        Raises:
+            PlanError: `base` is of another number of layers.
+        """
+        base.check(self.num_layers)
+        middle, layers = self._middle(), list(base.layers)
+        for layer in self.layers:
+            forward, backward = self._layer_s(layer)
+            layers[layer] = replace(layers[layer], forward_s=forward / middle, backward_s=backward / middle)
+        speeds = {**dict(base.speeds), **self.reported}
+        some = tuple((rank, speed) for rank, speed in speeds.items() if speed != 1.0)
+        return replace(base, layers=tuple(layers), speeds=some)
+
+    def _layer_s(self, layer: int) -> _Seconds:
+        recent = self.layers[layer]
+        return median(forward for forward, _ in recent), median(backward for _, backward in recent)
+
+    def _speed(self, rank: int) -> float:
+        recent: Sequence[float] = self.workers.get(rank, ())
+        return median(recent) if recent else 1.0
+
+    def _middle(self) -> float:
+        """The speed that is called 1: of two workers the faster one's, since workers slow down and do not speed up."""
+        return median_high([median(recent) for recent in self.workers.values()]) if self.workers else 1.0
+
+    def _rounded(self) -> dict[int, float]:
+        middle, found = self._middle(), {}
+        for rank in self.workers:
+            speed, before = self._speed(rank) / middle, self.reported.get(rank)
+            if before is None or abs(speed - before) > self.grain:
+                before = max(1, round(speed / self.grain)) * self.grain
+            found[rank] = before
+        return found

@@ -1,0 +1,362 @@
+"""How many stages, and who is in which: another grouping of the workers is worth its move, or it is not taken.
+
+Moving is counted in bytes that must come from elsewhere, and takes as long as the busiest worker's share of them takes
+on its link; layers are dealt page by page over their stage, so that all links carry a part (interleaved ZeRO).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise, permutations
+
+import numpy as np
+
+from elaswave_spmd.errors import PlanError
+from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
+from elaswave_spmd.scheduling.microbatch_assignment import fewest_possible
+from elaswave_spmd.scheduling.partition import Partition, StageWorkers, partition
+from elaswave_spmd.scheduling.pipeline import in_flight_limits
+from elaswave_spmd.scheduling.step_time import bound, stage_seconds, traffic_bytes
+
+MOST_NUMBERS = 24
+"""So many numbers of stages, at most, are looked at: those with the least lower bound."""
+
+MOST_GROUPINGS = 300
+"""No more steps to other groupings are taken when so many were looked at, of about a millisecond each."""
+
+Stages = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a change of stages or cuts moves.
+
+    Args:
+        bytes: state that workers get which they do not have, if primaries are evenly dealt before and after.
+        bound_bytes: no way to deal the pages moves less: mirrors that lie where primaries are to be cost nothing.
+        seconds: on the busiest link.
+    """
+
+    bytes: float
+    bound_bytes: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.bytes:,.0f} B move (at least {self.bound_bytes:,.0f} B), {self.seconds:.4g} s on a link"
+
+
+class Moves:
+    """What it costs that a layer lies in a stage of a new grouping.
+
+    Args:
+        old_cuts: who was in old stage s has layers [old_cuts[s], old_cuts[s + 1]).
+        was: per new stage, the old stage of each worker; -1: in none.
+    """
+
+    def __init__(self, costs: CostModel, old_cuts: Sequence[int], was: Sequence[np.ndarray]) -> None:
+        overlap = np.stack([np.bincount(of_stage + 1, minlength=len(old_cuts)) for of_stage in was])
+        self._costs = costs
+        self._home = np.searchsorted(np.array(old_cuts), np.arange(len(costs.layers)), "right") - 1
+        self._shared = overlap[:, 1:]
+        self._size = overlap.sum(axis=1)
+        self._old_size = np.maximum(self._shared.sum(axis=0), 1)
+
+    def table(self, rule: MemoryRule, *, count_mirrors: bool = False) -> np.ndarray:
+        """float64[stages, layers]: bytes that come from elsewhere if a layer lies in a stage.
+
+        Of dealt state, a worker keeps what it has, up to the part that it is to have. Replicated state goes whole to
+        everybody who lacks it.
+
+        Args:
+            count_mirrors: a mirror's copy counts as what its worker has.
+        """
+        if rule.zero_level == 0:
+            copies = self._size[:, None] - self._shared
+        else:
+            has = (1 + rule.mirror_count if count_mirrors else 1) / self._old_size
+            kept = self._shared * np.minimum(np.minimum(has, 1.0)[None, :], 1 / self._size[:, None])
+            copies = np.maximum(1 - kept, 0.0)
+        copies = np.where(copies < 1e-9, 0.0, copies)
+        return copies[:, self._home] * np.array([layer.state_bytes for layer in self._costs.layers], np.float64)
+
+    def of(self, cuts: Sequence[int], rule: MemoryRule) -> Move:
+        """What these cuts move."""
+        table = self.table(rule)
+        into = np.array([table[s, a:b].sum() for s, (a, b) in enumerate(pairwise(cuts))])
+        least = self.table(rule, count_mirrors=True)
+        bound_bytes = sum(least[s, a:b].sum() for s, (a, b) in enumerate(pairwise(cuts)))
+        chosen = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
+        out = np.bincount(self._home, table[chosen, np.arange(len(chosen))], minlength=len(self._old_size))
+        busiest = max((into / self._size).max(), (out / self._old_size).max())
+        seconds = busiest / self._costs.bandwidth + self._costs.latency_s if busiest else 0.0
+        return Move(float(into.sum()), float(bound_bytes), float(seconds))
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A grouping of the workers, the layers over it, and why.
+
+    Args:
+        stages: ranks of each stage.
+        partition: the layers over them.
+        seconds: of a step (lower bound of any order of the actions, and the links).
+        move: what it takes to get there.
+        reason: one line.
+    """
+
+    stages: Stages
+    partition: Partition
+    seconds: float
+    move: Move
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n  {self.partition}\n  {self.move}"
+
+
+def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Per stage, int64[workers]: the old stage of each; -1 where it was in none."""
+    home = {rank: s for s, members in enumerate(old_stages) for rank in members}
+    return [np.array([home.get(rank, -1) for rank in members], np.int64) for members in stages]
+
+
+def stage_workers(
+    speeds: Sequence[np.ndarray], num_units: int, memory_limits: Sequence[float]
+) -> tuple[list[StageWorkers], list[np.ndarray]]:
+    """What the partition needs to know of each stage, and units by worker as dataflow's first aim deals them.
+
+    Args:
+        speeds: per stage, float64[workers].
+        memory_limits: bytes of each worker of a stage.
+    """
+    known: dict[bytes, np.ndarray] = {}
+    counts = []
+    for v in speeds:
+        if (key := v.tobytes()) not in known:
+            known[key] = fewest_possible(num_units, v)
+        counts.append(known[key])
+    limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
+    rows = zip(speeds, counts, limits, memory_limits, strict=True)
+    found = [StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, most) for v, c, limit, most in rows]
+    return found, counts
+
+
+def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Sizes of `num_stages` contiguous groups of workers, equal within one.
+
+    Where groups are to be larger by one is chosen so that workers stay near their layers: stage s of S new ones will
+    have about that part of the layers, [s/S, (s+1)/S), so the sum, over workers, of what their old layers and these
+    have in common is made largest.
+
+    Args:
+        old: the old stage of each worker, in the order in which they are grouped; -1 for newcomers.
+        old_cuts: old stage s had layers [old_cuts[s], old_cuts[s + 1]).
+    """
+    was = np.asarray(old)
+    base, extra = divmod(len(was), num_stages)
+    assert base, (len(was), num_stages)
+    if not extra:
+        return (base,) * num_stages
+    turns = np.flatnonzero(np.diff(was)) + 1
+    at = np.concatenate([[0], turns, [len(was)]])
+    of_run = was[at[:-1]]
+    edges = np.array(old_cuts) / old_cuts[-1]
+    first = np.where(of_run >= 0, edges[of_run], 0.0)
+    last = np.where(of_run >= 0, edges[np.minimum(of_run + 1, len(edges) - 1)], 0.0)
+    best = np.full(extra + 1, -math.inf)
+    best[0] = 0.0
+    taken = np.zeros((num_stages, extra + 1), bool)
+    for s in range(num_stages):
+        common = np.minimum(last, (s + 1) / num_stages) - np.maximum(first, s / num_stages)
+        gain = np.concatenate([[0.0], np.cumsum(np.maximum(common, 0.0) * np.diff(at))])
+        start = s * base + np.arange(extra + 1)  # by extras given to the groups before
+        before = np.interp(start, at, gain)
+        stay = best + np.interp(start + base, at, gain) - before
+        more = np.concatenate([[-math.inf], (best + np.interp(start + base + 1, at, gain) - before)[:-1]])
+        taken[s] = more > stay
+        best = np.maximum(stay, more)
+    sizes, left = [], extra
+    for s in range(num_stages - 1, -1, -1):
+        sizes.append(base + int(taken[s, left]))
+        left -= int(taken[s, left])
+    return tuple(reversed(sizes))
+
+
+@dataclass(frozen=True)
+class Groupings:
+    """The ways to group the workers into stages, in the order in which they are, and which are good.
+
+    Good is the least expected time until the end: (remaining steps x seconds of a step) + the move.
+
+    Args:
+        stages: who is there now, in which stage; if more than there are layers, they have to be regrouped.
+        num_units: units of a step.
+        old_stages, old_cuts: where the layers' state lies.
+        remaining_steps: steps until the run ends.
+        memory_limit: bytes of each worker.
+    """
+
+    costs: CostModel
+    stages: Sequence[Sequence[int]]
+    num_units: int
+    old_stages: Sequence[Sequence[int]]
+    old_cuts: Sequence[int]
+    remaining_steps: int
+    rule: MemoryRule = REPLICATED
+    memory_limit: float = math.inf
+
+    def best(self, stage_counts: Collection[int] | None = None) -> StageChoice:
+        """The best of the present and all even groupings, by lower bound.
+
+        Looked at are the stages as they are, with the layers as they lie and with the best partition, and for each
+        allowed number of stages the `regroup` of the workers. Numbers whose lower bound is no better than what was
+        found already are left out, and all after the MOST_NUMBERS best. The stages as they are win ties, then the
+        fewest stages.
+
+        Args:
+            stage_counts: numbers of stages to look at, besides the present one; None: from 1 to that of workers.
+
+        Raises:
+            PlanError: no grouping fits in memory; the error is that of the present number of stages, or of the last.
+        """
+        best: StageChoice | None = None
+        error: PlanError | None = None
+        if len(self.stages) <= self.most:
+            sizes = [len(members) for members in self.stages]
+            try:
+                best = self.evaluate(sizes, "the stages as they are", math.inf)
+                best = min(best, self.evaluate(sizes, "the stages as they are, other layers"), key=self.total)
+            except PlanError as found:
+                error = found
+        for least, number in self.numbers(stage_counts):
+            if best is not None and least * self.remaining_steps >= self.total(best):
+                break
+            try:
+                found = self.evaluate(self.evenly(number), f"{number} stages")
+            except PlanError as lacks:
+                error = error or lacks
+                continue
+            if best is None or self.total(found) < self.total(best):
+                best = found
+        if best is None:
+            raise error or PlanError("a plan has a number of stages to choose from", got=f"{stage_counts}")
+        return best
+
+    def good(self, stage_counts: Collection[int] | None = None, most: int = 12) -> list[StageChoice]:
+        """Up to `most` groupings into stages of any sizes, the best by lower bound first: for meshes that are small
+        enough to time them.
+
+        For each number of stages workers go one at a time from one stage to another, from the even grouping and from
+        the one there is, as long as that helps. `stage_counts`: as for `best`.
+        """
+        known: dict[tuple[int, ...], StageChoice | None] = {}
+
+        def total(sizes: tuple[int, ...]) -> float:
+            if sizes not in known:
+                try:
+                    known[sizes] = self.evaluate(sizes, f"{len(sizes)} stages")
+                except PlanError:
+                    known[sizes] = None
+            found = known[sizes]
+            return math.inf if found is None else self.total(found)
+
+        best = math.inf
+        for least, number in self.numbers(stage_counts):
+            if least * self.remaining_steps >= best or len(known) >= MOST_GROUPINGS:
+                break
+            starts = {self.evenly(number)}
+            if number == len(self.stages):
+                starts.add(tuple(map(len, self.stages)))
+            for sizes in sorted(starts):
+                while len(known) < MOST_GROUPINGS:
+                    found = min(_one_moved(sizes), key=total, default=sizes)
+                    if total(found) >= total(sizes):
+                        break
+                    sizes = found
+                best = min(best, total(sizes))
+        return sorted(filter(None, known.values()), key=self.total)[:most]
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The workers, stage by stage."""
+        return tuple(rank for members in self.stages for rank in members)
+
+    @cached_property
+    def was(self) -> np.ndarray:
+        """int64[workers]: the old stage of each."""
+        return np.concatenate(old_stages_of(self.stages, self.old_stages))
+
+    @property
+    def most(self) -> int:
+        """Stages, at most."""
+        return min(len(self.costs.layers), len(self.order))
+
+    def numbers(self, stage_counts: Collection[int] | None) -> list[tuple[float, int]]:
+        """(least seconds of a step, number of stages) of the allowed numbers, the best first."""
+        allowed = range(1, self.most + 1) if stage_counts is None else {n for n in stage_counts if 1 <= n <= self.most}
+        return sorted((self.least_seconds(number), number) for number in allowed)[:MOST_NUMBERS]
+
+    def evenly(self, number: int) -> tuple[int, ...]:
+        """Sizes of so many stages, as even as they can be."""
+        return regroup(self.was, self.old_cuts, number)
+
+    @cached_property
+    def speeds(self) -> np.ndarray:
+        """float64[workers]."""
+        return self.costs.speeds_of(self.order)
+
+    def total(self, choice: StageChoice) -> float:
+        """Seconds until the end."""
+        return choice.seconds * self.remaining_steps + choice.move.seconds
+
+    def least_seconds(self, num_stages: int) -> float:
+        """A step of so many even stages takes at least this long.
+
+        A stage of n workers has a load of at least ceil(units / n) / the highest speed, and all loads together at least
+        that of all speeds. A stage's compute begins and ends after the way of a unit through the stages before it: with
+        P its part of the unit's whole way, stage s has at most (bound - P_s) / load_s of it. Summed up over the stages,
+        the whole way W is at most bound x (1 - product over stages of (1 - 1 / (load x highest speed))).
+        """
+        fastest, units, layers = float(self.speeds.max()), self.num_units, self.costs.layers
+        base, extra = divmod(len(self.order), num_stages)
+        loads = [-(-units // (base + 1)) / fastest] * extra + [-(-units // base) / fastest] * (num_stages - extra)
+        together = min(sum(1 / load for load in loads), float(self.speeds.sum()) / units)
+        unit_s, longest_s = sum(layer.seconds for layer in layers), max(layer.seconds for layer in layers)
+        way = unit_s / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
+        return max(unit_s / together, longest_s * min(loads), way)
+
+    def evaluate(self, sizes: Sequence[int], name: str, tolerance: float = 0.0) -> StageChoice:
+        """The grouping into stages of these sizes, partitioned within a tolerance.
+
+        Raises:
+            PlanError: the layers do not fit.
+        """
+        parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
+        speeds = [self.speeds[part] for part in parts]
+        rows, counts = stage_workers(speeds, self.num_units, [self.memory_limit] * len(sizes))
+        moves = Moves(self.costs, self.old_cuts, [self.was[part] for part in parts])
+        table = moves.table(self.rule)
+        found = partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
+        forward, backward, delays = stage_seconds(found.cuts, self.costs)
+        forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
+        backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
+        pipeline_s = bound(forward_s, backward_s, counts, delays, [row.in_flight for row in rows])
+        spans = zip(pairwise(found.cuts), rows, strict=True)
+        sent = max(traffic_bytes(self.costs, self.rule, a, b, row.size, 1) for (a, b), row in spans)
+        seconds = max(pipeline_s, sent / self.costs.bandwidth)
+        shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
+        reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
+        stages = tuple(self.order[part] for part in parts)
+        return StageChoice(stages, found, seconds, moves.of(found.cuts, self.rule), reason)
+
+
+def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Sizes of stages, with one worker in another stage."""
+    return [
+        tuple(size - (s == a) + (s == b) for s, size in enumerate(sizes))
+        for a, b in permutations(range(len(sizes)), 2)
+        if sizes[a] > 1
+    ]

@@ -1,0 +1,379 @@
+"""What a step of an assignment takes under a cost model.
+
+The lists of `actions.schedule` say in which order each worker does its actions, so a step's time is the longest way
+through them: `ActionGraph`. On large meshes groups of workers that share no unit with others are timed once per kind.
+Where even that would take too long, `bound` is used, a lower bound for every order; `StepTime.how` says which it was.
+
+Not modelled here: two messages on one link at a time, the update itself, and reduction that later work waits for. The
+reduction's bytes are taken as overlapped with compute, so that they count only where they take longer (a roofline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
+
+import numpy as np
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
+from elaswave_spmd.scheduling.microbatch_assignment import num_nodes
+from elaswave_spmd.scheduling.pipeline import FORWARD, Action, Schedule, in_flight_limits, schedule
+from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement
+from elaswave_spmd.sharding import Shardings
+
+MOST_ACTIONS = 8192
+"""So many actions are timed exactly; more would take longer than planning should."""
+
+EXACT, ESTIMATE = "action lists", "lower bound"
+
+CLASSES = ("fill", "forward", "backward", "drain")
+"""Of actions: forwards before a worker's first backward, other forwards, other backwards, backwards after its last
+forward. A worker goes through them in this order, the middle two in turn."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What of a placement matters to time: who runs which layers for how many units.
+
+    Args:
+        stages: ranks of each stage.
+        layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
+        unit_counts: per stage, the units of each worker.
+        dealing: Placement.dealing.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    layer_cuts: tuple[int, ...]
+    unit_counts: tuple[tuple[int, ...], ...]
+    dealing: str = CONTIGUOUS
+
+    @classmethod
+    def of(cls, placement: Placement) -> Assignment:
+        """That of a placement."""
+        return cls(placement.mesh.stages, placement.layer_cuts, placement.unit_counts, placement.dealing)
+
+    @property
+    def num_units(self) -> int:
+        """Units of a step."""
+        return sum(self.unit_counts[0])
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @cached_property
+    def limits(self) -> tuple[int, ...]:
+        """Units in flight of a worker, by stage."""
+        return in_flight_limits([len(members) for members in self.stages], self.unit_counts)
+
+    def placement(self) -> Placement:
+        """A placement of its own, on one host, with these stages, cuts and counts."""
+        mesh = Mesh(MeshShape.of_stages(map(len, self.stages)), self.stages)
+        shardings = Shardings().with_zero(2 if self.dealing == TIME_MAJOR else 0)
+        return Placement(mesh, self.num_units, self.layer_cuts, self.unit_counts, shardings)
+
+    def __str__(self) -> str:
+        lines = []
+        for s, (members, counts) in enumerate(zip(self.stages, self.unit_counts, strict=True)):
+            shown = f"{list(members)}, units {list(counts)}" if len(members) <= 16 else f"{len(members):,} of them"
+            lines.append(f"stage {s}: layers {self.layer_cuts[s]}..{self.layer_cuts[s + 1] - 1}, workers {shown}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected seconds of a step.
+
+    Args:
+        seconds: the larger one of pipeline_s and traffic_s.
+        pipeline_s: by `how`.
+        bottleneck_s: the largest compute of a worker: units * seconds of its stage / speed.
+        bound_s: no order of the actions is faster: bottleneck, and the pipeline's filling and draining around it.
+        traffic_s: what the reduction and the publication keep the busiest link occupied.
+        worker: the rank with the largest compute.
+        how: EXACT, or ESTIMATE.
+    """
+
+    seconds: float
+    pipeline_s: float
+    bottleneck_s: float
+    bound_s: float
+    traffic_s: float
+    worker: int
+    how: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.4g} s a step ({self.how} {self.pipeline_s:.4g} s, worker {self.worker} computes "
+            f"{self.bottleneck_s:.4g} s, links {self.traffic_s:.4g} s)"
+        )
+
+
+class ActionGraph:
+    """A schedule in an order in which each action comes after all it waits for, as numbers.
+
+    Args:
+        actions: rank -> list, as `schedule` makes them.
+
+    Attributes:
+        ranks: row r of all per-worker arguments is of worker ranks[r]; `schedule` has them stage by stage.
+    """
+
+    def __init__(self, actions: Schedule) -> None:
+        self.ranks = tuple(actions)
+        self._rows, self._classes = [], []
+        self._waits: list[tuple[int, int]] = []  # (place of the action that it waits for or -1, boundary crossed)
+        self.order: list[Action] = []
+        last_stage = max((a.stage for todo in actions.values() for a in todo), default=0)
+        lists = [list(zip(todo, action_classes(todo), strict=True)) for todo in actions.values()]
+        place: dict[tuple[int, str, int], int] = {}
+        waiting: dict[tuple[int, str, int], int] = {}
+        at, runnable = [0] * len(lists), list(range(len(lists)))
+        while runnable:
+            row = runnable.pop()
+            todo = lists[row]
+            while at[row] < len(todo):
+                action, of_class = todo[at[row]]
+                stage, kind, unit = action.stage, action.kind, action.unit
+                forward = kind == FORWARD
+                needed = (stage - 1, kind, unit) if forward else (stage + 1, kind, unit)
+                first = stage == 0 if forward else stage == last_stage
+                if not first and needed not in place:
+                    waiting[needed] = row
+                    break
+                place[stage, kind, unit] = len(self.order)
+                self.order.append(action)
+                self._rows.append(row)
+                self._classes.append(of_class)
+                self._waits.append((-1, 0) if first else (place[needed], min(stage, needed[0])))
+                at[row] += 1
+                if (stage, kind, unit) in waiting:
+                    runnable.append(waiting.pop((stage, kind, unit)))
+        assert all(n == len(todo) for n, todo in zip(at, lists, strict=True)), "actions.check says who waits for ever"
+
+    def work(self, seconds: np.ndarray) -> np.ndarray:
+        """float64[rows, classes]: seconds that each worker computes, given those of one action."""
+        found = np.zeros((len(self.ranks), len(CLASSES)))
+        np.add.at(found, (self._rows, self._classes), 1.0)
+        return found * seconds
+
+    @staticmethod
+    def unit_seconds(forward_s: np.ndarray, backward_s: np.ndarray) -> np.ndarray:
+        """float64[rows, classes]: seconds of one action, at the same speed in all classes."""
+        return np.stack([forward_s, forward_s, backward_s, backward_s], axis=1).astype(np.float64)
+
+    def ends(self, seconds: np.ndarray, delays: Sequence[float]) -> list[float]:
+        """When each action of `order` ends.
+
+        Args:
+            seconds: [rows, classes] of one action.
+            delays: seconds between the end of an action and the start of what waits for it, by boundary of stages.
+        """
+        table = seconds.tolist()
+        free = [0.0] * len(table)
+        found: list[float] = []
+        for row, of_class, (before, boundary) in zip(self._rows, self._classes, self._waits, strict=True):
+            start = free[row]
+            if before >= 0 and found[before] + delays[boundary] > start:
+                start = found[before] + delays[boundary]
+            free[row] = end = start + table[row][of_class]
+            found.append(end)
+        return found
+
+    def makespan(self, seconds: np.ndarray, delays: Sequence[float]) -> float:
+        """When the last action ends."""
+        return max(self.ends(seconds, delays), default=0.0)
+
+
+def action_classes(todo: Sequence[Action]) -> list[int]:
+    """The class (index in CLASSES) of each action of a worker's list."""
+    forward = [action.kind == FORWARD for action in todo]
+    first_backward = forward.index(False) if False in forward else len(todo)
+    last_forward = len(todo) - 1 - forward[::-1].index(True) if True in forward else -1
+    return [(0 if i < first_backward else 1) if f else (3 if i > last_forward else 2) for i, f in enumerate(forward)]
+
+
+def stage_seconds(cuts: Sequence[int], costs: CostModel) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """(forward, backward) of one unit at speed 1 by stage, and what a message takes over each boundary of stages."""
+    at = np.array(cuts)
+    forward, backward = np.diff(costs.prefix("forward_s")[at]), np.diff(costs.prefix("backward_s")[at])
+    return forward, backward, [costs.message_s(cut - 1) for cut in cuts[1:-1]]
+
+
+def bound(
+    forward_s: Sequence[np.ndarray],
+    backward_s: Sequence[np.ndarray],
+    counts: Sequence[np.ndarray],
+    delays: Sequence[float],
+    limits: Sequence[int],
+) -> float:
+    """Seconds that no order of a step's actions falls below.
+
+    A worker cannot begin before the first unit has come through the stages before, on the fastest worker of each, and
+    after its last backward that unit has the way back to go. In between it has all its units to do; or, it waits until
+    its first unit is back from the later stages, and of its forwards only as many are done by then as may be in flight.
+
+    Args:
+        forward_s, backward_s: per stage, float64[workers]: seconds of one unit.
+        counts: per stage, int64[workers]: units.
+        delays: seconds of a message over each boundary of stages.
+        limits: units in flight of a worker, by stage.
+    """
+    gaps = np.array([*delays, 0.0])
+    there = np.concatenate([[0.0], np.cumsum(np.array([f.min() for f in forward_s]) + gaps)])
+    back = np.concatenate([[0.0], np.cumsum(np.array([b.min() for b in backward_s]) + gaps)])
+    total = worst = float(there[-1] + back[-1])
+    for s, (f, b, units) in enumerate(zip(forward_s, backward_s, counts, strict=True)):
+        later = total - there[s + 1] - back[s + 1] + 2 * gaps[s]
+        queued = f + later + units * b + np.maximum(units - limits[s], 0) * f
+        busy = np.where(units > 0, np.maximum(units * (f + b), queued), 0.0).max()
+        worst = max(worst, float(there[s] + back[s] + busy))
+    return worst
+
+
+def step_time(
+    assignment: Assignment,
+    costs: CostModel,
+    rule: MemoryRule = REPLICATED,
+    *,
+    most_actions: int = MOST_ACTIONS,
+) -> StepTime:
+    """What a step takes.
+
+    Args:
+        rule: zero level and mirrors, for the bytes of reduction and publication.
+        most_actions: time at most so many actions; beyond, the bound is the estimate.
+    """
+    cuts = assignment.layer_cuts
+    speeds = [costs.speeds_of(members) for members in assignment.stages]
+    counts = [np.array(of_stage) for of_stage in assignment.unit_counts]
+    forward, backward, delays = stage_seconds(cuts, costs)
+    forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
+    backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
+    compute = [(f + b) * c for f, b, c in zip(forward_s, backward_s, counts, strict=True)]
+    slowest = int(np.argmax([of_stage.max() for of_stage in compute]))
+    position = int(compute[slowest].argmax())
+    bound_s = bound(forward_s, backward_s, counts, delays, assignment.limits)
+    timed = _timed(assignment, costs, counts, speeds, most_actions)
+    pipeline_s = bound_s if timed is None else timed
+    traffic_s = max(_traffic_s(assignment, costs, rule, s) for s in range(assignment.num_stages))
+    return StepTime(
+        seconds=max(pipeline_s, traffic_s),
+        pipeline_s=pipeline_s,
+        bottleneck_s=float(compute[slowest][position]),
+        bound_s=bound_s,
+        traffic_s=traffic_s,
+        worker=assignment.stages[slowest][position],
+        how=ESTIMATE if timed is None else EXACT,
+    )
+
+
+def memory_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list[float]:
+    """Bytes of the fullest worker of each stage."""
+    found = []
+    for s, counts in enumerate(assignment.unit_counts):
+        table = rule.stage_bytes(costs, size=len(counts), units=max(counts), in_flight=assignment.limits[s])
+        found.append(float(table[assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
+    return found
+
+
+def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, size: int, nodes: int) -> float:
+    """Bytes that the busiest worker of a stage sends in a step: tree nodes, entries to mirrors, published values."""
+    gradient, value = (
+        float(costs.prefix(name)[stop] - costs.prefix(name)[first]) for name in ("gradient_bytes", "value_bytes")
+    )
+    others = (size - 1) / size
+    mirrors = rule.mirror_count if rule.zero_level else size - 1  # replicated state: everybody is a mirror
+    published = value * others if rule.zero_level else 0.0
+    return nodes * gradient * others + mirrors * gradient / size + published
+
+
+def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage: int) -> float:
+    counts = np.array(assignment.unit_counts[stage])
+    nodes = int(counts.max())
+    if assignment.dealing == CONTIGUOUS:
+        stops = np.cumsum(counts)
+        nodes = int(num_nodes(stops - counts, stops, assignment.num_units).max())
+    first, stop = assignment.layer_cuts[stage : stage + 2]
+    return traffic_bytes(costs, rule, first, stop, len(counts), nodes) / costs.bandwidth
+
+
+def _timed(
+    assignment: Assignment,
+    costs: CostModel,
+    counts: Sequence[np.ndarray],
+    speeds: Sequence[np.ndarray],
+    most_actions: int,
+) -> float | None:
+    """The longest way through the action lists, or None where there are too many."""
+    pieces: dict[object, list[slice]] = {}
+    total = 0
+    for key, piece in _pieces(assignment, counts, speeds):
+        if key not in pieces:
+            total += 2 * assignment.num_stages * int(counts[0][piece[0]].sum())
+            if total > most_actions:
+                return None
+            pieces[key] = piece
+    return max(_piece_s(assignment, costs, piece) for piece in pieces.values())
+
+
+def _pieces(
+    assignment: Assignment, counts: Sequence[np.ndarray], speeds: Sequence[np.ndarray]
+) -> Iterator[tuple[object, list[slice]]]:
+    """Workers who share units with nobody else: positions by stage, and a key that equal ones have in common."""
+    if all(of_stage == assignment.unit_counts[0] for of_stage in assignment.unit_counts[1:]):
+        columns = np.ascontiguousarray(np.stack([*speeds, counts[0]], axis=1).astype(np.float64))
+        for position, column in enumerate(columns):
+            if counts[0][position]:
+                yield column.tobytes(), [slice(position, position + 1)] * len(speeds)
+        return
+    if assignment.dealing != CONTIGUOUS:
+        yield 0, [slice(0, len(v)) for v in speeds]
+        return
+    kinds: dict[tuple[bytes, bytes], int] = {}  # stages with equal counts and speeds are looked at once
+    pairs = zip(counts, speeds, strict=True)
+    kind_of = [kinds.setdefault((c.tobytes(), v.tobytes()), s) for s, (c, v) in enumerate(pairs)]
+    ends = {s: np.cumsum(counts[s]) for s in kinds.values()}
+    common = np.unique(ends[0])
+    for of_stage in ends.values():
+        common = np.intersect1d(common, of_stage)
+    bounds = {s: np.concatenate([[0], np.searchsorted(of_stage, common, "right")]) for s, of_stage in ends.items()}
+    for i, end in enumerate(common.tolist()):
+        if not end:
+            continue  # workers without units at the front
+        part = {s: slice(int(at[i]), int(at[i + 1])) for s, at in bounds.items()}
+        key = tuple((counts[s][where].tobytes(), speeds[s][where].tobytes()) for s, where in part.items())
+        yield key, [part[s] for s in kind_of]
+
+
+def _piece_s(assignment: Assignment, costs: CostModel, piece: Sequence[slice]) -> float:
+    """Seconds of these workers by themselves, in the order of the whole mesh's lists."""
+    unit_counts = tuple(counts[where] for counts, where in zip(assignment.unit_counts, piece, strict=True))
+    graph = _graph(unit_counts, assignment.dealing, assignment.limits)
+    forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
+    members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
+    speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
+    stage = np.repeat(np.arange(len(members)), [len(of_stage) for of_stage in members])
+    return graph.makespan(graph.unit_seconds(forward[stage] / speeds, backward[stage] / speeds), delays)
+
+
+@lru_cache(maxsize=32)
+def _graph(unit_counts: tuple[tuple[int, ...], ...], dealing: str, limits: tuple[int, ...]) -> ActionGraph:
+    """The action lists of workers 0, 1, ..., stage by stage: they do not depend on who these are, nor on layers."""
+    ranks = iter(range(sum(map(len, unit_counts))))
+    stages = tuple(tuple(islice(ranks, len(counts))) for counts in unit_counts)
+    placement = Assignment(stages, tuple(range(len(stages) + 1)), unit_counts, dealing).placement()
+    return ActionGraph(schedule(placement, limits=limits))
+
+
+def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, np.ndarray, list[float]]:
+    """The action lists of an assignment as a graph, seconds of one action on each of its rows, and boundary delays."""
+    graph = ActionGraph(schedule(assignment.placement()))
+    forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
+    stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
+    speeds = costs.speeds_of(graph.ranks)
+    return graph, graph.unit_seconds(forward[stage] / speeds, backward[stage] / speeds), delays

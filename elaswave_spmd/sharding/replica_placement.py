@@ -1,0 +1,298 @@
+"""Where mirrors go: other failure domains first, even loads, and few peers for each worker.
+
+All mirrors of one worker's pages lie on at most `width` peers, the same for all layers: its *copyset*. Fewer peers mean
+fewer pairs of losses that lose a page; more peers share its pages more evenly when it is lost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import numpy as np
+
+from elaswave_spmd.mesh import Topology
+from elaswave_spmd.scheduling.placement import even_counts
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, deal_primaries
+
+DEFAULT_SCATTER = 4
+
+Stages = Sequence[Sequence[int]]
+"""Ranks of each stage."""
+
+
+def copyset_width(scatter: int, mirror_count: int, num_peers: int) -> int:
+    """How many of `num_peers` others mirror one worker's pages; `scatter` 0 means the default."""
+    return min(num_peers, max(scatter or DEFAULT_SCATTER, mirror_count)) if mirror_count else 0
+
+
+def deal_holders(
+    layout: ModelLayout,
+    stages: Stages,
+    layer_cuts: Sequence[int],
+    *,
+    replicated: bool,
+    topology: Topology,
+    mirror_count: int,
+    scatter: int,
+    page_layout: str = "interleaved",
+    least_pages: int = 1,
+) -> HolderMap:
+    """The map of a new mesh.
+
+    Primaries are as `deal_primaries` has them. Of replicated state, every member of the stage is a holder. Of sharded
+    state, each primary's run of a layer is cut in up to `scatter` atoms, which its copyset mirrors in turn; over all
+    layers of a stage the mirrored pages are as even as the pages themselves. Where a stage has too few members for
+    `mirror_count` mirrors, members of the stages nearest to it make up for it.
+
+    Args:
+        replicated: the spec of the optimizer state names no axis.
+        topology: failure domains of at least the members.
+        mirror_count: mirrors of each page, where there are that many other workers.
+        scatter: the most peers that mirror one worker's pages; 0: at most 4. At least `mirror_count` counts.
+        least_pages: runs are not cut in smaller atoms than that: each is a message of its own.
+    """
+    choice = MirrorChoice(stages, topology, mirror_count, scatter)
+    dealt: list[list[HolderRun]] = []
+    for stage, members in enumerate(stages):
+        layers = range(layer_cuts[stage], layer_cuts[stage + 1])
+        primaries = deal_primaries(layout, layers, members, page_layout)
+        if replicated:
+            everybody = [frozenset(members)]
+            sets = {rank: everybody for rank in members}
+        else:
+            sets = _copyset_holders(members, topology, choice.count, choice.width(stage))
+        dealt.append(list(_in_atoms(primaries, sets, least_pages)))
+    found: dict[int, list[HolderRun]] = {layer: [] for layer in range(layer_cuts[-1])}
+    if any(len(members) <= choice.count for members in stages):
+        for runs in dealt:
+            choice.count_mirrors(runs)
+    for members, runs in zip(stages, dealt, strict=True):
+        for run in runs:
+            found[run.layer].append(run if len(members) > choice.count else choice.completed(run))
+    return {layer: tuple(runs) for layer, runs in found.items()}
+
+
+def _in_atoms(
+    primaries: Iterator[tuple[int, int, int, int]], sets: Mapping[int, Sequence[frozenset[int]]], least_pages: int
+) -> Iterator[HolderRun]:
+    """Each run cut in as many atoms as its primary has holder sets, or as are large enough; sets take turns.
+
+    Where no run is too small, they take turns page by page over all layers: since primaries of a stage have equally
+    many pages, and the mirrors in one place of all the copysets are a permutation of the stage, the mirrored pages come
+    out as even as the primaries' pages.
+    """
+    dealt: Counter[int] = Counter()
+    for layer, first, stop, primary in primaries:
+        own = sets[primary]
+        turn, at = dealt[primary], first
+        large_enough = max(1, (stop - first) // least_pages)
+        for size in even_counts(stop - first, min(len(own), stop - first, large_enough)):
+            yield HolderRun(layer, at, at + size, primary, own[turn % len(own)])
+            turn, at = turn + 1, at + size
+        dealt[primary] += large_enough if large_enough < len(own) else stop - first
+
+
+def _copyset_holders(
+    members: Sequence[int], topology: Topology, count: int, width: int
+) -> dict[int, list[frozenset[int]]]:
+    """The sets of holders of each worker's atoms, within its stage: the worker and `count` of its peers in turn."""
+    if count >= len(members) - 1:
+        everybody = [frozenset(members)] * max(1, width)
+        return {rank: everybody for rank in members}
+    if count == 0:
+        return {rank: [frozenset((rank,))] for rank in members}
+    far = len(_far_offsets(members, topology))
+    width = min(width, far) if far >= count else width  # domains come before the width of the copyset
+    peers = copysets(members, topology, width)
+    return {
+        rank: [frozenset((rank, *(own[(j + i) % width] for i in range(count)))) for j in range(width)]
+        for rank, own in peers.items()
+    }
+
+
+def _far_offsets(members: Sequence[int], topology: Topology) -> range:
+    """How many places ahead, among members in the order of their hosts, everybody is on another host."""
+    largest = max(Counter(topology.path(rank) for rank in members).values())
+    return range(largest, len(members) - largest + 1)
+
+
+def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int, tuple[int, ...]]:
+    """`width` peers for each member of a stage, far from it. In each place every member is the peer of one other.
+
+    Members in the order of their domains get the peers that lie 1/(width + 1), 2/(width + 1) ... of the circle ahead,
+    or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
+    exchange theirs.
+    """
+    domains = _Domains(sorted(members, key=lambda rank: (topology.path(rank), rank)), topology)
+    n = len(members)
+    assert 0 < width < n, (width, n)
+    everybody, far = np.arange(n), _far_offsets(members, topology)
+    offsets = [n * (j + 1) // (width + 1) for j in range(width)]
+    if len(far) >= width:
+        offsets = [far[(2 * j + 1) * len(far) // (2 * width)] for j in range(width)]
+    places = np.stack([(everybody + offset) % n for offset in offsets])
+    for j in range(width if width < n - 1 else 0):
+        peer, others = places[j], np.delete(places, j, axis=0)
+        for a in np.flatnonzero(domains.distances(everybody, peer) < domains.farthest).tolist():
+            now = domains.distances(everybody, peer)
+            gain = domains.distances(a, peer) + domains.distances(everybody, peer[a]) - now - now[a]
+            taken = (peer == a) | (everybody == peer[a]) | (others == peer[a]).any(axis=0)
+            taken |= np.isin(peer, others[:, a])
+            b = int(np.argmax(np.where(taken, -1, gain)))
+            if not taken[b] and gain[b] > 0:
+                peer[a], peer[b] = peer[b], peer[a]
+    ranks = np.array(domains.ranks)
+    return {rank: tuple(ranks[places[:, i]].tolist()) for i, rank in enumerate(domains.ranks)}
+
+
+class _Domains:
+    """Distances of a stage's members as arrays, by place in `ranks`."""
+
+    def __init__(self, ranks: Sequence[int], topology: Topology) -> None:
+        self.ranks = ranks
+        paths = [topology.path(rank) for rank in ranks]
+        self._levels = []  # int[members] per level: equal numbers share this domain and all around it
+        for level in range(len(paths[0])):
+            numbers = {prefix: i for i, prefix in enumerate(sorted({path[: level + 1] for path in paths}))}
+            self._levels.append(np.array([numbers[path[: level + 1]] for path in paths]))
+        self.farthest = len(self._levels) - sum(bool((level == level[0]).all()) for level in self._levels)
+
+    def distances(self, a: np.ndarray | int, b: np.ndarray | int) -> np.ndarray:
+        """Topology.distance of the members in the places a and b."""
+        return len(self._levels) - np.sum([level[a] == level[b] for level in self._levels], axis=0)
+
+
+class MirrorChoice:
+    """Chooses mirrors one by one, and counts for that who mirrors how much, and whose pages.
+
+    Args:
+        mirror_count: mirrors wanted; `count` are possible.
+        pages: pages of each stage's layers, where mirrors inside the stages are to be chosen.
+    """
+
+    def __init__(
+        self, stages: Stages, topology: Topology, mirror_count: int, scatter: int, pages: Sequence[int] = ()
+    ) -> None:
+        self._stages, self._topology, self._scatter = stages, topology, scatter
+        self.stage_of = {rank: stage for stage, members in enumerate(stages) for rank in members}
+        self.count = min(mirror_count, len(self.stage_of) - 1)
+        self._shares = [-(-self.count * total // len(ranks)) for total, ranks in zip(pages, stages, strict=False)]
+        self.mirrored: dict[int, int] = dict.fromkeys(self.stage_of, 0)
+        self.peers: defaultdict[int, set[int]] = defaultdict(set)
+        self._by_load: dict[int, list[tuple[int, int]]] = {}  # stage -> (mirrored pages, rank), ascending
+        self._sets: dict[frozenset[int], frozenset[int]] = {}
+        self._spans: dict[int, int] = {}
+
+    def width(self, stage: int) -> int:
+        """The size of a copyset, members of other stages included where the stage is too small."""
+        inside = len(self._stages[stage]) - 1
+        num_peers = inside if inside >= self.count else len(self.stage_of) - 1
+        return copyset_width(self._scatter, self.count, num_peers)
+
+    def count_mirrors(self, runs: Sequence[HolderRun]) -> None:
+        """Counts the mirrors of runs that stay as they are."""
+        pages: Counter[tuple[int, frozenset[int]]] = Counter()
+        for run in runs:
+            pages[run.primary, run.holders] += run.num_pages
+        for (primary, held), num_pages in pages.items():
+            self.add(primary, held, num_pages)
+
+    def add(self, primary: int, held: Set[int], num_pages: int) -> None:
+        """`held` have these pages of `primary`, which may be one of them."""
+        peers = self.peers[primary]
+        for rank in held:
+            if rank == primary:
+                continue
+            order = self._by_load.get(self.stage_of[rank])
+            if order is not None:
+                del order[bisect_left(order, (self.mirrored[rank], rank))]
+                insort(order, (self.mirrored[rank] + num_pages, rank))
+            self.mirrored[rank] += num_pages
+            peers.add(rank)
+
+    def completed(self, run: HolderRun) -> HolderRun:
+        """The run with mirrors added up to `count`, its learners first; without learners."""
+        if not run.learners and len(run.holders) > self.count:
+            return run
+        held = set(run.holders)
+        while len(held) <= self.count:
+            found = self._pick(run, held)
+            self.add(run.primary, {found}, run.num_pages)
+            held.add(found)
+        return HolderRun(*run.key, run.primary, self.shared(frozenset(held)))
+
+    def ranked(self, held: Set[int], primary: int) -> list[int]:
+        """Mirrors, the ones to keep first: of the primary's stage, far from it, not above the share, in its copyset."""
+        stage, peers = self.stage_of[primary], self.peers[primary]
+        share = self._shares[stage]
+
+        def key(rank: int) -> tuple[bool, int, bool, bool, int, int]:
+            far, load = self._topology.distance(primary, rank), self.mirrored[rank]
+            return self.stage_of[rank] != stage, -far, 8 * load >= 9 * share, rank not in peers, load, rank
+
+        return sorted(held, key=key)
+
+    def shared(self, held: frozenset[int]) -> frozenset[int]:
+        """The one set of these holders."""
+        return self._sets.setdefault(held, held)
+
+    def distance(self, rank: int, held: Set[int]) -> int:
+        """Levels between a worker and the nearest of the holders."""
+        return min(self._topology.distance(rank, other) for other in held)
+
+    def _pick(self, run: HolderRun, held: Set[int]) -> int:
+        """One more mirror: in the primary's stage while it has somebody left, else in the stage nearest to it."""
+        stage = self.stage_of[run.primary]
+        gaps: defaultdict[int, list[int]] = defaultdict(list)
+        for rank in run.learners:
+            if rank in self.stage_of and rank not in held:
+                gaps[abs(self.stage_of[rank] - stage)].append(rank)
+        if sum(self.stage_of[rank] == stage for rank in held) < len(self._stages[stage]):
+            return self._least(gaps[0], held) if gaps[0] else self._pick_inside(stage, run.primary, held)
+        for gap in range(1, len(self._stages)):
+            near = [s for s in (stage - gap, stage + gap) if 0 <= s < len(self._stages)]
+            free = [rank for s in near for rank in self._stages[s] if rank not in held]
+            peers = self.peers[run.primary]
+            if len(peers) >= self.width(stage):
+                free = [rank for rank in free if rank in peers] or free
+            if free:
+                return self._least(gaps[gap] or free, held)
+        raise AssertionError(f"nobody is left to mirror {run}")
+
+    def _least(self, ranks: Sequence[int], held: Set[int]) -> int:
+        """The one that mirrors least among those farthest from the holders."""
+        return min(ranks, key=lambda rank: (-self.distance(rank, held), self.mirrored[rank], rank))
+
+    def _pick_inside(self, stage: int, primary: int, held: Set[int]) -> int:
+        """A full copyset serves while its loads are near the stage's share; else the least load, far away first.
+
+        Rather than on the host of a holder, a mirror is where there are up to twice as many as elsewhere.
+        """
+        farthest, share, peers = self.farthest(stage), self._shares[stage], self.peers[primary]
+        if len(peers) >= self.width(stage):
+            inside = [rank for rank in peers if rank not in held and self.stage_of[rank] == stage]
+            able = [rank for rank in inside if 8 * self.mirrored[rank] < 9 * share]
+            far = [rank for rank in able if self._topology.distance(primary, rank) == farthest]
+            if found := [rank for rank in far if not farthest or self.distance(rank, held)]:
+                return min(found, key=lambda rank: (self.mirrored[rank], rank))
+        if stage not in self._by_load:
+            self._by_load[stage] = sorted((self.mirrored[rank], rank) for rank in self._stages[stage])
+        best, best_distance = -1, -1
+        for load, rank in self._by_load[stage]:
+            if rank in held:
+                continue
+            if best_distance == farthest or (best >= 0 and load >= (share if best_distance else 2 * share)):
+                break
+            if (distance := self.distance(rank, held)) > best_distance:
+                best, best_distance = rank, distance
+        return best
+
+    def farthest(self, stage: int) -> int:
+        """The greatest distance in a stage: each member has another one that far away."""
+        if stage not in self._spans:
+            first, *others = self._stages[stage]
+            self._spans[stage] = max((self._topology.distance(first, rank) for rank in others), default=0)
+        return self._spans[stage]

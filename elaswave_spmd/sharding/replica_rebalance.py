@@ -1,0 +1,394 @@
+"""The holder map to go to after any change of members: even primaries again, all mirrors again, least movement.
+
+A copy of a page that must be made anyway, because a mirror is missing, may as well become the primary: pages with too
+few holders change hands for nothing, and so do pages between their holders. Only what cannot be made even that way is
+moved. How much that is, is a maximum flow from the workers with too many pages to those with too few.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+
+from elaswave_spmd.mesh import Topology
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replica_placement import MirrorChoice, Stages
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
+
+Alive = frozenset[int]
+"""The holders of a run that are members, of whatever stage."""
+
+Step = tuple[int, Alive | None, int]
+"""Pages with these holders go from one worker to another; None: a slot changes hands."""
+
+_NOBODY, _ANYBODY = -1, -2
+"""Have the pages whose primary is not in their stage: _ANYBODY those for which it does not matter who gets them."""
+
+_SLOT = -3
+"""Stands between two workers of which one gives the other its right to one page more than the least."""
+
+
+def refill(
+    holders: HolderMap,
+    layout: ModelLayout,
+    stages: Stages,
+    layer_cuts: Sequence[int],
+    *,
+    replicated: bool,
+    topology: Topology,
+    mirror_count: int,
+    scatter: int,
+) -> HolderMap:
+    """The target for these stages and cuts, from the map there is; without learners.
+
+    Primaries are members of the layer's stage and have equally many state pages, within one; atoms are split for that,
+    never merged. Each page has `mirror_count` mirrors, or as many as there are other workers, the surviving ones first;
+    replicated state has all members of the stage as holders. The fewest copies of pages are made that allow this. A map
+    that fulfils it already stays as it is.
+
+    Args:
+        holders: the map there is, of all layers. It may name workers that are leaving, and learners, which are
+            preferred where somebody new is needed.
+        replicated, topology, mirror_count, scatter: as for `deal_holders`.
+    """
+    layers_of = [range(first, stop) for first, stop in pairwise(layer_cuts)]
+    pages = [sum(layout.layers[layer].num_state_pages for layer in layers) for layers in layers_of]
+    choice = MirrorChoice(stages, topology, mirror_count, scatter, pages)
+    found: dict[int, list[HolderRun]] = {layer: [] for layer in range(layer_cuts[-1])}
+    changed: list[tuple[HolderRun, Alive, int]] = []
+    for stage, layers in enumerate(layers_of):
+        balance = _Balance(stage, stages[stage], choice, layout, replicated)
+        balance.fill([run for layer in layers for run in holders[layer]])
+        balance.even_out()
+        settled: list[HolderRun] = []
+        for run, alive, primary in balance.dealt():
+            if run.primary == primary and not run.learners and balance.is_complete(run, alive):
+                settled.append(run)
+            else:
+                changed.append((run, alive, primary))
+        if not replicated or len(stages[stage]) <= choice.count:
+            choice.count_mirrors(settled)
+        for run in settled:
+            found[run.layer].append(run)
+    for run in _with_mirrors(changed, choice, stages, replicated):
+        found[run.layer].append(run)
+    return {layer: tuple(sorted(runs, key=lambda run: run.first)) for layer, runs in found.items()}
+
+
+def _with_mirrors(
+    changed: Iterable[tuple[HolderRun, Alive, int]], choice: MirrorChoice, stages: Stages, replicated: bool
+) -> list[HolderRun]:
+    """The runs at their new primaries: which mirrors stay is settled for all before new ones are chosen."""
+    everybody = [choice.shared(frozenset(members)) for members in stages]
+    outside: dict[tuple[int, Alive], Alive] = {}  # of replicated state: the holders that are not of the stage
+    begun = []
+    for run, alive, primary in sorted(changed, key=lambda one: one[0].key):
+        if replicated:
+            stage = choice.stage_of[primary]
+            held = everybody[stage]
+            if (stage, alive) not in outside:
+                outside[stage, alive] = alive - held
+            kept = outside[stage, alive]
+        else:
+            held = frozenset((primary,))
+            kept = alive - held
+        wanted = max(0, choice.count + 1 - len(held))
+        if len(kept) > wanted:
+            kept = frozenset(choice.ranked(kept, primary)[:wanted])
+        if kept:
+            choice.add(primary, kept, run.num_pages)
+            held = choice.shared(held | kept)
+        begun.append(HolderRun(*run.key, primary, held, run.learners - held))
+    return [choice.completed(run) for run in begun]
+
+
+def _split(run: HolderRun, num_pages: int) -> tuple[HolderRun, HolderRun | None]:
+    """The first pages of a run, and the rest if there is any."""
+    if num_pages >= run.num_pages:
+        return run, None
+    cut, same = run.first + num_pages, (run.primary, run.holders, run.learners)
+    return HolderRun(run.layer, run.first, cut, *same), HolderRun(run.layer, cut, run.stop, *same)
+
+
+class _Balance:
+    """The state pages of one stage on their way to even shares: `floor` pages each, one more for those with a slot.
+
+    Runs keep their old primary in here; `_at` says who has them now.
+    """
+
+    def __init__(
+        self, stage: int, members: Sequence[int], choice: MirrorChoice, layout: ModelLayout, replicated: bool
+    ) -> None:
+        self._members, self._everybody, self._choice = members, frozenset(members), choice
+        self._layout, self._replicated = layout, replicated
+        self._farthest = choice.farthest(stage)
+        self._at: dict[int, dict[Alive, list[HolderRun]]] = {rank: {} for rank in (_ANYBODY, _NOBODY, *members)}
+        self._size: dict[int, Counter[Alive]] = {rank: Counter() for rank in self._at}  # pages of the lists in _at
+        self._load = dict.fromkeys(members, 0)
+        self._loss: list[tuple[HolderRun, Alive, int]] = []  # the loss page has no part in the balance
+        self._of_layer: dict[int, Counter[int]] = {}  # a worker's pages by layer, where that is needed
+        self._even: dict[int, int] = {}  # layer -> a worker's share of its pages
+        self._floor, self._free_slots = 0, 0
+        self._slots: set[int] = set()
+        self._stuck: set[int] = set()
+        self._complete: dict[Alive, bool] = {}
+        self._least_distance = 0
+        self._far: dict[Alive, list[int]] = {}
+
+    def fill(self, runs: Sequence[HolderRun]) -> None:
+        """Puts the runs to their primaries."""
+        workers = frozenset(self._choice.stage_of)
+        losses = {(ly.index, ly.loss_block.first_page) for ly in self._layout.layers if ly.loss_block}
+        groups: defaultdict[tuple[int, frozenset[int]], list[HolderRun]] = defaultdict(list)
+        of_layer: Counter[int] = Counter()
+        for run in runs:
+            if (run.layer, run.first) in losses:
+                self._loss.append((run, run.holders & workers, self._primary_of_loss(run)))
+                continue
+            groups[run.primary, run.holders].append(run)
+            of_layer[run.layer] += run.stop - run.first
+        for (primary, held), same in groups.items():
+            alive = self._choice.shared(held if held <= workers else held & workers)
+            away = _ANYBODY if self._is_free(alive) else _NOBODY
+            self._put(primary if primary in self._load else away, alive, same)
+        self._even = {layer: -(-num_pages // len(self._members)) for layer, num_pages in of_layer.items()}
+        total = sum(of_layer.values())
+        self._floor, self._free_slots = divmod(total, len(self._members))
+        above = [rank for rank in self._members if self._load[rank] > self._floor]
+        self._slots = set(sorted(above, key=lambda rank: -self._load[rank])[: self._free_slots])
+        self._free_slots -= len(self._slots)
+
+    def _primary_of_loss(self, run: HolderRun) -> int:
+        for ranks in ((run.primary,), run.holders, run.learners):
+            if here := self._everybody.intersection(ranks):
+                return min(here)
+        return self._members[-1]
+
+    def dealt(self) -> Iterator[tuple[HolderRun, Alive, int]]:
+        """(run, holders that are members, its primary from now on)."""
+        yield from self._loss
+        for rank in self._members:
+            for alive, runs in self._at[rank].items():
+                yield from ((run, alive, rank) for run in runs)
+
+    def is_complete(self, run: HolderRun, alive: Alive) -> bool:
+        """Whether a run of a primary in this stage has exactly the holders that it should have."""
+        if alive not in self._complete:
+            count, everybody = self._choice.count, self._everybody
+            wanted = max(count + 1, len(everybody)) if self._replicated else count + 1
+            self._complete[alive] = len(alive) == wanted and (not self._replicated or everybody <= alive)
+        return len(alive) == len(run.holders) and self._complete[alive]
+
+    def even_out(self) -> None:
+        """Hands pages over until everybody has the floor, or one more with a slot."""
+        self._hand_to_learners()
+        for least_distance in (1, 0) if self._farthest and not self._replicated else (0,):
+            self._least_distance, self._stuck = least_distance, set()
+            for source in (_NOBODY, *self._members):
+                while self._excess(source) and (path := self._search(source)):
+                    self._go(path)
+        takers = iter(self._members)
+        taker = next(takers)
+        for source in self._members:
+            while excess := self._excess(source):
+                while not self._room(taker):
+                    taker = next(takers)
+                self._hand_over(source, list(self._at[source]), taker, min(excess, self._room(taker)))
+        self._deal_strays()
+
+    def _is_free(self, alive: Alive) -> bool:
+        """Whether any member of the stage can become the primary without a copy that is not needed anyway."""
+        return self._replicated or len(alive) <= self._choice.count
+
+    def _excess(self, rank: int) -> int:
+        if rank < 0:
+            return self._size[rank].total()
+        return max(0, self._load[rank] - self._floor - (rank in self._slots))
+
+    def _room(self, rank: int) -> int:
+        return max(0, self._floor + (rank in self._slots or self._free_slots > 0) - self._load[rank])
+
+    # ---- what costs nothing: augmenting paths
+
+    def _search(self, source: int) -> list[Step] | None:
+        """The shortest way on which pages can change hands for nothing until somebody has room for them.
+
+        Nobody on the way of a search that failed will ever be on one that succeeds.
+        """
+        came: dict[int, tuple[int, Alive | None]] = {}
+        queue = deque((source,))
+        while queue:
+            rank = queue.popleft()
+            for alive, to in self._next(rank):
+                if to in came or to == source or to in self._stuck:
+                    continue
+                came[to] = rank, alive
+                if to != _SLOT and self._room(to):
+                    path: list[Step] = []
+                    while to != source:
+                        before, alive = came[to]
+                        path.append((before, alive, to))
+                        to = before
+                    return path
+                queue.append(to)
+        self._stuck |= {source, *came}
+        return None
+
+    def _next(self, rank: int) -> Iterator[tuple[Alive | None, int]]:
+        if rank == _SLOT:
+            yield from ((None, other) for other in self._members if other in self._slots)
+            return
+        for alive, num_pages in self._size[rank].items():
+            if num_pages and self._is_free(alive):
+                yield from ((alive, other) for other in self._takers(alive))
+        for alive, num_pages in self._size[rank].items():
+            if num_pages:
+                yield from ((alive, other) for other in sorted(alive & self._everybody) if other != rank)
+        if rank >= 0 and rank not in self._slots:
+            yield None, _SLOT
+
+    def _takers(self, alive: Alive) -> Sequence[int]:
+        """Who may be the primary of pages that miss a copy: the farthest with room, or else all who are far enough."""
+        best, best_distance = _NOBODY, self._least_distance - 1
+        for rank in self._members:
+            if self._room(rank):
+                distance = self._distance(rank, alive)
+                if distance > best_distance:
+                    best, best_distance = rank, distance
+                if distance >= self._farthest:
+                    break
+        if best != _NOBODY:
+            return (best,)
+        assert self._least_distance, "as long as somebody has too many pages, somebody has too few"
+        if alive not in self._far:
+            self._far[alive] = [rank for rank in self._members if self._distance(rank, alive)]
+        return self._far[alive]
+
+    def _distance(self, rank: int, alive: Alive) -> int:
+        return self._farthest if self._replicated or rank in alive else self._choice.distance(rank, alive)
+
+    def _go(self, path: Sequence[Step]) -> None:
+        """Hands over along a path, which begins with its last step; as much as every step allows."""
+        source, taker = path[-1][0], path[0][2]
+        amount = self._excess(source)
+        for rank, alive, to in path:
+            if alive is not None:
+                amount = min(amount, self._size[rank][alive])
+            elif rank == _SLOT:
+                self._slots.remove(to)
+                amount = 1
+            else:
+                self._slots.add(rank)
+        amount = min(amount, self._room(taker))
+        for rank, alive, to in path:
+            if alive is not None:
+                self._hand_over(rank, [alive], to, amount)
+
+    # ---- which pages
+
+    def _put(self, rank: int, alive: Alive, runs: Sequence[HolderRun]) -> None:
+        self._at[rank].setdefault(alive, []).extend(runs)
+        num_pages = sum(run.stop - run.first for run in runs)
+        self._size[rank][alive] += num_pages
+        if rank >= 0:
+            self._load[rank] += num_pages
+
+    def _hand_over(self, source: int, which: Sequence[Alive], taker: int, amount: int) -> None:
+        """Moves `amount` pages with these holders, first those that the taker is learning.
+
+        It takes from the layers of which it has least, so that each layer stays dealt over all workers. An atom is
+        split where the rest of it is not to move, or where the taker would have far too much of the layer.
+        """
+        has, turns = self._pages_by_layer(taker), Counter[int]()
+        queue = [(run, alive) for alive in which for run in self._at[source][alive]]
+        order = []
+        for place, (run, _) in enumerate(queue):
+            turns[run.layer] += 1
+            share = has[run.layer] / self._even[run.layer]
+            order.append((taker not in run.learners, turns[run.layer], share, place))
+        queue = [queue[place] for _, _, _, place in sorted(order)]
+        for evenly in (True, False):
+            rest = []
+            for place, (run, alive) in enumerate(queue):
+                if not amount:
+                    rest += queue[place:]
+                    break
+                num_pages, even = min(amount, run.num_pages), self._even[run.layer]
+                if evenly and 4 * (has[run.layer] + num_pages) > 5 * even:
+                    num_pages = min(num_pages, max(0, even - has[run.layer]))
+                tail: HolderRun | None = run
+                if num_pages:
+                    head, tail = _split(run, num_pages)
+                    self._book(source, alive, head, taker)
+                    amount -= num_pages
+                if tail:
+                    rest.append((tail, alive))
+            queue = rest
+        for alive in which:
+            self._at[source][alive] = []
+        for run, alive in queue:
+            self._at[source][alive].append(run)
+
+    def _pages_by_layer(self, rank: int) -> Counter[int]:
+        """Kept up to date from the first question on."""
+        if rank not in self._of_layer:
+            self._of_layer[rank] = Counter()
+            for runs in self._at[rank].values():
+                for run in runs:
+                    self._of_layer[rank][run.layer] += run.num_pages
+        return self._of_layer[rank]
+
+    def _hand_to_learners(self) -> None:
+        """Whoever is learning pages of somebody with too many gets them first: a plan that is under way goes on."""
+        for source in self._at:
+            for alive, runs in list(self._at[source].items()):
+                if any(run.learners for run in runs):
+                    left = (self._without_learned(source, alive, run) for run in runs)
+                    self._at[source][alive] = [run for run in left if run]
+
+    def _without_learned(self, source: int, alive: Alive, run: HolderRun) -> HolderRun | None:
+        """Gives the first pages of a run to a learner, as the excess and its room allow; returns the others."""
+        for rank in sorted(run.learners & self._everybody):
+            if num_pages := min(self._excess(source), self._room(rank)):
+                head, tail = _split(run, num_pages)
+                self._book(source, alive, head, rank)
+                return tail
+        return run
+
+    def _book(self, source: int, alive: Alive, run: HolderRun, taker: int) -> None:
+        """Books a run at its taker; the source's list is not touched."""
+        self._put(taker, alive, (run,))
+        self._size[source][alive] -= run.num_pages
+        if source >= 0:
+            self._load[source] -= run.num_pages
+        for rank, num_pages in ((taker, run.num_pages), (source, -run.num_pages)):
+            if rank in self._of_layer:
+                self._of_layer[rank][run.layer] += num_pages
+        if self._free_slots and self._load[taker] > self._floor and taker not in self._slots:
+            self._slots.add(taker)
+            self._free_slots -= 1
+
+    def _deal_strays(self) -> None:
+        """Deals what nobody has, each layer over all who have room, in proportion: one neighbour to one neighbour."""
+        for rank in self._members:
+            if self._free_slots and rank not in self._slots:
+                self._slots.add(rank)
+                self._free_slots -= 1
+        homeless = [*self._at[_ANYBODY].items(), *self._at[_NOBODY].items()]
+        strays = sorted(((run, alive) for alive, runs in homeless for run in runs), key=lambda stray: stray[0].key)
+        for _, of_layer in groupby(strays, key=lambda stray: stray[0].layer):
+            queue = deque(of_layer)
+            left = sum(run.num_pages for run, _ in queue)
+            rooms = sum(map(self._room, self._members))
+            for rank in self._members:
+                room = self._room(rank)
+                share = -(-left * room // rooms) if room else 0
+                left, rooms = left - share, rooms - room
+                while share:
+                    run, alive = queue.popleft()
+                    head, tail = _split(run, share)
+                    share -= head.num_pages
+                    self._put(rank, alive, (head,))
+                    if tail:
+                        queue.appendleft((tail, alive))

@@ -1,0 +1,49 @@
+"""A mesh epoch as a worker sees it: what a PLACE says, worked out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery.messages import Place, Work
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.replicas import from_rows
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One mesh epoch.
+
+    Args:
+        version: the highest of any member when the epoch began.
+        work: who runs what of step version + 1; None: nothing of it was begun, the placement holds for it too.
+        validate: the version whose validation is to be run again, or -1.
+        save: write the state of `version` and begin no other step.
+        pause: begin no other step before the next PREPARE.
+    """
+
+    placement: Placement
+    version: int = 0
+    work: tuple[Work, ...] | None = None
+    validate: int = -1
+    save: bool = False
+    pause: bool = False
+
+    @classmethod
+    def of(cls, healthy: Placement, place: Place) -> Epoch:
+        """What `place` says.
+
+        Args:
+            healthy: the placement of the first epoch: what is the same in all of them.
+        """
+        shape = healthy.mesh.shape
+        tp, fsdp = shape.axis_size("tp"), shape.axis_size("fsdp")
+        mesh = Mesh(MeshShape.of_stages(map(len, place.stages), tp=tp, fsdp=fsdp), place.stages, place.epoch)
+        placement = replace(
+            healthy,
+            mesh=mesh,
+            layer_cuts=place.layer_cuts,
+            unit_counts=place.unit_counts,
+            holders=from_rows(place.holders) if place.holders else healthy.holders,
+        )
+        return cls(placement, place.version, place.work, place.validate, place.save, place.pause)

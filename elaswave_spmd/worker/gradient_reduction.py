@@ -1,0 +1,364 @@
+"""The canonical reduction of gradients: local tree nodes go to the primaries, entries from there to the mirrors.
+
+A worker adds up its own units as far as the tree allows. A node that it cannot complete alone is cut by page runs and
+sent to each run's primary. The primary adds nodes until it has the root: the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes, parent_and_sibling
+from elaswave_spmd.recovery.messages import NodeSum
+from elaswave_spmd.runtime.trees import PrimaryRun
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.layout import LOSS, READER, ModelLayout
+from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
+
+Send = Callable[[int, NodeSum, Tensor], None]
+EntryDone = Callable[[int, HolderRun, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Pages [first, stop) of a layer's gradient buffer go to the holders of `run`: the same pages, or their source."""
+
+    layer: int
+    first: int
+    stop: int
+    run: HolderRun
+
+
+def routes(layout: ModelLayout, holder_runs: HolderMap, layer: int) -> tuple[Route, ...]:
+    """Where the gradient pages of one layer go. A reader block's pages go to the holders of the pages it reads."""
+    found = [Route(layer, run.first, run.stop, run) for run in holder_runs[layer]]
+    for block in layout.layers[layer].reader_blocks:
+        assert block.source is not None
+        owner, source = block.source
+        shift = block.first_page - source
+        inside = range(source, source + block.num_pages)
+        found += [
+            Route(layer, run.first + shift, run.stop + shift, run) for run in holder_runs[owner] if run.first in inside
+        ]
+    return tuple(found)
+
+
+class GradientReducer:
+    """The reduction of one step after another on one worker, from mesh epoch to mesh epoch.
+
+    A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary; with
+    sharded gradients they are given up when sent, and a unit whose sum is lost with a primary is computed again.
+
+    Args:
+        place: the device on which sums lie, and where payloads come that are added to them.
+        sharded: gradients are sharded: nodes leave as soon as they are done and their buffers are not kept.
+        add_in_place: autograd may add a unit's gradient straight into its sibling's buffer (fp32 compute).
+        send: (primary, message, fp32 payload); the payload must not change until the step is decided.
+        entry_done: called with (step, run, entry) for each entry completed of a run that this worker is primary of. The
+            step may be one that this worker has not begun.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        layout: ModelLayout,
+        num_units: int,
+        place: torch.device,
+        *,
+        sharded: bool,
+        add_in_place: bool,
+        send: Send,
+        entry_done: EntryDone,
+    ) -> None:
+        self.rank, self.num_units, self._place = rank, num_units, place
+        self._layout, self._sharded, self._add_in_place = layout, sharded, add_in_place
+        self._send, self._entry_done = send, entry_done
+        self._pools: dict[int, GradientPool] = {}
+        self._routes: dict[int, tuple[Route, ...]] = {}
+        self._primary: list[HolderRun] = []
+        self._steps: dict[int, dict[RunKey, PrimaryRun]] = {}
+        self._early: list[tuple[NodeSum, Tensor]] = []
+        self._final: frozenset[Node] = frozenset()
+        self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
+        self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
+        self.keeps_all = False  # between STATUS and PLACE: what is reported later must still be here
+        self.decided = 0
+        self._sum_bytes = self._peak_sum_bytes = 0
+
+    def bind(self, holder_runs: HolderMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
+        """Takes part in a (newer) mesh epoch: sends what its sums hold for pages that have another primary now.
+
+        Args:
+            unsure: peers that may have missed what they were sent: they get all of it again.
+            holder_runs: of all layers that concern this worker's layers and held pages; runs are those of the older
+                epoch, or parts of them.
+            layers: that this worker computes.
+            current: the step under way.
+        """
+        old_routes, self._routes = self._routes, {}
+        for layer in {*layers, *self._kept, *self._local} & holder_runs.keys():
+            self._routes[layer] = routes(self._layout, holder_runs, layer)
+        self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == self.rank]
+        self._uses = {run.key: uses_of(self._layout, run) for run in self._primary}
+        self._run_at = _by_use(self._layout, self._primary)
+        handed_over = self._split_trees(holder_runs)
+        for layer, kept in self._kept.items():
+            before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
+            for route in self._routes.get(layer, ()):
+                was = _primary_at(before, route.first, route.stop)
+                if was == self.rank:  # its own part went into its trees
+                    continue
+                if was != route.run.primary or route.run.primary in unsure:
+                    for node, buffer in kept:
+                        self._emit_part(current, route, node, buffer, mine=False)
+        for use in handed_over:
+            self._kept.pop(use, None)  # what they had of these pages went into the tree
+        early, self._early = self._early, []
+        for message, payload in early:
+            self.node_received(message, payload)
+        self.keeps_all = False
+
+    def _split_trees(self, holder_runs: HolderMap) -> set[int]:
+        """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there.
+
+        Returns: the layers whose sums went into trees that were sent.
+        """
+        handed_over: set[int] = set()
+        by_layer = {layer: list(runs) for layer, runs in holder_runs.items()}
+        for step, trees in self._steps.items():
+            for key, tree in list(trees.items()):
+                parts = [r for r in by_layer.get(key[0], ()) if key[1] <= r.first and r.stop <= key[2]]
+                if [r.key for r in parts if r.primary == self.rank] == [key]:
+                    continue
+                del trees[key]
+                whole_start, _ = self._layout.layers[key[0]].span(key[1], key[2])
+                for run in parts:
+                    start, stop = self._layout.layers[run.layer].span(run.first, run.stop)
+                    part = tree.part(start - whole_start, stop - whole_start)
+                    if run.primary == self.rank:
+                        trees[run.key] = part
+                    else:
+                        self._send_tree(step, run, part)
+                        handed_over.update(uses_of(self._layout, run))
+        return handed_over
+
+    def _send_tree(self, step: int, run: HolderRun, tree: PrimaryRun) -> None:
+        for use, node, value in tree.sums():
+            first = _first_page_of_use(self._layout, run, use)
+            message = NodeSum(step, use, first, first + run.stop - run.first, *node)
+            self._send(run.primary, message, value)
+
+    # ---- this worker's own units
+
+    def begin_step(self, step: int, units: Iterable[int]) -> None:
+        """The units that this worker is to add up as far as the tree allows, of the step that begins.
+
+        Again in the middle of a step, with those added up so far and those that are still to come: a sum that waits
+        for a unit which another worker does now is finished.
+        """
+        self._final = frozenset(maximal_nodes(units, self.num_units))
+        for layer, (_, buffers) in self._local.items():
+            for node in [n for n in buffers if not self._grows(n)]:
+                self._emit(step, layer, node, buffers.pop(node))
+
+    def _grows(self, node: Node) -> bool:
+        """Whether units are still to come that an open sum is to be added to."""
+        return node not in self._final and any(f[0] <= node[0] and node[1] <= f[1] for f in self._final)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether anything of the step under way was added up or kept here."""
+        return bool(self._local or self._kept)
+
+    def begin_unit(self, layer: int, unit: int, *, alone: bool = False) -> tuple[GradientBuffer, bool]:
+        """The buffer for the unit's gradient of this layer; True: add to it, False: overwrite it.
+
+        `alone`: a unit that this worker does for another one, or again: it is not added to others here.
+        """
+        pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
+        leaf = (unit, unit + 1)
+        if alone:
+            self._alone = pool.acquire()
+            return self._alone, False
+        _, buffers = self._local.setdefault(layer, (Reduction(self.num_units), {}))
+        above = parent_and_sibling(leaf, self.num_units)
+        sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
+        buffer = buffers[leaf] = sibling or pool.acquire()
+        return buffer, sibling is not None
+
+    def end_unit(self, step: int, layer: int, unit: int, *, alone: bool = False) -> None:
+        """The unit's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
+        node = (unit, unit + 1)
+        if alone:
+            self._emit(step, layer, node, self._alone)
+            return
+        reduction, buffers = self._local[layer]
+        added = reduction.add(node)
+        assert added is not None, f"unit {unit} of layer {layer} was computed twice in step {step}"
+        for merge in added.merges:
+            left, right = buffers.pop(merge.left), buffers.pop(merge.right)
+            if left is not right:
+                left.flat.add_(right.flat)
+                self._pools[layer].release(right)
+            buffers[merge.into] = left
+            node = merge.into
+        if node in self._final:
+            self._emit(step, layer, node, buffers.pop(node))
+
+    def drop_unit(self, layer: int) -> None:
+        """The gradient of a unit that was run for its input's gradient only is not wanted."""
+        self._pools[layer].release(self._alone)
+
+    def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
+        if self._sharded and not self.keeps_all:
+            self._pools[layer].forget(buffer)
+        else:
+            self._kept.setdefault(layer, []).append((node, buffer))
+        for route in self._routes[layer]:
+            self._emit_part(step, route, node, buffer, mine=True)
+
+    def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
+        """One run's part of a node. `mine`: if this worker is its primary, that part may be overwritten."""
+        part = buffer.pages(route.first, route.stop)
+        if route.run.primary != self.rank:
+            self._send(route.run.primary, NodeSum(step, route.layer, route.first, route.stop, *node), part)
+            return
+        if mine and self._sharded and len(self._routes[route.layer]) > 1:
+            part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
+        self._add(step, route.run, route.layer, node, part, owned=mine)
+
+    # ---- everybody's nodes, at the primary
+
+    def node_received(self, message: NodeSum, payload: Tensor) -> None:
+        """A node from another worker; ignored when its step is decided already.
+
+        It may be cut as in an older mesh epoch. What is for pages that this worker is not the primary of, as far as it
+        knows, waits for the epoch in which it is.
+        """
+        if message.step <= self.decided:
+            return
+        layout = self._layout.layers[message.layer]
+        runs = [(a, a + run.stop - run.first, run) for a, run in self._run_at.get(message.layer, ())]
+        inside = [(a, b, run) for a, b, run in runs if message.first <= a and b <= message.stop]
+        if sum(b - a for a, b, _ in inside) < message.stop - message.first:
+            self._early.append((message, payload))
+        start, _ = layout.span(message.first, message.stop)
+        for a, b, run in inside:
+            first, stop = layout.span(a, b)
+            whole = (a, b) == (message.first, message.stop)
+            part = payload if whole else payload[first - start : stop - start]
+            self._add(message.step, run, message.layer, (message.lo, message.hi), part, owned=False)
+
+    def _add(self, step: int, run: HolderRun, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
+        runs = self._steps.setdefault(step, {})
+        if run.key not in runs:
+            runs[run.key] = PrimaryRun(self._uses[run.key], self.num_units)
+        trees = runs[run.key]
+        if trees.done:
+            return
+        before = trees.num_bytes
+        entry = trees.add(use, node, value, owned=owned)
+        self._sum_bytes += (trees.num_bytes if entry is None else 4 * entry.numel()) - before
+        self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
+        if entry is not None:
+            self._entry_done(step, run, entry)
+
+    def entry_known(self, step: int, run: RunKey) -> None:
+        """The entry of a run of this worker's primary pages has come from elsewhere: no node of it is needed."""
+        if run in self._uses:
+            tree = self._steps.setdefault(step, {}).setdefault(run, PrimaryRun(self._uses[run], self.num_units))
+            tree.finish()
+
+    def step_decided(self, step: int) -> None:
+        """Everybody has what it needs of this step: its buffers may be used again."""
+        self.decided = step
+        self._steps.pop(step, None)
+        self._early = [(message, payload) for message, payload in self._early if message.step > step]
+        self._sum_bytes = sum(run.num_bytes for later in self._steps.values() for run in later.values())
+        self._local.clear()
+        self._kept.clear()
+        for pool in self._pools.values():
+            pool.release_all()
+
+    def forget(self) -> None:
+        """Gives up everything of undecided steps, own sums and those of others."""
+        for table in (self._local, self._kept, self._steps):
+            table.clear()
+        self._early, self._final, self._sum_bytes = [], frozenset(), 0
+        self._pools.clear()  # messages that are under way may refer to its buffers, and their memory may be bad
+
+    # ---- what it has
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether sums are given up when they are sent."""
+        return self._sharded
+
+    def nodes_held(self) -> dict[int, tuple[Node, ...]]:
+        """Layer -> the nodes of the step under way whose sums are kept here, whole layers each."""
+        found: dict[int, list[Node]] = {layer: [node for node, _ in kept] for layer, kept in self._kept.items()}
+        for layer, (_, buffers) in self._local.items():
+            found.setdefault(layer, []).extend(buffers)
+        return {layer: tuple(sorted(nodes)) for layer, nodes in found.items() if nodes}
+
+    def trees_held(self, step: int, *, current: bool) -> tuple[tuple[int, int, int, int, tuple[Node, ...]], ...]:
+        """(layer, first, stop, use, nodes) of the unfinished trees at this primary.
+
+        `current`: the step is the one under way, so that its own open sums, which no node was made of yet, belong here.
+        """
+        found = []
+        for run in self._primary:
+            tree = self._steps.get(step, {}).get(run.key)
+            if tree is not None and tree.done:
+                continue
+            for use in self._uses[run.key]:
+                nodes = list(tree.nodes_of(use)) if tree is not None else []
+                if current and use in self._local:
+                    nodes += self._local[use][1]
+                if nodes:
+                    found.append((*run.key, use, tuple(sorted(nodes))))
+        return tuple(found)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of gradients kept within a step, at the peak.
+
+        Replicated gradients: the full-size buffers of all open nodes. Sharded: the sums of this worker's own pages; on
+        top comes one layer's buffer at a time, on its way from the layer's backward to the primaries.
+        """
+        return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
+
+
+def _first_page_of_use(layout: ModelLayout, run: HolderRun, use: int) -> int:
+    """Where the pages of a run lie in the gradient buffer of one of its uses."""
+    if use == run.layer:
+        return run.first
+    block = layout.layers[run.layer].block_of(run.first)
+    reader = next(b for layer, b in layout.readers[run.layer, block.first_page] if layer == use)
+    return run.first - block.first_page + reader.first_page
+
+
+def _by_use(layout: ModelLayout, runs: Iterable[HolderRun]) -> dict[int, list[tuple[int, HolderRun]]]:
+    """Layer -> (first page, run) of the runs whose nodes arrive under that layer."""
+    found: dict[int, list[tuple[int, HolderRun]]] = {}
+    for run in runs:
+        for use in uses_of(layout, run):
+            found.setdefault(use, []).append((_first_page_of_use(layout, run, use), run))
+    return {use: sorted(starts, key=lambda start: start[0]) for use, starts in found.items()}
+
+
+def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) -> int | None:
+    """The primary of the older run that pages [first, stop) were part of."""
+    return next((primary for (a, b), primary in before.items() if a <= first and stop <= b), None)
+
+
+def uses_of(layout: ModelLayout, run: HolderRun) -> tuple[int, ...]:
+    """The layers whose gradients add up to the entry of a run, in layer order."""
+    block = layout.layers[run.layer].block_of(run.first)
+    assert block.kind != READER
+    readers = layout.readers.get((run.layer, block.first_page), ()) if block.kind != LOSS else ()
+    return tuple(sorted({run.layer, *(layer for layer, _ in readers)}))

@@ -1,0 +1,153 @@
+"""PUBLISH: after a step is applied, its new parameters go to whoever computes with them and does not hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.recovery.messages import Message, Need, Publish
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
+from elaswave_spmd.sharding.layout import Block, LayerLayout, ModelLayout
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.state import LEARNING, HeldRun, HeldState
+
+Send = Callable[[int, Message, Tensor | None], None]
+
+
+class Publisher:
+    """Sends a worker's primary pages and installs those of others.
+
+    A page goes to the workers of its stage and, if its parameter is tied, of the stages that read it. Holders have
+    applied the step themselves and receive nothing.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        layout: ModelLayout,
+        values: Mapping[int, ValueBuffer],
+        state: HeldState,
+        dtype: torch.dtype,
+        send: Send,
+    ) -> None:
+        self._rank, self._placement, self._layout = rank, placement, layout
+        self._values, self._state, self._dtype, self._send = values, state, dtype, send
+        self._drops_params = bool(placement.shardings.params.axes)
+        self._readers = {part.run.key: self._readers_of(part.run) for part in state if part.run.primary == rank}
+
+    def _readers_of(self, run: HolderRun) -> tuple[int, ...]:
+        block = self._layout.layers[run.layer].block_of(run.first)
+        layers = [run.layer, *(layer for layer, _ in self._layout.readers.get((run.layer, block.first_page), ()))]
+        stages = sorted({self._placement.stage_of_layer(layer) for layer in layers})
+        workers = [worker for stage in stages for worker in self._placement.mesh.stages[stage]]
+        return tuple(worker for worker in dict.fromkeys(workers) if worker not in run.holders)
+
+    def asks(self, holder_runs: HolderMap, layer: int, version: int) -> None:
+        """Asks the primaries for the pages of a layer's compute buffer that are not at this version."""
+        layout = self._layout.layers[layer]
+        for first, stop in self._values[layer].missing(version):
+            for block in _blocks_of(layout, first, stop):
+                owner, shift = block.source or (layer, block.first_page)
+                offset = shift - block.first_page
+                for run in holder_runs[owner]:
+                    a = max(run.first, max(first, block.first_page) + offset)
+                    b = min(run.stop, min(stop, block.first_page + block.num_pages) + offset)
+                    if a < b and self._rank not in run.holders:
+                        self._send(run.primary, Need(version, owner, a, b), None)
+
+    def publish(
+        self, layer: int, version: int, reached: Callable[[RunKey], Collection[int]] = lambda key: ()
+    ) -> dict[RunKey, Tensor]:
+        """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie.
+
+        Args:
+            reached: who gets the values of a run in another way, and is not sent them.
+
+        Returns: the values of the runs that this worker is the primary of and others read.
+        """
+        payloads: dict[RunKey, Tensor] = {}
+        for part in self._state.layers.get(layer, ()):
+            if part.version != version:  # a learner without state yet
+                continue
+            message = Publish(version, *part.run.key)
+            peers = self._readers.get(part.run.key)
+            if not peers and not self._layout.readers:
+                continue
+            payload = self._payload(part)
+            self._install_readers(message, payload)
+            if not peers:
+                continue
+            payloads[part.run.key] = payload
+            others = reached(part.run.key)
+            for peer in peers:
+                if peer not in others:
+                    self._send(peer, message, payload)
+        return payloads
+
+    def refresh(self, layers: Collection[int]) -> None:
+        """Brings what is held here to the compute buffers of these layers, after they or their holders changed."""
+        for layer in layers:
+            self._state.to_compute(layer)
+        for part in self._state:
+            if part.version != LEARNING and self._layout.readers:
+                message = Publish(part.version, *part.run.key)
+                self._install_readers(message, self._payload(part), layers)
+
+    def answer(self, peer: int, need: Need) -> bool:
+        """Publishes again to one worker what it lacks. Returns whether all was here, at that version or the next."""
+        layout, answered = self._layout.layers[need.layer], 0
+        for part in self._state.layers.get(need.layer, ()):
+            first, stop = max(part.run.first, need.first), min(part.run.stop, need.stop)
+            # State that was learned of somebody ahead may be a step ahead of this worker: of no use for computing, but
+            # then all entries of that step are there, and nobody has to.
+            if part.version in (need.step, need.step + 1) and first < stop:
+                a, b = layout.span(first, stop)
+                values = self._payload(part)[a - part.start : b - part.start]
+                self._send(peer, Publish(part.version, need.layer, first, stop), values)
+                answered += stop - first
+        return answered == need.stop - need.first
+
+    def _payload(self, part: HeldRun) -> Tensor:
+        """The run's values, in the compute dtype, in memory that stays as it is until everybody has received them.
+
+        That holds for memory that only an update overwrites, but not for a compute buffer that is dropped in between.
+        """
+        if part.run.layer in self._values and not self._drops_params:
+            return self._state.compute_values(part)
+        return part.master if part.master.dtype == self._dtype else part.master.to(self._dtype)
+
+    def install(self, publish: Publish, payload: Tensor) -> None:
+        """Copies published values, flat in the compute dtype, to every buffer of this worker that has those pages."""
+        if publish.layer in self._values:
+            self._values[publish.layer].install(publish.first, publish.stop, payload, publish.step)
+        self._install_readers(publish, payload)
+
+    def will_reach(self, layer: int, version: int, filed: Iterable[Publish]) -> bool:
+        """Whether each page of a layer's compute buffer is at this version or later, or will be by one of these."""
+        versions = self._values[layer].versions.copy()
+        for publish in filed:
+            if publish.layer == layer:
+                versions[publish.first : publish.stop] = publish.step
+            for reader, shift in self._readers_in(publish):
+                if reader == layer:
+                    versions[publish.first + shift : publish.stop + shift] = publish.step
+        return bool((versions >= version).all())
+
+    def _install_readers(self, publish: Publish, values: Tensor, layers: Collection[int] | None = None) -> None:
+        for layer, shift in self._readers_in(publish):
+            if layer in self._values and (layers is None or layer in layers):
+                self._values[layer].install(publish.first + shift, publish.stop + shift, values, publish.step)
+
+    def _readers_in(self, publish: Publish) -> Iterator[tuple[int, int]]:
+        """Layers that read these pages, and by how much the pages of each lie further on there."""
+        block = self._layout.layers[publish.layer].block_of(publish.first)
+        for layer, reader in self._layout.readers.get((publish.layer, block.first_page), ()):
+            yield layer, reader.first_page - block.first_page
+
+
+def _blocks_of(layout: LayerLayout, first: int, stop: int) -> list[Block]:
+    """The blocks that pages [first, stop) touch."""
+    return [b for b in layout.blocks if b.first_page < stop and first < b.first_page + b.num_pages]

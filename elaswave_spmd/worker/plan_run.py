@@ -1,0 +1,310 @@
+"""From settings to the values of a run: model, layout, placement, job. Controller and workers call the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.data import PreparedData, open_split
+from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
+from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
+from elaswave_spmd.models import LayeredModel, build_model
+from elaswave_spmd.recovery.messages import Place
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.runtime.devices.selection import kind_of
+from elaswave_spmd.runtime_settings import EMULATED
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.sharding import check_spec, specs_of
+from elaswave_spmd.sharding.layout import INTERLEAVED, ModelLayout
+from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.worker.channel import Port
+from elaswave_spmd.worker.configuration import Epoch
+from elaswave_spmd.worker.device_fault import RecoveringExecutor
+from elaswave_spmd.worker.fault_points import Visit
+from elaswave_spmd.worker.learning_rate import LearningRate
+from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
+from elaswave_spmd.worker.optimizers import make_optimizer
+from elaswave_spmd.worker.parameter_broadcast import StageGroup
+from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
+from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
+from elaswave_spmd.worker.programs.inductor import CompiledPrograms
+from elaswave_spmd.worker.programs.xla import XlaPrograms
+from elaswave_spmd.worker.programs.xla_island import XlaIsland
+from elaswave_spmd.worker.spec import Job
+from elaswave_spmd.worker.state import Saved
+
+_ATOM_ELEMENTS = 1 << 16
+"""Mirrors of a worker's pages of a layer are spread in pieces of at least this size: each is a message every step."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is decided before the first worker starts."""
+
+    settings: Settings
+    data: PreparedData
+    job: Job
+    description: ModelDescription
+    placement: Placement
+    costs: CostModel
+
+
+def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
+    """The model that the settings name; on the meta device it has shapes and no memory."""
+    m = settings.model
+    sizes = {
+        "vocab_size": vocab_size,
+        "seq_len": settings.train.seq_len,
+        "layers": m.layers,
+        "d_model": m.d_model,
+        "heads": m.heads,
+        "dropout": m.dropout,
+    }
+    with torch.device(device):
+        return build_model(m.target, sizes, m.args)
+
+
+def plan_run(
+    settings: Settings, data: PreparedData, topology: Topology | None = None, costs: CostModel | None = None
+) -> RunPlan:
+    """Plans a run, and refuses what cannot be run.
+
+    Args:
+        topology: the failure domains of the workers; None: all on one host.
+        costs: of an earlier run; layers are balanced by them, else by their elements.
+
+    Raises:
+        UserError: a model, mesh, spec or size that contradicts another.
+    """
+    model = make_model(settings, data.vocab_size)
+    zero_level = settings.sharding.zero_level
+    shardings = model.shardings if zero_level is None else model.shardings.with_zero(zero_level)
+    shape = settings.mesh.shape
+    _check_islands(model, settings)
+    description = describe(model, page_size=settings.page.size)
+    if settings.runtime.device == EMULATED:
+        settings.emulated.check_layers(len(description.layout.layers))
+    job = _job(settings, data)
+    layer_costs = None
+    if costs is not None:
+        costs.check(len(description.layout.layers), where=f"schedule.profile={settings.schedule.profile}")
+        layer_costs = [layer.seconds for layer in costs.layers]
+    mesh = Mesh.initial(shape, topology)
+    placement = place(
+        mesh, description.layout, shardings, job.num_units, layer_costs=layer_costs, page_layout=settings.schedule.pages
+    )
+    placement = _with_mirrors(placement, description.layout, settings)
+    costs = costs or _unmeasured(job, description.layout)
+    costs = costs.with_links(settings.schedule.latency, settings.schedule.bandwidth)
+    return RunPlan(settings, data, job, description, placement, costs)
+
+
+def _check_islands(model: LayeredModel, settings: Settings) -> None:
+    """Refuses a model that the devices inside a worker cannot run.
+
+    Raises:
+        SpecError: an axis that does not divide what it splits, or that splits nothing.
+        ModelError: constants in layers that are compiled.
+    """
+    shape, specs = settings.mesh.shape, specs_of(model)
+    for name, spec in specs.items():
+        check_spec(spec, tuple(model.get_parameter(name).shape), shape, name=name)
+    used = {axis for spec in specs.values() for axis in spec.axes}
+    for axis in ISLAND_AXES:
+        if shape.axis_size(axis) > 1 and axis not in used:
+            raise SpecError(
+                f"mesh axis {axis!r} splits parameters over the devices of a worker; this model has none to split",
+                got=f"{axis}={shape.axis_size(axis)}",
+                where=f"mesh.{axis}={shape.axis_size(axis)}",
+                exists=f"axes in this model's specs: {', '.join(sorted(used)) or 'none'}",
+                fix=f'leave mesh.{axis} out, or declare it in the model: shard(self.up, weight=P("{axis}", None))',
+            )
+    if kind_of(settings).capabilities.compiles and has_constants(model):
+        raise ModelError(
+            "a layer that is compiled keeps no tensors besides parameters",
+            got=settings.model.target,
+            where=f"runtime.device={settings.runtime.device}",
+            fix="compute them in forward(), or use runtime.device=cpu",
+        )
+
+
+def read_profile(path: str) -> CostModel:
+    """The costs in costs.json of an earlier run, without the speeds of its workers.
+
+    Raises:
+        UserError: it cannot be read, or is no profile.
+    """
+    where = f"schedule.profile={path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("a profile can be read", got=str(error), where=where, fix="costs.json of a run") from None
+    return replace(CostModel.from_json(text, where), speeds=())
+
+
+def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
+    """Layers and links before anything is measured: a nanosecond for each element; 1 GB/s and 0.1 ms."""
+    copies = 1 + len(job.optimizer.state_names)
+    layers = tuple(
+        LayerCost(
+            layer.name,
+            max(1.0, float(layer.num_value_elements)) * 1e-9,
+            0.0,
+            state_bytes=4 * copies * layer.num_state_elements,
+            value_bytes=job.torch_dtype.itemsize * layer.num_value_elements,
+            gradient_bytes=4 * layer.num_gradient_elements,
+        )
+        for layer in layout.layers
+    )
+    return CostModel(layers, 1e9, 1e-4)
+
+
+def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:
+    """With a holder map of the first mesh that has mirrors, if a loss is to be survived."""
+    if not settings.elastic.enabled or not settings.mirror.count:
+        return placement
+    holders = deal_holders(
+        layout,
+        placement.mesh.stages,
+        placement.layer_cuts,
+        replicated=not placement.shardings.optim.axes,
+        topology=placement.mesh.topology,
+        mirror_count=settings.mirror.count,
+        scatter=settings.mirror.scatter,
+        page_layout=placement.page_layout,
+        # What a contiguous layout is dealt as after a change, it is from the first.
+        least_pages=max(1, _ATOM_ELEMENTS // layout.page_size) if placement.page_layout == INTERLEAVED else 1,
+    )
+    return replace(placement, holders=holders)
+
+
+def _job(settings: Settings, data: PreparedData) -> Job:
+    t, o = settings.train, settings.optim
+    if data.num_train_samples < t.global_batch:
+        raise DataError(
+            "the training split holds at least one global batch",
+            got=f"{data.num_train_samples} samples of {t.seq_len} tokens, for train.global_batch={t.global_batch}",
+            where=f"data {data.corpus}",
+            fix="more data, or a smaller train.global_batch or train.seq_len",
+        )
+    rate = LearningRate(o.lr, o.schedule, o.warmup_steps, t.steps, o.final_lr_ratio)
+    return Job(
+        seed=settings.seed,
+        steps=t.steps,
+        global_batch=t.global_batch,
+        unit_size=settings.unit.size,
+        seq_len=t.seq_len,
+        dtype=settings.runtime.dtype,
+        optimizer=make_optimizer(o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum),
+        learning_rate=rate,
+        clip=o.clip,
+        checkpointing=settings.runtime.activation_checkpointing,
+        validate_every=t.validate_every,
+        validation_units=min(t.validate_units, data.num_validation_samples // settings.unit.size),
+        verify_every=settings.mirror.verify_every,
+    )
+
+
+def make_executor(
+    plan: RunPlan,
+    rank: int,
+    port: Port,
+    device: Device,
+    first: Epoch,
+    place_of: Callable[[Place], Epoch],
+    visit: Visit,
+    saved: Saved | None,
+    programs: StagePrograms,
+    group: StageGroup | None,
+) -> RecoveringExecutor:
+    """The executor of one worker: only its own layers get memory.
+
+    Args:
+        device: that it computes with.
+        first: the mesh epoch in which it becomes a member.
+        place_of: what a later PLACE says, worked out; connects to whoever is new.
+        visit: told of the points that a step passes.
+        saved: the state that a resumed run begins with.
+        programs: as `make_programs` gives them.
+        group: of its stage, for new parameters; None: links alone.
+    """
+    return RecoveringExecutor(
+        rank,
+        plan.job,
+        plan.description.layout,
+        first,
+        _Layers(plan),
+        programs,
+        device,
+        plan.description.inits,
+        open_split(plan.data, "train"),
+        open_split(plan.data, "validation") if plan.job.validates else None,
+        port,
+        place_of=place_of,
+        visit=visit,
+        saved=saved,
+        group=group,
+    )
+
+
+def make_programs(
+    plan: RunPlan,
+    rank: int,
+    place: torch.device,
+    frequency: Callable[[], float],
+    compiled: Callable[[str], None],
+) -> StagePrograms:
+    """What runs the layers of one worker; compiled, for all layers of the model, where that is wanted or has to be.
+
+    Args:
+        place: where parameters and what programs take and give lie.
+        frequency: of an emulated device; asked before every program.
+        compiled: told the name of each layer when its programs are there.
+    """
+    settings, layout = plan.settings, plan.description.layout
+    model = make_model(settings, plan.data.vocab_size)
+    args = program_args(plan.job, layout, model.loss)
+    if settings.runtime.device != EMULATED:
+        unit, dtype = (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype
+        if settings.runtime.compile:
+            programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
+            modules = _Layers(plan)(range(len(layout.layers)))
+            programs.compile([*modules.values()], layout, unit, dtype, compiled)
+            return programs
+        if not kind_of(settings).capabilities.compiles:
+            return StagePrograms(**args)
+        island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
+        programs = XlaPrograms(**args, island=island, specs=specs_of(model))
+        programs.compile(model.layers, layout, unit, dtype, compiled)
+        return programs
+    e = settings.emulated
+    speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731
+    return EmulatedPrograms(
+        **args, device=EmulatedDevice(e.forward_ms / 1e3, e.backward_ms / 1e3, e.layer_costs, speed)
+    )
+
+
+class _Layers:
+    """New modules of layers, for an executor to fill: copies of a model that is made once, without its parameters.
+
+    Making one takes tens of milliseconds, and everybody would wait for that whenever layers move.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._model = make_model(plan.settings, plan.data.vocab_size)
+        if has_constants(self._model):  # they exist only where the model is made for real
+            self._model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
+            for module in self._model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    setattr(module, name, empty)
+
+    def __call__(self, layers: Iterable[int]) -> Mapping[int, nn.Module]:
+        return {number: copy.deepcopy(self._model.layers[number]) for number in sorted(set(layers))}

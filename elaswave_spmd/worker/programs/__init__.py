@@ -1,0 +1,1 @@
+"""Layer programs: what runs a layer forward and backward, eagerly, compiled by inductor or XLA, or emulated."""

@@ -1,0 +1,350 @@
+"""Layer programs on PyTorch/XLA: forward, backward and evaluation of each layer as compiled programs of an island.
+
+A layer's forward program returns its output and what autograd saved for the backward; the backward program takes that.
+So both are functions without hidden state, and no autograd runs in a step. They take the layer's parameters, its input
+and its keys as one vector of integers: no number of a step is part of a graph.
+
+Tensors stay on the island between the layers of a stage; what leaves the stage, and gradients, are host tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.determinism import Keys
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models import Batch
+from elaswave_spmd.sharding import P
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.programs.eager import Loss, Saved, StagePrograms, checked_loss, checked_output
+from elaswave_spmd.worker.programs.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
+
+_INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
+
+
+@dataclass(frozen=True)
+class LayerPrograms:
+    """The programs of one layer.
+
+    Args:
+        forward: (given) -> output, residuals.
+        backward: (given, residuals, gradient by the output unless it is the loss) -> gradient by the input if it has
+            one, and those of the parameters that get any.
+        evaluate: (given) -> output.
+        graded: for each parameter, whether it gets a gradient.
+        has_dx: whether the input gets a gradient.
+
+    `given`: parameters, input, keys, and tokens and targets in the last layer.
+    """
+
+    forward: Program
+    backward: Program | None
+    evaluate: Program
+    graded: tuple[bool, ...]
+    has_dx: bool
+
+
+@dataclass
+class Kept:
+    """A unit's forward on the island, for its backward. No residuals: when checkpointing, the forward is run again."""
+
+    given: list[Tensor]
+    residuals: list[Tensor] | None
+
+
+class XlaPrograms(StagePrograms):
+    """Layer programs of an XLA island; for the rest as `StagePrograms`.
+
+    Args:
+        island: whose devices compute.
+        specs: parameter name -> how it lies on the island; others are whole on each device.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        loss: Loss,
+        loss_scale: float,
+        checkpointing: bool,
+        island: XlaIsland,
+        specs: Mapping[str, P],
+    ) -> None:
+        super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
+        self._island, self._specs = island, specs
+        self._programs: dict[int, LayerPrograms] = {}
+        self._placed: dict[int, tuple[object, list[Tensor]]] = {}  # layer -> (version, parameters on the island)
+        self._kept: dict[tuple[int, int], Kept] = {}
+
+    # ---- compiling
+
+    @property
+    def num_compiled(self) -> int:
+        return self._island.num_compiled
+
+    def compile(
+        self,
+        modules: Sequence[nn.Module],
+        layout: ModelLayout,
+        tokens_BT: tuple[int, int],
+        dtype: torch.dtype,
+        compiled: Callable[[str], None] = lambda layer: None,
+    ) -> None:
+        """Compiles the programs of all layers of the model, so that taking one over later compiles nothing.
+
+        Args:
+            modules: every layer, first to last; parameters may be on the meta device.
+            layout: of the model.
+            tokens_BT: shape of a unit.
+            dtype: of parameters and activations.
+            compiled: told the name of each layer when its programs are there.
+
+        Raises:
+            ModelError: a layer that cannot be compiled.
+        """
+        x = torch.zeros(tokens_BT, dtype=torch.int64)
+        for layer, module in zip(layout.layers, modules, strict=True):
+            try:
+                self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
+            except FrozenTensorError as error:
+                raise ModelError(
+                    "a layer that is compiled consists of operators that XLA has, on its input and parameters",
+                    got=f"run on the CPU: {', '.join(error.operators)}" if error.operators else "another tensor",
+                    where=f"layer {layer.name}",
+                    fix="write it with other operators, or use runtime.device=cpu",
+                ) from None
+            compiled(layer.name)
+
+    def _compile(
+        self, layout: LayerLayout, module: nn.Module, x: Tensor, tokens_BT: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[LayerPrograms, Tensor]:
+        """The programs of one layer for inputs like `x`; zeros like its output."""
+        island, layer = self._island, layout.index
+        shapes = [slot.parameter.shape for slot in layout.slots]
+        specs = self._specs_of(layout)
+
+        def given() -> list[Tensor]:
+            host = [*(torch.zeros(shape, dtype=dtype) for shape in shapes), torch.zeros_like(x)]
+            host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
+            host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
+            return island.put(host, [*specs, *[WHOLE] * (len(host) - len(specs))])
+
+        with torch.no_grad(), _evaluating(module):
+            inputs = given()
+            evaluate = island.capture([self._output(layout, module, dtype, inputs)], inputs, [WHOLE])
+            island.forget_traces()
+        inputs = given()
+        leaves = [value for value in inputs[: len(shapes) + 1] if value.is_floating_point()]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        saved = _SavedTensors(island)
+        with saved.hooks():
+            y = self._output(layout, module, dtype, inputs)
+            y = y * self._loss_scale if layer == self._last else y
+        residuals = saved.besides(inputs)
+        forward = island.capture([y.detach(), *residuals], inputs, [WHOLE] * (1 + len(residuals)))
+        outputs = island.run(forward, inputs)
+        # Backward is traced from tensors of its own: those of the trace above belong to that program.
+        again = given()
+        saved.give(again, outputs[1:])
+        backward, graded, has_dx = self._backward_of(layer, y, leaves, inputs, again, outputs, specs)
+        island.forget_traces()
+        programs = LayerPrograms(forward, backward, evaluate, graded, has_dx)
+        return programs, torch.zeros(outputs[0].shape, dtype=outputs[0].dtype)
+
+    def _backward_of(
+        self,
+        layer: int,
+        y: Tensor,
+        leaves: list[Tensor],
+        inputs: list[Tensor],
+        again: list[Tensor],
+        outputs: list[Tensor],
+        specs: list[P],
+    ) -> tuple[Program | None, tuple[bool, ...], bool]:
+        num_parameters = len(specs)
+        if not y.requires_grad:
+            return None, (False,) * num_parameters, False
+        ends = [] if layer == self._last else self._island.put([torch.zeros(y.shape, dtype=y.dtype)], [WHOLE])
+        gradients = torch.autograd.grad(y, leaves, ends or None, allow_unused=True)
+        found = dict(zip(map(id, leaves), gradients, strict=True))
+        of_parameters = [found.get(id(value)) for value in inputs[:num_parameters]]
+        dx = found.get(id(inputs[num_parameters]))
+        made = [] if dx is None else [(dx, WHOLE)]
+        made += [(g, spec) for g, spec in zip(of_parameters, specs, strict=True) if g is not None]
+        marked = [self._island.mark(gradient, spec) for gradient, spec in made]
+        program = self._island.capture(marked, [*again, *outputs[1:], *ends], [spec for _, spec in made])
+        return program, tuple(g is not None for g in of_parameters), dx is not None
+
+    def _output(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
+        """The layer's output, or the loss of the last one, traced; as `StagePrograms` makes it."""
+        paths = [_path(layout, slot) for slot in layout.slots]
+        parameters, (x, packed, *batch) = inputs[: len(paths)], inputs[len(paths) :]
+        keys = Keys(packed[0], packed[1], packed[3:], packed[2])
+        y = torch.func.functional_call(module, dict(zip(paths, parameters, strict=True)), (x, keys))
+        if layout.index == self._last:
+            return checked_loss(self._loss(self._island.mark(y, WHOLE), Batch(*batch)))
+        return self._island.mark(checked_output(y, dtype, layout.name), WHOLE)
+
+    # ---- running
+
+    def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
+        super().bind(modules, values)
+        self._placed = {layer: placed for layer, placed in self._placed.items() if layer in modules}
+
+    def discard_all(self) -> None:
+        super().discard_all()
+        self._kept.clear()
+
+    def discard(self, unit: int) -> None:
+        super().discard(unit)
+        for key in [k for k in self._kept if k[1] == unit]:
+            del self._kept[key]
+
+    def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        given = self._given(layer, x, keys, batch)
+        y, *residuals = self._island.run(self._programs[layer].forward, given)
+        self._saved[layer, unit] = Saved(given[-1], None, keys)  # it says which units were run forward
+        self._kept[layer, unit] = kept = Kept(given, None if self._checkpointing else residuals)
+        held = [given[len(self._programs[layer].graded)], *(kept.residuals or ())]
+        self.memory.note(layer, sum(value.nbytes for value in held), y.nbytes)
+        if layer == self._last:
+            self._losses[unit] = y
+        return self._out(y, layer == max(self._modules))
+
+    def backward(
+        self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+    ) -> Tensor | None:
+        del self._saved[layer, unit]
+        kept, programs = self._kept.pop((layer, unit)), self._programs[layer]
+        made: list[Tensor] = []
+        if programs.backward is not None:
+            ends = [] if dy is None else [self._there(dy)]
+            # The forward's own program: another one that has it inside could give other bits.
+            residuals = self._island.run(programs.forward, kept.given)[1:] if kept.residuals is None else kept.residuals
+            made = self._island.run(programs.backward, [*kept.given, *residuals, *ends])
+        dx = made.pop(0) if programs.has_dx else None
+        losses = [self._losses.pop(unit)] if layer == self._last else []
+        host = iter(self._island.fetch([*made, *losses]))
+        gradients = [next(host) if graded else None for graded in programs.graded]
+        if add:
+            for view, gradient in zip(into.views, gradients, strict=True):
+                if gradient is not None:
+                    view.add_(gradient)
+        else:
+            into.set(gradients)
+        if losses:
+            loss = next(host)
+            into.loss.copy_(into.loss + loss if add else loss)
+        if dx is None:
+            x = kept.given[len(programs.graded)]
+            return torch.zeros(x.shape, dtype=x.dtype) if x.is_floating_point() else None
+        return self._out(dx, layer == min(self._modules))
+
+    def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        (y,) = self._island.run(self._programs[layer].evaluate, self._given(layer, x, keys, batch))
+        return self._out(y, layer == max(self._modules))
+
+    def set_training(self, training: bool) -> None:
+        """Nothing: training and evaluation are two programs."""
+
+    def _given(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> list[Tensor]:
+        packed = torch.cat([torch.stack([keys.seed, keys.step, keys.layer]), keys.sample_ids])
+        host = [packed]
+        if layer == self._last:
+            assert batch is not None
+            host += [batch.tokens, batch.targets]
+        return [*self._parameters(layer), self._there(x), *self._island.put(host, [WHOLE] * len(host))]
+
+    def _parameters(self, layer: int) -> list[Tensor]:
+        """The layer's parameters on the island, sent once for each version."""
+        values = self._values[layer]
+        version = values.version
+        if version is None or self._placed.get(layer, (None,))[0] != version:
+            self._placed[layer] = version, self._island.put(values.parameters, self._specs_of(values.layout))
+        return self._placed[layer][1]
+
+    def dropped(self, layer: int) -> None:
+        self._placed.pop(layer, None)
+
+    def placed(self, layer: int) -> dict[str, Tensor]:
+        """The layer's parameters as they lie on the island now, by their names in it."""
+        layout = self._values[layer].layout
+        return {_path(layout, s): v for s, v in zip(layout.slots, self._parameters(layer), strict=True)}
+
+    def _specs_of(self, layout: LayerLayout) -> list[P]:
+        return [self._specs.get(slot.parameter.name, WHOLE) for slot in layout.slots]
+
+    def _there(self, value: Tensor) -> Tensor:
+        return value if value.device == self._island.place else self._island.put([value], [WHOLE])[0]
+
+    def _out(self, value: Tensor, leaves_stage: bool) -> Tensor:
+        if leaves_stage:
+            return self._island.fetch([value])[0]
+        self._island.wait()  # an action's time is that of its program, not of its start
+        return value
+
+
+def _path(layout: LayerLayout, slot: Slot) -> str:
+    """A parameter's name within its layer."""
+    return slot.parameter.name.removeprefix(layout.name + ".")
+
+
+class _SavedTensors:
+    """What autograd saves while a forward is traced, and what it is given in place of it for the backward."""
+
+    def __init__(self, island: XlaIsland) -> None:
+        self._island = island
+        self._saved: list[Tensor] = []
+        self._given: list[Tensor] = []
+        self._sources: list[tuple[str, int]] = []
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        def pack(value: Tensor) -> int:
+            self._saved.append(value)
+            return len(self._saved) - 1
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda number: self._given[number])
+
+    def besides(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The saved tensors that the forward computes, each once: not its inputs, nor numbers of the code."""
+        identity = self._island.identity
+        numbers = {identity(value): number for number, value in enumerate(inputs)}
+        found: dict[int, tuple[int, Tensor]] = {}
+        for number, value in enumerate(self._saved):
+            tensor = identity(value)
+            if tensor in numbers:
+                self._sources.append((_INPUT, numbers[tensor]))
+            elif not value.ndim and not self._island.is_traced(value):
+                self._sources.append((_NUMBER, number))
+            else:
+                # With a dim: what is given to a program has one, so that it is never taken for a number of the code.
+                found.setdefault(tensor, (len(found), value.detach() if value.ndim else value.detach().reshape(1)))
+                self._sources.append((_RESIDUAL, found[tensor][0]))
+        return [value for _, value in found.values()]
+
+    def give(self, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+        """Hands the backward these tensors."""
+        tables = {_INPUT: inputs, _RESIDUAL: residuals, _NUMBER: self._saved}
+        given = [tables[kind][index] for kind, index in self._sources]
+        self._given = [
+            g.reshape(saved.shape) if not saved.ndim else g for g, saved in zip(given, self._saved, strict=True)
+        ]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Switches a module to evaluation, and back to what each of its modules was."""
+    training = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner, before in training.items():
+            inner.training = before

@@ -1,0 +1,318 @@
+"""The state pages that a worker holds: fp32 master and optimizer state, their update, and how they change hands.
+
+A held run is one contiguous slice of its layer, so that an update is a few kernel calls on whole runs. In fp32 with
+replicated parameters the master *is* the slice of the compute buffer, on workers that compute with the layer; elsewhere
+it lies in a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.runtime.chores import CHORE_ELEMENTS
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.scheduling.placement import HolderRun, RunKey
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.optimizers import PageOptimizer, Update
+
+Saved = Callable[[RunKey, str], Tensor]
+"""(run of pages, kind of state: "master" or the optimizer's) -> fp32 [elements]."""
+
+LEARNING = -1
+"""The version of a run whose state has not come yet."""
+
+
+@dataclass
+class HeldRun:
+    """One run of state pages: elements [start, stop) of its layer, at `version`."""
+
+    run: HolderRun
+    start: int
+    stop: int
+    master: Tensor
+    optimizer_state: dict[str, Tensor]
+    version: int = LEARNING
+
+    def part(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
+        """The same memory under a run that lies inside this one."""
+        start, stop = layout.span(run.first, run.stop)
+        a, b = start - self.start, stop - self.start
+        states = {name: values[a:b] for name, values in self.optimizer_state.items()}
+        return HeldRun(run, start, stop, self.master[a:b], states, self.version)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What one call of the optimizer updates: pieces [first, stop) of held runs that share a rule, and their slices."""
+
+    decay: bool
+    lr_scale: float
+    pieces: list[tuple[RunKey, int, int]]
+    masters: list[Tensor]
+    optimizer_states: dict[str, list[Tensor]]
+
+
+class HeldState:
+    """All held runs of one worker, by layer.
+
+    Args:
+        layout: of the model.
+        optimizer: the update.
+        device: where all of it lies.
+        separate_master: keep masters apart from the compute buffers (bf16, or sharded parameters).
+    """
+
+    def __init__(self, layout: ModelLayout, optimizer: PageOptimizer, device: Device, *, separate_master: bool) -> None:
+        self.optimizer = optimizer
+        self.separate_master = separate_master
+        self._layout, self._device = layout, device
+        self._values: Mapping[int, ValueBuffer] = {}
+        self.layers: dict[int, list[HeldRun]] = {}
+        self._cuts: dict[int, list[_Cut]] = {}
+
+    def rebind(self, runs: Iterable[HolderRun], values: Mapping[int, ValueBuffer]) -> None:
+        """Holds exactly these runs from now on.
+
+        Args:
+            runs: each is one that was held, a part of one, or new: then without state, at version LEARNING.
+            values: the compute buffers of the layers that this worker computes with.
+        """
+        old, self._values = self.layers, values
+        found: dict[int, list[HeldRun]] = {}
+        for run in runs:
+            whole = next(
+                (h for h in old.get(run.layer, ()) if h.run.first <= run.first and run.stop <= h.run.stop), None
+            )
+            layout = self._layout.layers[run.layer]
+            held = whole.part(run, layout) if whole is not None else self._new(run, layout)
+            self._settle(held)
+            found.setdefault(run.layer, []).append(held)
+        self.layers = found
+        self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
+
+    def _new(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
+        start, stop = layout.span(run.first, run.stop)
+        empty = lambda size: torch.empty(size, device=self._device.place)  # noqa: E731
+        states = {name: empty(stop - start) for name in self.optimizer.state_names}
+        return HeldRun(run, start, stop, empty(0 if self._in_compute_buffer(run) else stop - start), states)
+
+    def _in_compute_buffer(self, run: HolderRun) -> bool:
+        return not self.separate_master and run.layer in self._values
+
+    def _settle(self, held: HeldRun) -> None:
+        """Moves a master to where it belongs, when this worker has begun or ceased to compute with its layer."""
+        if self._in_compute_buffer(held.run):
+            place = self._values[held.run.layer].pages(held.run.first, held.run.stop)
+            if held.version != LEARNING and held.master.data_ptr() != place.data_ptr():
+                place.copy_(held.master)
+            held.master = place
+            return
+        whole = held.master.untyped_storage().nbytes() > 4 * held.master.numel()
+        if whole and not self.separate_master:  # a slice of a compute buffer that goes
+            held.master = held.master.clone()
+
+    def __iter__(self) -> Iterator[HeldRun]:
+        return (part for _, held in sorted(self.layers.items()) for part in held)
+
+    def initialise(self, draw: Callable[[str, int, int], Tensor]) -> None:
+        """Fills the masters with initial values: version 0.
+
+        Args:
+            draw: (parameter name, first, stop) -> fp32 elements [first, stop) of the flattened parameter.
+        """
+        for part in self:
+            for values in (part.master, *part.optimizer_state.values()):  # what lies between parameters is zero as well
+                values.zero_()
+            for slot in self._layout.layers[part.run.layer].slots:
+                first, stop = max(slot.start, part.start), min(slot.stop, part.stop)
+                if first < stop:
+                    values = draw(slot.parameter.name, first - slot.start, stop - slot.start)
+                    part.master[first - part.start : stop - part.start].copy_(values)
+            part.version = 0
+        for layer in self.layers:
+            self.to_compute(layer)
+
+    def restore(self, saved: Saved, version: int) -> None:
+        """Fills all runs from a checkpoint."""
+        for part in self:
+            for kind, target in {"master": part.master, **part.optimizer_state}.items():
+                target.copy_(saved(part.run.key, kind))
+            part.version = version
+        for layer in self.layers:
+            self.to_compute(layer)
+
+    def apply(
+        self,
+        layer: int,
+        entries: Mapping[RunKey, Tensor],
+        *,
+        step: int,
+        lr: float,
+        divisor: float,
+    ) -> None:
+        """Updates all held pages of a layer from its entries and moves their values into the compute buffer.
+
+        Args:
+            entries: (layer, first, stop) -> fp32 reduced gradient of that run; may be overwritten.
+        """
+        held = self.layers.get(layer, ())
+        current = [part for part in held if part.version == step - 1]
+        # Not all, while something is being learned here.
+        cuts = self._cuts.get(layer, []) if len(current) == len(held) else self._cut(layer, current)
+        for cut in cuts:
+            self.optimizer.update(
+                cut.masters,
+                [entries[key][first:stop] for key, first, stop in cut.pieces],
+                cut.optimizer_states,
+                Update(step, lr * cut.lr_scale, cut.decay, divisor),
+            )
+        self.keep(layer, step)
+
+    def _cut(self, layer: int, held: list[HeldRun]) -> list[_Cut]:
+        return _cut_by_rule(self._layout.layers[layer], held)
+
+    def keep(self, layer: int, step: int) -> None:
+        """The version advances; alone, when the step's gradient was not finite, it changes nothing else."""
+        for part in self.layers.get(layer, ()):
+            # A learner's state may be a step ahead of the learner, or not here yet.
+            assert part.version in (LEARNING, step - 1, step), (part.run, part.version, step)
+            if part.version == step - 1:
+                part.version = step
+        self.to_compute(layer)
+
+    def compute_values(self, part: HeldRun) -> Tensor:
+        """The run's values as this worker computes with them, a view."""
+        return self._values[part.run.layer].pages(part.run.first, part.run.stop)
+
+    def to_compute(self, layer: int) -> None:
+        """The held pages of a layer go to its compute buffer, where there is one."""
+        values = self._values.get(layer)
+        if values is None:
+            return
+        for part in self.layers.get(layer, ()):
+            if part.version == LEARNING:
+                continue
+            if self.separate_master:
+                values.install(part.run.first, part.run.stop, part.master, part.version)
+            else:
+                values.mark(part.run.first, part.run.stop, part.version)
+
+    # ---- changing hands
+
+    def copy_state(self, part: HeldRun, into: Tensor) -> Iterator[None]:
+        """Copies the run's state in pieces, fp32, flat: the master and then each optimizer state in turn.
+
+        Args:
+            into: of `state_size(part)` elements.
+        """
+        rows = [part.master, *part.optimizer_state.values()]
+        return _copy_in_pieces(zip(into.view(len(rows), -1), rows, strict=True))
+
+    def state_size(self, part: HeldRun) -> int:
+        """Elements of the state of a run."""
+        return (1 + len(part.optimizer_state)) * (part.stop - part.start)
+
+    def learn(
+        self, layer: int, first: int, stop: int, version: int, payload: Tensor, learned: Callable[[HolderRun], None]
+    ) -> Iterator[None]:
+        """Takes the state of pages [first, stop), as `copy_state` gave it, in pieces.
+
+        Args:
+            learned: told of each run that was waiting for it.
+        """
+        start, end = self._layout.layers[layer].span(first, stop)
+        rows = payload.view(1 + len(self.optimizer.state_names), end - start)
+        found = False
+        for part in self.layers.get(layer, ()):
+            if part.version != LEARNING or not (first <= part.run.first and part.run.stop <= stop):
+                continue
+            a, b = part.start - start, part.stop - start
+            in_buffer = self._in_compute_buffer(part.run)
+            targets = [part.master, *part.optimizer_state.values()]
+            pairs = [(target, row[a:b]) for target, row in zip(targets, rows, strict=True)]
+            yield from _copy_in_pieces(pairs[in_buffer:])
+            # A compute buffer that was published to is left alone: a saved forward may refer to it.
+            if in_buffer and not self._values[layer].are_at(part.run.first, part.run.stop, version):
+                part.master.copy_(rows[0, a:b])
+            part.version = version
+            learned(part.run)
+            found = True
+        if found:
+            self.to_compute(layer)
+
+    def fingerprints(self) -> dict[RunKey, bytes]:
+        """A hash of the state of each held run that has any."""
+        return {part.run.key: self._fingerprint(part) for part in self if part.version != LEARNING}
+
+    def disown_damaged(self, written: Mapping[RunKey, bytes]) -> list[RunKey]:
+        """Gives up the runs whose state is no longer what was written; they are to be learned from somebody else."""
+        damaged = []
+        for part in self:
+            hashed = written.get(part.run.key)  # a hash costs about as much as the update: taken where asked for
+            if hashed is not None and part.version != LEARNING and hashed != self._fingerprint(part):
+                part.version = LEARNING
+                damaged.append(part.run.key)
+        return damaged
+
+    def _fingerprint(self, part: HeldRun) -> bytes:
+        found = hashlib.blake2b(digest_size=8)
+        for values in (part.master, *part.optimizer_state.values()):
+            found.update(self._device.to_host(values).numpy().data)
+        return found.digest()
+
+    def disown_all(self) -> list[RunKey]:
+        """Gives up the state of all runs; it is to be learned from somebody else. Returns what it had."""
+        had = [part for part in self if part.version != LEARNING]
+        for part in had:
+            part.version = LEARNING
+        return [part.run.key for part in had]
+
+    def flip_a_bit(self) -> None:
+        """Damages the optimizer state of the first held run, as failing memory would (chaos)."""
+        part = next(iter(self))
+        next(iter(part.optimizer_state.values())).view(torch.int32)[0] ^= 1 << 20
+
+    def num_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of masters (whether or not they are part of a compute buffer), of optimizer state, and of mirrors.
+
+        `mirrors`: both, of the runs that this worker is not the primary of, where state is sharded.
+        """
+        found = {"master": 0, "optimizer": 0, "mirror_master": 0, "mirror_optimizer": 0}
+        for part in self:
+            prefix = "" if part.run.primary == rank else "mirror_"
+            found[prefix + "master"] += part.master.numel() * 4
+            found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
+        return found
+
+
+def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Copies the second of each pair to the first."""
+    for target, source in pairs:
+        for at in range(0, len(source), CHORE_ELEMENTS):
+            target[at : at + CHORE_ELEMENTS].copy_(source[at : at + CHORE_ELEMENTS])
+            yield
+
+
+def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:
+    """The held elements of a layer, by update rule."""
+    cuts: dict[tuple[bool, float], _Cut] = {}
+    for part in held:
+        for segment in layout.segments:
+            first, stop = max(segment.start, part.start) - part.start, min(segment.stop, part.stop) - part.start
+            if first >= stop:
+                continue
+            states = {name: [] for name in part.optimizer_state}
+            cut = cuts.setdefault(
+                (segment.decay, segment.lr_scale), _Cut(segment.decay, segment.lr_scale, [], [], states)
+            )
+            cut.pieces.append((part.run.key, first, stop))
+            cut.masters.append(part.master[first:stop])
+            for name, values in part.optimizer_state.items():
+                cut.optimizer_states[name].append(values[first:stop])
+    return list(cuts.values())

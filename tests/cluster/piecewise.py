@@ -1,0 +1,28 @@
+"""Workers that others overtake in the middle of a copy, as processes do and workers of one process do not."""
+
+from __future__ import annotations
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.chores import Chores
+from tests.cluster.cluster import LocalCluster
+from tests.cluster.processes import Worker
+
+
+class PiecewiseChores(Chores):
+    """Chores of which a worker does one piece at a time, and then waits as if there were none."""
+
+    def do_one(self) -> bool:
+        super().do_one()
+        return False
+
+
+class PiecewiseCluster(LocalCluster):
+    """A cluster in which each piece of a chore is a turn of its worker."""
+
+    def _begin(self, worker: Worker, place: m.Place) -> None:
+        super()._begin(worker, place)
+        assert worker.executor is not None
+        worker.executor.replica.chores = PiecewiseChores()
+
+    def _can_go(self, worker: Worker) -> bool:
+        return super()._can_go(worker) or bool(worker.executor and worker.executor.replica.chores)

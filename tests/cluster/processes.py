@@ -1,0 +1,94 @@
+"""Parts of the simulated cluster: a worker, its end, and what a run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.mesh.topology import Path
+from elaswave_spmd.recovery.actions import EpochBegun, Save, Unrecoverable
+from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.worker.step import Executor
+from tests.cluster.faults import ThenFault
+from tests.cluster.wires import ListPort
+
+
+class Killed(Exception):  # noqa: N818  (the end of a simulated process)
+    pass
+
+
+class LostStateError(AssertionError):
+    """All holders of some pages are gone.
+
+    Args:
+        losses: workers lost since every page had all its mirrors, with those that left if any was lost without notice.
+        members: how many members there were then.
+        left: workers that are neither lost nor asked to leave.
+    """
+
+    def __init__(self, effect: Unrecoverable | Save, losses: int, members: int, left: int) -> None:
+        super().__init__(effect)
+        self.losses, self.members, self.left = losses, members, left
+
+
+@dataclass
+class Trained:
+    """What a run left: per committed step the loss and gradient norm as hex, validation losses, final parameters."""
+
+    losses: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    state_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
+    epochs: list[EpochBegun] = field(default_factory=list)
+    turns: int = 0
+
+
+class Worker:
+    """A simulated process: waits for its place, then trains."""
+
+    def __init__(self, rank: int, port: ListPort) -> None:
+        self.rank, self.port = rank, port
+        self.executor: Executor | None = None
+        self.running: Generator[str, None, None] | None = None
+        self.waiting = "its place"
+        self.asleep = 0  # turns that it stands still
+        self.pace = 1.0  # how often it gets a turn
+        self.version = 0
+
+
+def victims(
+    fault: ThenFault,
+    members: Mapping[int, Worker],
+    runs: Iterable[HolderRun],
+    lost: Sequence[int],
+    newest: Worker | None,
+) -> list[int]:
+    """Whom a fault that is due can happen to; nobody: not yet.
+
+    Args:
+        members: by rank, without those that are lost.
+        runs: who holds what.
+        lost: ranks, in the order of their losses.
+        newest: the last worker that was started, if it is not lost.
+    """
+    able = list(members)
+    if fault.whom == "mirror" and lost:
+        peers = {rank for run in runs if lost[-1] in run.holders for rank in run.holders}
+        return [rank for rank in able if rank in peers] or able
+    if fault.whom == "newcomer" and newest is not None:
+        return [newest.rank]
+    if fault.whom == "ahead":
+        versions = {rank: worker.executor.version for rank, worker in members.items() if worker.executor is not None}
+        first, last = min(versions.values(), default=0), max(versions.values(), default=0)
+        return [rank for rank, version in versions.items() if version == last > first]
+    return able
+
+
+def domain_of(mesh: Mesh, rank: int) -> Path | None:
+    """The failure domain of a worker, newcomers included: they are dealt over those of a mesh in turn."""
+    paths = sorted({path for _, path in mesh.topology.domains})
+    return paths[rank % len(paths)] if len(paths) > 1 else None

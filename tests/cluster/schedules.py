@@ -1,0 +1,363 @@
+"""Seeded random runs of the whole product in one process, with losses, newcomers and delays at any message.
+
+A schedule is drawn from a seed: mesh, sharding, placement, pace, faults. It must end with the bits of the undisturbed
+run. `python -m tests.cluster.schedules --count 1000` runs them and prints where workers were lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.topology import Topology
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.sharding.layout import INTERLEAVED, PAGE_LAYOUTS
+from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
+from tests.cluster.cluster import LocalCluster
+from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
+from tests.cluster.grouped import GroupedCluster
+from tests.cluster.processes import LostStateError, Trained
+from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens
+from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
+
+MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run.
+
+    Args:
+        seed: of everything that is drawn, the order of messages included.
+        run: the arithmetic.
+        mesh, zero: the healthy mesh, and how state is sharded.
+        mirror_count, scatter: of holders.
+        hosts: failure domains that the workers are spread over.
+        dealt: pages, layers and units as dealt to a new mesh; else at random.
+        uneven: some workers and links are slow.
+        pages: how state is dealt over a stage.
+        faults: what happens.
+        grouped: stages publish through groups.
+    """
+
+    seed: int
+    run: TinyRun = field(default_factory=TinyRun)
+    mesh: str = "dp4"
+    zero: int = 1
+    mirror_count: int = 1
+    scatter: int = 0
+    hosts: int = 1
+    dealt: bool = True
+    uneven: bool = False
+    pages: str = INTERLEAVED
+    faults: tuple[AnyFault, ...] = ()
+    grouped: bool = False
+
+    @classmethod
+    def draw(cls, seed: int, *, moving: bool = False, grouped: bool = False) -> Schedule:
+        """The schedule of a seed; `moving`: the same, and units, layers and workers are moved meanwhile."""
+        r = random.Random(seed)
+        run = TinyRun(
+            blocks=r.choice((1, 1, 2)),
+            tied=r.random() < 0.3,
+            dtype=r.choice(("fp32", "fp32", "fp32", "bf16")),
+            units=r.choice((3, 4, 5, 6)),
+            steps=r.choice((3, 4, 4)),
+            checkpointing=r.random() < 0.1,
+        )
+        mesh = r.choice(MESHES)
+        workers = sum(MeshShape.parse(mesh).stage_sizes)
+        faults, longer = draw_faults(r, workers, run.steps)
+        if moving:
+            faults, longer = draw_moves(r, faults, halting=seed % 3 == 0), longer + 2
+        return cls(
+            seed=seed,
+            run=replace(run, steps=run.steps + longer),
+            mesh=mesh,
+            zero=r.randrange(4),
+            mirror_count=r.choice((1, 1, 2)),
+            scatter=r.choice((0, 0, 1, 2)),
+            hosts=r.choice((1, 1, 1, 2)),
+            dealt=r.random() < 0.5,
+            uneven=r.random() < 0.5,
+            pages=PAGE_LAYOUTS[moving and seed % 5 == 0],
+            faults=draw_ahead(r, faults),
+            grouped=grouped,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the first epoch, with its holders."""
+        layout, shardings = self.run.description.layout, self.run.shardings.with_zero(self.zero)
+        mesh = Mesh.initial(MeshShape.parse(self.mesh))
+        if self.hosts > 1:
+            mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
+        found = place(mesh, layout, shardings, self.run.units, page_layout=self.pages)
+        draw = random.Random(f"placement {self.seed}")
+        if not self.dealt:
+            found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
+        holders = deal_holders(
+            layout,
+            mesh.stages,
+            found.layer_cuts,
+            replicated=not shardings.optim.axes,
+            topology=mesh.topology,
+            mirror_count=self.mirror_count,
+            scatter=self.scatter,
+            page_layout=self.pages,
+        )
+        if not self.dealt and shardings.optim.axes:
+            holders = _drawn_holders(draw, holders, mesh.members, self.mirror_count)
+        return replace(found, holders=holders)
+
+    def __str__(self) -> str:
+        faults = "".join(f"\n  {fault}" for fault in self.faults)
+        return f"{replace(self, faults=())!r}{faults}"
+
+
+def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[str, tuple]:
+    """Layers and units anywhere."""
+    cuts = (0, *sorted(draw.sample(range(1, layers), placement.num_stages - 1)), layers)
+
+    units = placement.num_units
+    return {"layer_cuts": cuts, "unit_counts": tuple(draw_counts(draw, units, len(r)) for r in placement.mesh.stages)}
+
+
+def _drawn_holders(draw: random.Random, holders: HolderMap, members: Sequence[int], mirror_count: int) -> HolderMap:
+    """The same pages in other runs, held by anybody."""
+    held = min(mirror_count + 1, len(members))
+
+    def cut(run: HolderRun) -> list[HolderRun]:
+        inside = range(run.first + 1, run.stop)
+        at = [run.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), run.stop]
+        pieces = []
+        for first, stop in itertools.pairwise(at):
+            ranks = draw.sample(list(members), held)
+            pieces.append(HolderRun(run.layer, first, stop, ranks[0], frozenset(ranks)))
+        return pieces
+
+    return {layer: tuple(piece for run in runs for piece in cut(run)) for layer, runs in holders.items()}
+
+
+# ---- running
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must be equal, bit for bit."""
+
+    losses: tuple[str, ...]
+    norms: tuple[str, ...]
+    validation: tuple[tuple[int, str], ...]
+    weights: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def of(cls, trained: Trained) -> Outcome:
+        return cls(
+            tuple(trained.losses),
+            tuple(trained.norms),
+            tuple((step, loss.hex()) for step, loss in sorted(trained.validation.items())),
+            tuple((name, array.tobytes()) for name, array in sorted(trained.weights.items())),
+        )
+
+
+@cache
+def undisturbed(run: TinyRun) -> Outcome:
+    """What the run gives on one worker when nothing happens."""
+    schedule = Schedule(0, run.key, mesh="single")
+    return Outcome.of(_cluster(schedule).run())
+
+
+def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> LocalCluster:
+    run = schedule.run
+    cluster = GroupedCluster if schedule.grouped else LocalCluster
+    return cluster(
+        run.job(),
+        schedule.placement,
+        run.description,
+        run.make_model,
+        TRAIN,
+        VALIDATION,
+        seed=schedule.seed,
+        faults=schedule.faults,
+        policy=Policy(mirror_count=schedule.mirror_count, mirror_scatter=schedule.scatter),
+        uneven=schedule.uneven,
+        trace=trace,
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a schedule ended.
+
+    Args:
+        how: "bits" (all as undisturbed), "lost" (state that nobody held any more), or "" with a failure.
+        failure: what was wrong, in a form that equal causes share.
+        detail: more of it.
+        struck: faults that did happen.
+        lost_at: where workers were killed.
+        epochs: changes of the mesh.
+        moves: those in which the members stayed, and units, layers or workers went elsewhere.
+    """
+
+    how: str
+    failure: str = ""
+    detail: str = ""
+    struck: int = 0
+    lost_at: Counter[Cell] = field(default_factory=Counter)
+    epochs: int = 0
+    turns: int = 0
+    moves: int = 0
+
+
+def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
+    """Runs it to its end and looks at all that must hold. Whatever goes wrong is in the answer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker: part of a run's identity
+    cluster = None
+    try:
+        wanted = undisturbed(schedule.run.key)
+        cluster = _cluster(schedule, trace)
+        how, failure, detail = _judge(schedule, cluster, wanted)
+    except Exception as error:
+        how, failure, detail = "", _classified(error), "".join(traceback.format_exception(error))
+    finally:
+        torch.set_num_threads(threads)
+    if cluster is None:
+        return Ended(how, failure, detail)
+    trained, plan = cluster.result, cluster.plan
+    placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
+    moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
+    return Ended(how, failure, detail, plan.num_struck, plan.lost_at, len(trained.epochs), trained.turns, moves)
+
+
+def _moved(old: Placement, new: Placement) -> bool:
+    if sorted(old.mesh.members) != sorted(new.mesh.members):
+        return False
+    return (old.mesh.stages, old.layer_cuts, old.unit_counts) != (new.mesh.stages, new.layer_cuts, new.unit_counts)
+
+
+def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[str, str, str]:
+    try:
+        found = Outcome.of(cluster.run())
+    except LostStateError as lost:
+        if lost.left == 0 or lost.losses > min(schedule.mirror_count, lost.members - 1):
+            return "lost", "", str(lost)
+        return "", "state lost that had a holder left", f"{lost} after {lost.losses} losses"
+    for name in ("losses", "norms", "validation", "weights"):
+        here, there = getattr(found, name), getattr(wanted, name)
+        if here != there:
+            where = [i for i, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]]
+            return "", f"other bits: {name}", f"at {where}, {len(here)} of {len(there)}"
+    return "bits", "", ""
+
+
+def _classified(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    words = str(error).split(":")[0] if isinstance(error, AssertionError) else ""
+    return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {words[:60]}".strip()
+
+
+# ---- many of them
+
+
+@dataclass
+class Tally:
+    """What many schedules came to."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    lost_at: Counter[Cell] = field(default_factory=Counter)
+    failures: dict[str, list[int]] = field(default_factory=dict)
+    struck: int = 0
+    epochs: int = 0
+    moves: int = 0
+
+    def add(self, seed: int, ended: Ended) -> None:
+        """Counts one."""
+        self.ends[ended.how or "failed"] += 1
+        self.lost_at += ended.lost_at
+        self.struck += ended.struck
+        self.epochs += ended.epochs
+        self.moves += ended.moves
+        if ended.failure:
+            self.failures.setdefault(ended.failure, []).append(seed)
+
+    def coverage(self) -> str:
+        """Message kind by message kind, where workers were killed and how often."""
+        lines = [f"{'worker killed':20} before sending  after  before taking  after"]
+        for message in MESSAGES:
+            cells = [
+                "-" if not happens(message, side) else str(self.lost_at[message, side, after])
+                for side in (SENDER, RECEIVER)
+                for after in (False, True)
+            ]
+            lines.append("{:20} {:>14}  {:>5}  {:>13}  {:>5}".format(message, *cells))
+        return "\n".join(lines)
+
+    def uncovered(self) -> list[Cell]:
+        """Where no worker was killed."""
+        cells = [
+            (message, side, after) for message in MESSAGES for side in (SENDER, RECEIVER) for after in (False, True)
+        ]
+        return [cell for cell in cells if happens(cell[0], cell[1]) and not self.lost_at[cell]]
+
+
+def run_many(seeds: Iterable[int], jobs: int = 1, *, moving: bool = False, grouped: bool = False) -> Tally:
+    """Runs the schedules of these seeds, in so many processes."""
+    tally = Tally()
+    if jobs == 1:
+        for seed in seeds:
+            tally.add(seed, run(Schedule.draw(seed, moving=moving, grouped=grouped)))
+        return tally
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for seed, ended in pool.imap_unordered(partial(_run_seed, moving, grouped), seeds, chunksize=20):
+            tally.add(seed, ended)
+    return tally
+
+
+def _run_seed(moving: bool, grouped: bool, seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns 1 if any schedule failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.schedules", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first seed (default 0)")
+    parser.add_argument("--count", type=int, default=1000, metavar="N", help="schedules (default 1000)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument("--moving", action="store_true", help="units, layers and workers are moved meanwhile")
+    parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
+    parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and tell everything")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        schedule = Schedule.draw(options.seed, moving=options.moving, grouped=options.grouped)
+        print(schedule)
+        ended = run(schedule, print)
+        print(f"{ended.how or 'failed'}: {ended.failure}\n{ended.detail}")
+        return int(bool(ended.failure))
+    seeds = range(options.first, options.first + options.count)
+    tally = run_many(seeds, options.jobs, moving=options.moving, grouped=options.grouped)
+    print(f"{options.count} schedules, {tally.struck} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves")
+    print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
+    print(tally.coverage())
+    for failure, seeds in sorted(tally.failures.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds)} times {failure}: seeds {seeds[:20]}")
+    return int(bool(tally.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The simulated cluster's links: lists of encoded messages, delivered per link in order, between links at random."""
+
+from __future__ import annotations
+
+import random
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.worker.channel import Incoming, arrived, payload_dtype, tensor_of
+from tests.cluster.faults import RECEIVER, AnyFault, MessageFault
+
+Link = tuple[int, int]
+"""(sender, receiver)."""
+
+
+@dataclass(frozen=True)
+class Flying:
+    """A message on its way, as a link has it: encoded, its payload still in the sender's memory."""
+
+    sender: int
+    header: bytes
+    payload: Tensor | None
+
+    def arrive(self, compute: torch.dtype, device: Device) -> Incoming:
+        """The payload is read now, at the latest time a link may read it: overwriting it before shows as wrong bits."""
+        message = m.decode(self.header)
+        if self.payload is None:
+            return Incoming(self.sender, message)
+        data = device.to_host(self.payload).reshape(-1).view(torch.uint8).numpy().tobytes()
+        payload = tensor_of(memoryview(data), payload_dtype(message, compute))
+        return Incoming(self.sender, message, arrived(message, payload, device))
+
+
+class Wires:
+    """All links of a cluster.
+
+    Args:
+        compute: dtype of activations and published parameters.
+        device: of all workers.
+        draw: decides what arrives when.
+        uneven: one link in ten is much slower than the others.
+    """
+
+    def __init__(self, compute: torch.dtype, device: Device, draw: random.Random, *, uneven: bool) -> None:
+        self._compute, self._device, self._random, self._uneven = compute, device, draw, uneven
+        self.flying: dict[Link, deque[Flying]] = {}
+        self._links: dict[int, list[Link]] = {}  # by receiver
+        self._slow: dict[Link, bool] = {}
+        self._frozen: dict[int, defaultdict[Link, int]] = {}  # of who stands still: how much of it is out, by link
+
+    def has_some_for(self, peer: int) -> bool:
+        """Whether anything that is out is on its way to `peer`."""
+        return any(self.flying[ln] and self._is_out(ln) for ln in self._links.get(peer, ()))
+
+    def _is_out(self, link: Link) -> bool:
+        return link[0] not in self._frozen or self._frozen[link[0]][link] > 0
+
+    def put(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        """A message begins its way."""
+        link = sender, peer
+        if link not in self.flying:
+            self.flying[link] = deque()
+            insort(self._links.setdefault(peer, []), link)
+        self.flying[link].append(Flying(sender, m.encode(message), payload))
+
+    def arrivals(self, peer: int) -> Iterator[Incoming]:
+        """Some of what is on its way to `peer`."""
+        links = [link for link in self._links.get(peer, ()) if self.flying[link]]
+        for link in self._random.sample(links, len(links)):
+            if self._uneven and self._waits(link):
+                continue
+            queue, frozen = self.flying[link], self._frozen.get(link[0])
+            for _ in range(self._random.randint(0, len(queue))):
+                if frozen is not None:
+                    if not self._is_out(link):
+                        break
+                    frozen[link] -= 1
+                yield queue.popleft().arrive(self._compute, self._device)
+
+    def _waits(self, link: Link) -> bool:
+        if link not in self._slow:
+            self._slow[link] = self._random.random() < 0.1
+        return self._slow[link] and self._random.random() < 0.95
+
+    def freeze(self, rank: int) -> None:
+        """The process stands still: nothing that it sends from now on arrives before `thaw`."""
+        self._frozen[rank] = defaultdict(int, {ln: len(q) for ln, q in self.flying.items() if ln[0] == rank})
+
+    def thaw(self, rank: int) -> None:
+        del self._frozen[rank]
+
+    def cut(self, rank: int, out: Link | None) -> None:
+        """The process is gone; of what it had not got out, each link delivers some first part, and `out` everything."""
+        for (sender, peer), queue in self.flying.items():
+            if sender == rank and (sender, peer) != out:
+                keep = self._random.randint(0, len(queue))
+                while len(queue) > keep:
+                    queue.pop()
+            if peer == rank:
+                queue.clear()
+
+
+class Cluster(Protocol):
+    """What a port needs of the cluster: to be told what arrives, and what happens to a worker at a message."""
+
+    def deliver_some(self, rank: int) -> None: ...
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None: ...
+
+    def at_message(self, rank: int, message: m.Message, side: str) -> None: ...
+
+    def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None: ...
+
+    def strike(self, rank: int, fault: AnyFault) -> None: ...
+
+
+class ListPort:
+    """One worker's port."""
+
+    def __init__(self, rank: int, cluster: Cluster) -> None:
+        self._rank, self._cluster = rank, cluster
+        self.inbox: deque[Incoming] = deque()
+        self.then: MessageFault | None = None  # to happen when what was taken last has been dealt with
+
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        self._cluster.send(self._rank, peer, message, payload)
+
+    def take(self) -> list[Incoming]:
+        self._cluster.deliver_some(self._rank)
+        found = []
+        while self.then is None and self.inbox:
+            found.append(self.take_one(0))
+        if not found and self.then is not None:
+            then, self.then = self.then, None
+            self._cluster.strike(self._rank, then)
+        return found
+
+    def take_one(self, place: int) -> Incoming:
+        """A message out of the inbox, with what happens to its receiver before and after it."""
+        message = self.inbox[place].message
+        self._cluster.at_message(self._rank, message, RECEIVER)
+        taken = self.inbox[place]
+        del self.inbox[place]
+        self.then = self._cluster.after_message(self._rank, message, RECEIVER)
+        return taken

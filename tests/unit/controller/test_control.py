@@ -1,0 +1,422 @@
+"""What is answered to `ctl`, by a run whose protocol is real and whose workers are made up; and the socket itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.controller import admin_client
+from elaswave_spmd.controller import admin_server as module
+from elaswave_spmd.controller.admin_server import Control, ControlSocket
+from elaswave_spmd.elastic_settings import ElasticSettings
+from elaswave_spmd.errors import ControlError
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery import ControllerProtocol
+from elaswave_spmd.recovery.actions import Effect, Evict, Send
+from elaswave_spmd.recovery.messages import Applied, Prepare, Ready
+from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver
+from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replicas import HolderRun
+
+USES = [LayerUse(name, (ParameterInfo(f"{name}.w", (64,)),)) for name in "ab"]
+LAYOUT = lay_out(USES, page_size=64)
+HOLDERS = {
+    layer.index: tuple(
+        HolderRun(layer.index, block.first_page, block.first_page + block.num_pages, 2 * layer.index, holders)
+        for block in layer.blocks
+    )
+    for layer, holders in zip(LAYOUT.layers, (frozenset({0, 1}), frozenset({2})), strict=True)
+}
+
+
+class World:
+    """A run of workers 0 and 1 on stage 0 and worker 2 on stage 1; nothing is sent, workers are numbers."""
+
+    def __init__(self, folder: Path, elastic: ElasticSettings) -> None:
+        mesh = Mesh.initial(MeshShape.of_stages((2, 1)))
+        placement = Placement(mesh, 4, (0, 1, 2), ((2, 2), (4,)), Shardings(), holders=HOLDERS)
+        self.protocol = ControllerProtocol(placement, LAYOUT, 9)
+        self.workers: dict[int, int | None] = {0: 100, 1: 101, 2: None}
+        self.effects: list[Effect] = []
+        self.mailbox = Mailbox()
+        self.folder = folder / "run"
+        self.observer = RunObserver(RunDir.create(self.folder, "", model="m", mesh="x"), board=False)
+        self.observer.on_start(RunInfo("m", "x", "", 9, 9, 3))
+        self.control = Control(
+            self.mailbox, self.protocol, self.observer, elastic, self.workers, self.spawn, self.effects.extend
+        )
+
+    def spawn(self, number: int) -> list[int]:
+        ranks = list(range(3, 3 + number))
+        self.workers.update({rank: 100 + rank for rank in ranks})
+        return ranks
+
+    def start(self) -> None:
+        for rank in (0, 1, 2):
+            self.protocol.ready(Ready(rank, "address"))
+
+    def ask(self, **body: object) -> Any:
+        answers: list[Mapping[str, Any]] = []
+        self.control.answer(Request(body, answers.append))
+        (answer,) = answers
+        return json.loads(json.dumps(answer))
+
+    def refusal(self, **body: object) -> str:
+        """The refusal, as a person sees it."""
+        answer, before = self.ask(**body), dict(self.workers)
+        assert list(answer) == ["error"] and not self.effects and self.workers == before
+        return str(ControlError(**answer["error"]))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def of(**elastic: Any) -> World:
+        made.append(World(tmp_path, ElasticSettings(**elastic)))
+        return made[-1]
+
+    yield of
+    for world in made:
+        world.control.close()
+        world.observer.close()
+
+
+@pytest.fixture
+def world(make: Callable[..., World]) -> World:
+    world = make()
+    world.start()
+    return world
+
+
+def committed(step: int) -> MetricsLine:
+    return MetricsLine.of(step=step, mesh_epoch=0, loss=1.5, grad_norm=0.5, lr=0.1, tokens=30, seconds=0.5, workers=3)
+
+
+def test_status_before_the_first_step(make: Callable[..., World]) -> None:
+    status = make().ask(command="status")
+    assert (status["starting"], status["version"], status["step"], status["total_steps"]) == (True, 0, 1, 9)
+    assert status["loss"] is status["loss_hex"] is None and status["events"] == []
+    rows = dict(admin_client.status_rows(status))
+    assert rows["run"].endswith("run, its workers are starting") and rows["committed"] == "0 of 9 steps"
+
+
+def test_status_says_how_far_it_is_and_who_takes_part(world: World) -> None:
+    world.protocol.applied(Applied(1, 0, 2, 1.5, 0.5, True))
+    world.observer.on_step(committed(1))
+    for number in range(7):
+        world.observer.on_event("skip", step=number, message=f"a [message] {number}")
+    world.spawn(1)
+    assert world.ask(command="drain", ranks=[1])["leaving"] == [1]
+    status = world.ask(command="status")
+    assert (status["starting"], status["version"], status["step"]) == (False, 1, 2)
+    assert (status["loss"], status["loss_hex"], status["tokens_per_second"]) == (1.5, (1.5).hex(), 60)
+    assert (status["mesh"], status["mesh_epoch"], status["stages"]) == ("stages2-1", 0, [[0, 1], [2]])
+    assert status["members"] == [
+        {"rank": 0, "stage": 0, "pid": 100},
+        {"rank": 1, "stage": 0, "pid": 101},
+        {"rank": 2, "stage": 1, "pid": None},
+    ]
+    assert status["newcomers"] == [{"rank": 3, "pid": 103}]
+    assert (status["leaving"], status["changing"], status["learners"]) == ([1], [0, 1, 2], [])
+    assert status["unsurvived"] == "3 of 3 pairs of simultaneous losses lose some page"
+    assert [event["text"] for event in status["events"]] == [f"skip: a [message] {n}" for n in range(2, 7)]
+    rows = admin_client.status_rows(status)
+    assert ("stage 0", "0 (pid 100), 1 (pid 101)") in rows and ("stage 1", "2") in rows
+    assert ("newcomers", "3 (pid 103)") in rows and ("leaving", "1") in rows
+    assert ("mesh", "stages2-1, epoch 0, changing, waits for workers 0-2") in rows
+    assert ("committed", "1 of 9 steps, loss 1.5000, 60 tokens/s, 0:04 left") in rows
+
+
+def test_status_of_a_loss_that_json_has_no_number_for(world: World) -> None:
+    world.observer.on_step(dataclasses.replace(committed(1), loss=float("nan"), loss_hex="nan"))
+    status = world.ask(command="status")
+    assert status["loss"] is None and "loss nan, " in dict(admin_client.status_rows(status))["committed"]
+
+
+def test_learners_are_named(world: World) -> None:
+    (run,) = HOLDERS[0]
+    learning = {**HOLDERS, 0: (dataclasses.replace(run, learners=frozenset({2})),)}
+    world.protocol.placement = dataclasses.replace(world.protocol.placement, holders=learning)
+    assert world.ask(command="status")["learners"] == [2]
+
+
+def test_lost_members_no_longer_count(world: World) -> None:
+    world.protocol.lost(0, "killed")
+    del world.workers[0]
+    status = world.ask(command="status")
+    assert status["members"][0] == {"rank": 0, "stage": 0, "pid": None} and status["changing"] == [1, 2]
+    assert status["unsurvived"] == "1 of 1 pairs of simultaneous losses lose some page"
+    assert "exists: workers 1, 2" in world.refusal(command="drain", ranks=[0])
+
+
+def test_add_starts_newcomers(world: World) -> None:
+    assert world.ask(command="add", count=2) == {"added": [3, 4]}
+    assert sorted(world.workers) == [0, 1, 2, 3, 4] and not world.effects
+
+
+@pytest.mark.parametrize("count", [0, -1, None, "2", 1.0, True])
+def test_at_least_one_is_added(world: World, count: object) -> None:
+    refusal = world.refusal(command="add", count=count)
+    assert "at least 1 worker is added." in refusal and (count is None or f"got:    {count}" in refusal)
+
+
+def test_no_more_are_added_than_open_files_allow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_room", lambda workers: workers <= 5)
+    assert "ulimit -n" in world.refusal(command="add", count=3)
+    assert world.ask(command="add", count=2) == {"added": [3, 4]}
+
+
+def test_drain_asks_for_a_boundary(world: World) -> None:
+    assert world.ask(command="drain", ranks=[2, 0]) == {"leaving": [0, 2]}
+    assert world.effects[-3:] == [Send(rank, Prepare(2, 1)) for rank in (0, 1, 2)]
+    assert not any(isinstance(effect, Evict) for effect in world.effects)
+
+
+def test_draining_twice_changes_nothing_more(world: World) -> None:
+    world.ask(command="drain", ranks=[1])
+    before = list(world.effects)
+    assert world.ask(command="drain", ranks=[1]) == {"leaving": [1]} and world.effects == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "got"), [([5], "worker 5\n"), ([0, 3], "worker 3, which has not joined yet\n"), ([-1], "worker -1\n")]
+)
+def test_only_members_are_drained(world: World, ranks: list[int], got: str) -> None:
+    world.spawn(1)
+    refusal = world.refusal(command="drain", ranks=ranks)
+    assert f"got:    {got}" in refusal and "exists: workers 0, 1, 2" in refusal
+
+
+@pytest.mark.parametrize("ranks", [None, [], 1, ["1"], [True], {"1": 1}])
+def test_ranks_are_whole_numbers(world: World, ranks: object) -> None:
+    assert "by their ranks" in world.refusal(command="drain", ranks=ranks)
+
+
+def test_the_last_worker_stays(world: World) -> None:
+    assert "the last worker of a run stays." in world.refusal(command="drain", ranks=[0, 1, 2])
+    world.ask(command="drain", ranks=[0, 1])
+    world.effects.clear()
+    assert "got:    0 would stay" in world.refusal(command="drain", ranks=[2])
+
+
+def test_min_workers_stay(make: Callable[..., World]) -> None:
+    world = make(min_workers=2)
+    world.start()
+    world.spawn(5)  # who has not joined does not count
+    assert "elastic.min_workers=2" in world.refusal(command="drain", ranks=[0, 1])
+    assert world.ask(command="drain", ranks=[0]) == {"leaving": [0]}
+
+
+@pytest.mark.parametrize("body", [{"command": "add", "count": 1}, {"command": "drain", "ranks": [1]}])
+def test_members_do_not_change_while_they_start_or_end(make: Callable[..., World], body: dict[str, Any]) -> None:
+    world = make()
+    world.protocol.ready(Ready(1, "address"))
+    assert "workers [0, 2] have not" in world.refusal(**body)
+    world.start()
+    world.protocol.version = 9
+    assert "before its last step" in world.refusal(**body)
+
+
+@pytest.mark.parametrize("body", [{"command": "add", "count": 1}, {"command": "drain", "ranks": [1]}])
+def test_members_of_a_run_that_is_not_elastic_stay(make: Callable[..., World], body: dict[str, Any]) -> None:
+    world = make(enabled=False)
+    world.start()
+    assert "elastic.enabled=false" in world.refusal(**body)
+    assert world.ask(command="status")["version"] == 0
+
+
+@pytest.mark.parametrize("command", [None, "stop", 7, ["status"]])
+def test_other_commands_are_refused(world: World, command: object) -> None:
+    assert "exists: status, add, drain" in world.refusal(command=command)
+
+
+# ---- the socket
+
+
+@pytest.fixture
+def served(world: World) -> Iterator[World]:
+    """With its socket open, and a thread in the place of the controller's loop."""
+    world.control.open()
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.is_set():
+            item = world.mailbox.get(0.02)
+            if isinstance(item, Request):
+                world.control.answer(item)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    yield world
+    done.set()
+    thread.join()
+
+
+def raw(folder: Path, line: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(10)
+        with admin_client.socket_address(folder) as address:
+            link.connect(address)
+        link.sendall(line)
+        link.shutdown(socket.SHUT_WR)
+        try:
+            with link.makefile("rb") as lines:
+                return lines.read()
+        except ConnectionResetError:  # it did not read to the end
+            return b""
+
+
+def test_requests_go_through_the_socket(served: World) -> None:
+    assert admin_client.ask(str(served.folder), {"command": "add", "count": 1}) == {"added": [3]}
+    assert admin_client.ask(str(served.folder), {"command": "status"})["newcomers"] == [{"rank": 3, "pid": 103}]
+    with pytest.raises(ControlError, match=r"only a member of the mesh can leave it.\n  got:    worker 7"):
+        admin_client.ask(str(served.folder), {"command": "drain", "ranks": [7]})
+
+
+def test_the_socket_is_its_users_alone_and_goes_with_the_run(served: World) -> None:
+    status = os.lstat(served.folder / "ctl.sock")
+    assert stat.S_ISSOCK(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
+    served.control.close()
+    served.control.close()
+    assert not (served.folder / "ctl.sock").exists()
+
+
+@pytest.mark.parametrize("line", [b"hello\n", b"[1]\n", b"\xff\n", b"[" * 60_000 + b"\n", b"{" * 70_000])
+def test_what_is_no_request_is_refused_and_the_next_one_served(served: World, line: bytes) -> None:
+    answer = raw(served.folder, line)
+    assert b"a request is an object of JSON" in answer or not answer
+    assert admin_client.ask(str(served.folder), {"command": "status"})["version"] == 0
+
+
+def test_a_client_that_says_nothing_holds_nobody_up(served: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CLIENT_S", 0.1)
+    assert raw(served.folder, b"") == b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        with admin_client.socket_address(served.folder) as address:
+            silent.connect(address)
+        assert admin_client.ask(str(served.folder), {"command": "status"})["version"] == 0
+
+
+def test_a_directory_with_a_long_path(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 120) / ("e" * 120)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    requests: list[Request] = []
+
+    def put(request: Request) -> None:
+        requests.append(request)
+        request.reply({"fine": True})
+
+    served = ControlSocket(folder, put)
+    assert admin_client.ask(str(folder), {"command": "x"}) == {"fine": True} and requests[0].body == {"command": "x"}
+    served.close()
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_the_socket_of_a_dead_run_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead, admin_client.socket_address(tmp_path) as address:
+        dead.bind(address)
+        dead.listen()
+    with pytest.raises(ControlError, match="ended without a word"):
+        admin_client.ask(str(tmp_path), {"command": "status"})
+    served = ControlSocket(tmp_path, lambda request: request.reply({"alive": True}))
+    assert admin_client.ask(str(tmp_path), {"command": "status"}) == {"alive": True}
+    served.close()
+
+
+def test_who_waits_is_told_of_the_end(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    asked = threading.Event()
+    served = ControlSocket(tmp_path, lambda _: asked.set())
+    found: list[str] = []
+
+    def client() -> None:
+        with pytest.raises(ControlError) as caught:
+            admin_client.ask(str(tmp_path), {"command": "add", "count": 1})
+        found.append(str(caught.value))
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert asked.wait(10)
+    served.close()
+    thread.join(10)
+    assert found == ["the run is ending."]
+
+
+def test_a_controller_that_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    (tmp_path / "config.yaml").touch()
+    late: list[Request] = []
+    served = ControlSocket(tmp_path, late.append)
+    with pytest.raises(ControlError, match="the controller is busy"):
+        admin_client.ask(str(tmp_path), {"command": "status"})
+    late[0].reply({})  # in vain, and harmless
+    served.close()
+
+
+def test_without_sockets_the_run_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> ControlSocket:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(module, "ControlSocket", refuse)
+    world.control.open()
+    (event,) = world.observer.recent_events
+    assert event["event"] == "no_ctl" and "Operation not permitted" in str(event["text"])
+    world.control.close()
+
+
+# ---- the command
+
+
+def run_main(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
+    assert admin_client.main([str(folder), *words], "elaswave-spmd") == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_what_a_person_needs(served: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(capsys, served.folder, "add", "2").startswith("workers 3 4 will join")
+    assert run_main(capsys, served.folder, "drain", "1").startswith("worker 1 will leave")
+    lines = run_main(capsys, served.folder, "status").splitlines()
+    assert lines[0] == f"run        {served.folder}" and "stage 1    2" in lines
+    assert json.loads(run_main(capsys, served.folder, "status", "--json"))["leaving"] == [1]
+    assert json.loads(run_main(capsys, served.folder, "add", "1", "--json")) == {"added": [3]}
+
+
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [(("finish", {}), "which has finished"), (("stop", {"message": "a [bug]"}), r"which has stopped: a \[bug\]")],
+)
+def test_a_run_that_has_ended_says_how(world: World, last: tuple[str, dict[str, str]], how: str) -> None:
+    world.observer.run_dir.write_event(last[0], time.time(), last[1])
+    with pytest.raises(ControlError, match=how):
+        admin_client.ask(str(world.folder), {"command": "status"})
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    for name in (".", "nothing"):
+        with pytest.raises(ControlError, match="a run is named by its directory"):
+            admin_client.ask(str(tmp_path / name), {"command": "status"})
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("run",), ("run", "stop"), ("run", "add"), ("run", "add", "x"), ("run", "drain")]
+)
+def test_the_shape_of_the_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        admin_client.main(words, "elaswave-spmd")
+    assert ended.value.code == 2 and "usage: elaswave-spmd ctl" in capsys.readouterr().err

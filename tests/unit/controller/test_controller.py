@@ -1,0 +1,180 @@
+"""The controller with made-up workers: how it ends when they do not start, fail, are killed, or leave pages out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Timer
+from typing import cast
+
+import pytest
+
+from elaswave_spmd.controller import failures as losses
+from elaswave_spmd.controller import loop as module
+from elaswave_spmd.controller.loop import Controller, data_spec
+from elaswave_spmd.data import PreparedData, prepare_data
+from elaswave_spmd.errors import ConfigError, RunError, WorkerError
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
+from elaswave_spmd.runtime import descriptors
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.transport.links import Links, socket_directory
+from elaswave_spmd.worker.plan_run import RunPlan, plan_run
+from tests.unit.controller.made_up_workers import Script, Workers, settings_in
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["elastic", "not elastic"])
+def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, PreparedData]:
+    """While the first workers start, a loss ends every run."""
+    settings = settings_in(tmp_path_factory.mktemp("controller"), enabled=request.param)
+    data = prepare_data(data_spec(settings))
+    return plan_run(settings, data), data
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    path = socket_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def end(planned: tuple[RunPlan, PreparedData], scratch: str, tmp_path: Path) -> Callable[..., tuple[object, str]]:
+    """Runs a script to its bad end: the error, and the message of the event `stop`."""
+
+    def run(script: Script, start_timeout_s: float = 60.0) -> tuple[object, str]:
+        workers = Workers(script)
+        observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
+        zygote = cast(Zygote, workers)
+        controller = Controller(*planned, zygote, observer, scratch, start_timeout_s=start_timeout_s)
+        with observer, pytest.raises((Exception, KeyboardInterrupt)) as caught:
+            controller.run()
+        workers.stop()
+        start, stop = read_events(tmp_path / "run")
+        assert (start["event"], stop["event"]) == ("start", "stop")
+        assert not (tmp_path / "run" / "summary.json").exists()
+        return caught.value, stop["message"]
+
+    return run
+
+
+KILLED = Exited(rank=1, pid=77, code=None, signal=9)
+KILLED_TEXT = "worker 1 (pid 77) was ended by signal 9 (SIGKILL)"
+
+
+def test_workers_that_do_not_start_are_named(end) -> None:
+    error, stop = end(lambda workers: workers.start(0), start_timeout_s=0.3)
+    assert isinstance(error, RunError)
+    assert str(error) == stop == "workers [1] did not start within 0.3 s"
+
+
+def test_workers_that_have_started_have_time(end) -> None:
+    def slow(workers: Workers) -> None:
+        workers.start(0, 1)
+        for rank in (0, 1):  # one is enough where the run is not elastic
+            Timer(0.6 + rank / 10, workers.say, [m.Failed(rank, "late", 1)]).start()
+
+    error, _ = end(slow, start_timeout_s=0.3)
+    assert isinstance(error, WorkerError) and (error.rank, error.report) == (0, "late")
+
+
+def test_a_killed_worker_is_the_cause_not_what_others_say_of_it(end) -> None:
+    def script(workers: Workers) -> None:
+        workers.unreaped.append(KILLED)
+        workers.say(m.Failed(0, "RunError: could not connect to workers [1]"))
+
+    error, stop = end(script)
+    assert type(error) is RunError and str(error) == stop == KILLED_TEXT
+
+
+def test_a_killed_worker_counts_before_one_that_ended_by_itself(end) -> None:
+    def script(workers: Workers) -> None:
+        workers.say(m.Failed(0, "RunError: could not connect to workers [1]"))
+        workers.end(Exited(rank=0, pid=76, code=1, signal=None), KILLED)
+
+    error, _ = end(script)
+    assert type(error) is RunError and str(error) == KILLED_TEXT
+
+
+def test_a_report_is_shown_where_nobody_was_killed(end) -> None:
+    def script(workers: Workers) -> None:
+        workers.unreaped.append(Exited(rank=0, pid=76, code=1, signal=None))
+        workers.say(m.Failed(0, "Traceback ...\nValueError: a bug"))
+
+    error, stop = end(script)
+    assert isinstance(error, WorkerError) and error.rank == 0
+    assert stop == "worker 0 failed: ValueError: a bug"
+
+
+def test_an_exit_without_a_report_waits_only_for_its_own(end, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_LAST_WORDS_S", 0.3)
+
+    def script(workers: Workers) -> None:
+        workers.end(Exited(rank=1, pid=77, code=7, signal=None))
+        poll = workers.poll
+
+        def and_then() -> list[Exited]:
+            if found := poll():
+                workers.say(m.Failed(0, "RunError: could not connect to workers [1]"))
+            return found
+
+        monkeypatch.setattr(workers, "poll", and_then)
+
+    error, _ = end(script)
+    assert type(error) is RunError and str(error) == "worker 1 (pid 77) ended with exit code 7"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(KeyboardInterrupt(), "interrupted"), (AssertionError("first\nsecond"), "AssertionError: first")],
+)
+def test_every_end_leaves_its_reason(end, error: BaseException, message: str) -> None:
+    def script(workers: Workers) -> None:
+        raise error
+
+    assert end(script) == (error, message)
+
+
+def test_pages_that_never_came_are_missed(end) -> None:
+    def script(workers: Workers) -> None:
+        for rank in (0, 1):
+            workers.say(m.Finished(rank, 0, {}, {}))
+
+    error, _ = end(script)
+    assert isinstance(error, RunError) and "pages of the trained weights have not come" in str(error)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Workers]:
+    """The zygotes that `controller.run` starts."""
+    found: list[Workers] = []
+
+    def start(*_: object, **__: object) -> Workers:
+        found.append(Workers(lambda workers: None))
+        return found[-1]
+
+    monkeypatch.setattr(module.Zygote, "start", start)
+    return found
+
+
+def test_a_refused_link_leaves_no_directory(
+    started: list[Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Links:
+        assert (tmp_path / "run" / "config.yaml").exists()
+        raise ConfigError("the link address could not be bound")
+
+    monkeypatch.setattr(module, "Links", refuse)
+    with pytest.raises(ConfigError, match="could not be bound"):
+        module.run(settings_in(tmp_path))
+    assert started[0].stopped and not (tmp_path / "run").exists()
+
+
+def test_too_many_workers_for_the_open_files_are_refused_first(
+    started: list[Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        module.run(settings_in(tmp_path))
+    assert not started and not (tmp_path / "run").exists()

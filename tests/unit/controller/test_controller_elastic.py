@@ -1,0 +1,411 @@
+"""The controller with made-up workers after losses: the run goes on, or ends and says why it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from elaswave_spmd.controller.loop import Controller, data_spec
+from elaswave_spmd.data import prepare_data
+from elaswave_spmd.errors import RunError, WorkerError
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.run_dir import RunDir, RunObserver, read_events, read_metrics
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
+from elaswave_spmd.run_dir.checkpoints import load_newest_good
+from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.transport.links import socket_directory
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.optimizers import AdamW
+from elaswave_spmd.worker.plan_run import plan_run
+from tests.unit.controller.made_up_workers import Story, settings_in
+
+STEPS = 4
+Tell = Callable[[Story, ModelLayout], None]
+
+
+@dataclass(frozen=True)
+class Told:
+    story: Story
+    error: BaseException | None
+    folder: Path
+
+    @property
+    def kinds(self) -> list[str]:
+        return [str(event["event"]) for event in read_events(self.folder)]
+
+    def event(self, kind: str) -> dict[str, Any]:
+        (found,) = [event for event in read_events(self.folder) if event["event"] == kind]
+        return found
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    path = socket_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def told(scratch: str, tmp_path: Path) -> Callable[..., Told]:
+    """Runs the controller over a story to its end."""
+
+    def run(tell: Tell, start_timeout_s: float | None = 60.0, **elastic: Any) -> Told:
+        settings = settings_in(tmp_path, STEPS, **elastic)
+        data = prepare_data(data_spec(settings))
+        plan = plan_run(settings, data)
+        story = Story(lambda story: tell(story, plan.description.layout))
+        observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
+        zygote = cast(Zygote, story.workers)
+        controller = Controller(plan, data, zygote, observer, scratch, start_timeout_s=start_timeout_s)
+        error = None
+        try:
+            with observer:
+                controller.run()
+        except (RunError, AssertionError) as caught:
+            error = caught
+        story.end()
+        return Told(story, error, tmp_path / "run")
+
+    return run
+
+
+def one_step(story: Story) -> None:
+    """Both workers have their places, and have done step 1."""
+    story.start(0, 1)
+    story.apply(1, 0, 1)
+
+
+def the_rest(story: Story, layout: ModelLayout, *ranks: int) -> None:
+    for step in range(story.versions[ranks[0]] + 1, STEPS + 1):
+        story.apply(step, *ranks)
+    story.finish(layout)
+
+
+def test_a_run_goes_on_after_one_loss(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        place = story.until_epoch(0, {0})
+        assert (place.stages, place.unit_counts) == (((0,),), ((2,),)) and place.addresses.keys() == {0}
+        assert story.prepares(0)[0] == m.Prepare(1, -1), "at once"
+        story.workers.end(Exited(rank=1, pid=71, code=None, signal=9))  # said twice, it is one loss
+        the_rest(story, layout, 0)
+
+    run = told(tell)
+    assert run.error is None and run.kinds[0] == "start" and run.kinds[-1] == "finish" and "stop" not in run.kinds
+    fail = run.event("fail")
+    assert fail["ranks"] == [1] and fail["after_step"] in (0, 1) and "SIGKILL" in fail["reason"]
+    assert fail["mesh"] == "single" and fail["edit_ms"] >= 0
+    lines = read_metrics(run.folder)
+    assert [line.step for line in lines] == [1, 2, 3, 4] and [line.workers for line in lines][1:] == [1, 1, 1]
+    assert run.story.workers.killed == [1], "for certain: a process may stand still"
+    assert run.story.workers.ranks == [0, 1], "nobody was asked for in its place"
+
+
+def test_a_lost_worker_is_replaced_where_the_settings_say_so(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        story.until(lambda: 2 in story.workers.ranks)
+        story.workers.start(2)
+        place = story.until_epoch(2, {0, 2})
+        assert place.addresses.keys() == {0, 2}
+        story.apply(2, 0)
+        story.versions[2] = 2
+        the_rest(story, layout, 0, 2)
+
+    run = told(tell, replace=True)
+    assert run.error is None and run.event("fail")["ranks"] == [1] and run.event("join")["ranks"] == [2]
+
+
+def test_a_worker_that_asks_to_leave_is_let_go(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.say(m.Leaving(1))
+        story.until_epoch(0, {0})
+        story.until(lambda: m.Stop() in story.heard[1])
+        story.dead.add(1)
+        story.workers.end(Exited(rank=1, pid=71, code=0, signal=None))
+        the_rest(story, layout, 0)
+
+    run = told(tell)
+    assert run.error is None and run.event("leave")["ranks"] == [1] and "fail" not in run.kinds
+    assert not run.story.workers.killed
+
+
+def test_a_worker_without_heartbeats_is_taken_for_lost_and_ended(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.silent.add(1)
+        story.until_epoch(0, {0})
+        story.dead.add(1)
+        the_rest(story, layout, 0)
+
+    run = told(tell)
+    assert run.error is None and "no heartbeat for" in run.event("fail")["reason"]
+    assert run.story.workers.killed == [1], "it may come back to life: it must not"
+
+
+def test_a_second_crash_in_the_same_step_is_a_bug_and_shows_the_first_traceback(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.fail(1, 2, "Traceback ...\nValueError: a bug")
+        story.until(lambda: story.prepares(0))
+        story.fail(0, 2, "Traceback ...\nValueError: a bug, too")
+        story.until(lambda: False)
+
+    run = told(tell)
+    assert isinstance(run.error, WorkerError) and (run.error.rank, run.error.report) == (
+        1,
+        "Traceback ...\nValueError: a bug",
+    )
+    assert run.event("stop")["message"] == "worker 1 failed: ValueError: a bug"
+
+
+@pytest.mark.parametrize("exited", [Exited(0, 70, None, 11), Exited(0, 70, 7, None)], ids=["SIGSEGV", "exit code"])
+def test_crashes_without_a_report_in_one_step_are_a_bug_too(told: Callable[..., Told], exited: Exited) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        story.start(0, 1)
+        story.workers.end(Exited(1, 71, exited.code, exited.signal))
+        story.dead.add(1)
+        story.until(lambda: story.prepares(0))
+        story.workers.end(exited)
+        story.until(lambda: False)
+
+    run = told(tell)
+    assert type(run.error) is RunError and "as worker 1 did in the same step 1" in str(run.error)
+
+
+def test_a_crash_in_another_step_is_another_loss(told: Callable[..., Told]) -> None:
+    """Nobody is left then; what the last one said is shown."""
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.fail(1, 2, "Traceback ...\nValueError: in step 2")
+        story.until_epoch(0, {0})
+        story.apply(2, 0)
+        story.fail(0, 3, "Traceback ...\nValueError: in step 3")
+        story.until(lambda: False)
+
+    run = told(tell)
+    assert isinstance(run.error, WorkerError) and run.error.rank == 0 and "in step 3" in run.error.report
+    assert run.event("fail")["reason"] == "an exception: ValueError: in step 2"
+
+
+def test_the_last_worker_ends_the_run(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        story.until_epoch(0, {0})
+        story.kill(0)
+        story.until(lambda: False)
+
+    run = told(tell)
+    assert type(run.error) is RunError and str(run.error).startswith("the run cannot go on: no worker is left.")
+    assert run.event("stop")["message"] == str(run.error)
+    assert not (run.folder / "summary.json").exists()
+
+
+def write(story: Story, rank: int, layout: ModelLayout, place: m.Place) -> None:
+    """A worker that has all pages writes them, all zeros, and says so."""
+    orders = story.workers.specs[rank]["checkpoints"]
+    runs = [
+        (layer.index, block.first_page, block.first_page + block.num_pages)
+        for layer in layout.layers
+        for block in layer.state_blocks
+    ]
+    spans = {run: layout.layers[run[0]].span(run[1], run[2]) for run in runs}
+    kinds = ("master", *AdamW().state_names)
+    arrays = {run: {kind: np.zeros(b - a, np.float32) for kind in kinds} for run, (a, b) in spans.items()}
+    folder = checkpoint_path(orders["run_dir"], place.version)
+    ballot = Ballot(orders["incarnation"], place.epoch)
+    shard = write_shard(folder, place.version, ballot, rank, arrays, run=orders["run"])
+    content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
+    story.workers.say(m.Wrote(place.version, rank, place.epoch, *content))
+
+
+def test_too_few_workers_write_a_checkpoint_and_stop(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        place = story.until_epoch(0, {0})
+        assert place.save and (place.version, place.work) == (1, ())
+        write(story, 0, layout, place)
+        story.until(lambda: False)
+
+    run = told(tell, min_workers=2)
+    checkpoint = run.folder / "checkpoints" / "step_00000001"
+    assert type(run.error) is RunError and str(run.error) == (
+        f"the run stops: 1 workers are left, elastic.min_workers is 2. Its state after step 1 is in {checkpoint}; "
+        f"to go on from there: python train.py train.resume={run.folder}"
+    )
+    assert load_newest_good(run.folder)[0].path == checkpoint
+    assert run.kinds[-1] == "stop" and run.event("stop")["message"] == str(run.error)
+    assert run.event("fail")["ranks"] == [1] and run.event("checkpoint")["step"] == 1
+    assert not (run.folder / "summary.json").exists()
+
+
+def test_what_went_wrong_with_an_earlier_attempt_at_the_same_step_does_not_count(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.say(m.Wrote(1, 1, 0, error="those before it are still being written"))
+        story.kill(1)
+        place = story.until_epoch(0, {0})
+        story.workers.say(m.Wrote(1, 0, 0, error="those before it are still being written"))
+        write(story, 0, layout, place)
+        story.until(lambda: False)
+
+    run = told(tell, min_workers=2)
+    assert "Its state after step 1 is in " in str(run.error) and load_newest_good(run.folder)[0].step == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        place = story.until_epoch(0, {0})
+        story.workers.say(m.Wrote(1, 0, place.epoch, error="the disk is full"))
+        story.until(lambda: False)
+
+    run = told(tell, min_workers=2)
+    assert "Its state after step 1 could not be written: worker 0: the disk is full. There is no" in str(run.error)
+    assert run.event("checkpoint_lost")["step"] == 1
+
+
+def test_workers_that_never_write_are_not_waited_for_for_ever(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        story.until(lambda: False)
+
+    run = told(tell, min_workers=2, timeouts={"controller": 0.1, "shutdown": 0.2})
+    assert "could not be written: not within 0.2 s (timeouts.shutdown). There is no checkpoint" in str(run.error)
+
+
+def test_an_exception_that_takes_too_many_is_shown_with_the_checkpoint(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.fail(1, 2, "Traceback ...\nValueError: a bug")
+        write(story, 0, layout, story.until_epoch(0, {0}))
+        story.until(lambda: False)
+
+    run = told(tell, min_workers=2)
+    assert "step_00000001" in str(run.error)
+    assert str(run.error).endswith("worker 1 failed:\nTraceback ...\nValueError: a bug")
+    assert "ValueError" not in run.event("stop")["message"]
+
+
+def test_the_last_worker_that_is_asked_to_leave_writes_a_checkpoint(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        for rank in (0, 1):
+            story.workers.say(m.Leaving(rank))
+        story.until(lambda: story.places(0)[-1].save)
+        write(story, 0, layout, story.places(0)[-1])
+        story.until(lambda: False)
+
+    run = told(tell)
+    assert "0 stay, elastic.min_workers is 1. Its state after step 1 is in " in str(run.error)
+    assert "fail" not in run.kinds and not run.story.workers.killed
+
+
+# ---- whom nobody waits for
+
+QUICK = {"heartbeat": 0.05, "suspect": 1.0, "status": 1.1, "join": 1.2, "leave": 1.2}
+
+
+def test_the_first_workers_have_the_time_of_the_settings_to_start(told: Callable[..., Told]) -> None:
+    run = told(
+        lambda story, layout: story.workers.start(0),
+        start_timeout_s=None,
+        timeouts={"heartbeat": 0.05, "suspect": 0.3, "status": 0.4, "progress": 0.5, "start": 0.6},
+    )
+    assert str(run.error) == "workers [1] did not start within 0.6 s"
+
+
+def test_a_worker_that_does_not_answer_is_taken_for_lost(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.mute.add(1)
+        story.workers.say(m.Damaged(0, 0, 2, ()))
+        story.until_epoch(0, {0})
+        story.dead.add(1)
+        the_rest(story, layout, 0)
+
+    run = told(tell, timeouts=QUICK)
+    assert run.error is None and "no answer to PREPARE for" in run.event("fail")["reason"]
+    assert run.story.workers.killed == [1]
+
+
+def test_a_newcomer_that_is_never_ready_is_given_up_and_the_run_goes_on(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        story.until(lambda: 2 in story.workers.ranks)
+        story.until(lambda: 2 in story.workers.killed)
+        story.workers.start(2)  # too late: nobody takes it
+        the_rest(story, layout, 0)
+
+    run = told(tell, replace=True, timeouts=QUICK)
+    assert run.error is None and "join" not in run.kinds
+    late = [event for event in read_events(run.folder) if event["event"] == "fail" and event["ranks"] == [2]]
+    assert len(late) == 1 and "not ready after" in late[0]["reason"] and "before it joined" in late[0]["message"]
+    assert [line.workers for line in read_metrics(run.folder)][-1] == 1
+
+
+def test_a_worker_that_asked_to_leave_and_is_not_let_go_has_failed(told: Callable[..., Told]) -> None:
+    """The step that it is to leave after does not end."""
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.say(m.Leaving(1))
+        story.mute.add(0)
+        story.until(lambda: story.prepares(0) and story.prepares(0)[-1].after == -1)
+        story.dead.add(1)
+        story.workers.say(m.Status(story.prepares(0)[-1].epoch, 0, 1))
+        story.mute.clear()
+        story.until_epoch(0, {0})
+        the_rest(story, layout, 0)
+
+    run = told(tell, timeouts=QUICK)
+    assert run.error is None and "it asked to leave" in run.event("fail")["reason"] and "leave" not in run.kinds
+    assert run.story.workers.killed == [1]
+
+
+# ---- a link
+
+
+def test_a_link_that_is_lost_is_made_again_once(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.say(m.LinkClosed(0, 1))
+        story.until(lambda: story.places(1)[-1].epoch == 1)
+        assert story.places(1)[-1].stages == ((0, 1),)
+        story.apply(2, 0, 1)
+        story.workers.say(m.LinkClosed(1, 0))
+        story.until_epoch(0, {0})
+        story.dead.add(1)
+        the_rest(story, layout, 0)
+
+    run = told(tell)
+    assert run.error is None and run.event("link")["ranks"] == [0, 1]
+    assert run.event("fail")["reason"] == "the link between workers 0 and 1 was lost again"
+    assert run.event("fail")["ranks"] == [1] == run.story.workers.killed
+
+
+def test_a_run_that_is_not_elastic_ends_with_its_first_loss(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.kill(1)
+        story.until(lambda: False)
+
+    run = told(tell, enabled=False)
+    assert str(run.error) == "worker 1 (pid 71) was ended by signal 9 (SIGKILL)"
+    assert "fail" not in run.kinds and not run.story.prepares(0)

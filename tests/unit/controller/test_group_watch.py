@@ -1,0 +1,77 @@
+"""What a run tells of the groups of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.group_watch import GroupWatch
+from elaswave_spmd.recovery.messages import Applied, GroupLost
+from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
+
+
+@contextmanager
+def open_observer(folder: Path) -> Iterator[RunObserver]:
+    observer = RunObserver(RunDir.create(folder / "run", "", model="m", mesh="dp2"), board=False)
+    try:
+        yield observer
+    finally:
+        observer.close()
+
+
+def watch(observer: RunObserver, collectives: str = "group") -> GroupWatch:
+    return GroupWatch(Settings.from_dict({"runtime": {"collectives": collectives}}), "127.0.0.1", observer)
+
+
+def applied(step: int, epoch: int, grouped: bool) -> Applied:
+    return Applied(step, epoch, 0, 1.0, 1.0, True, grouped)
+
+
+def told(folder: Path) -> list[tuple[Any, ...]]:
+    events = [event for event in read_events(folder) if event["event"] == "group"]
+    return [(event["step"], event["mesh_epoch"], event["serves"], event["reason"]) for event in events]
+
+
+def test_each_change_of_the_way_is_told_once(tmp_path: Path) -> None:
+    with open_observer(tmp_path) as observer:
+        made = watch(observer)
+        for step, epoch, grouped in [(1, 0, False), (2, 0, True), (3, 0, True), (4, 1, False), (5, 1, True)]:
+            made.committed(applied(step, epoch, grouped))
+        made.close()
+        folder = observer.run_dir.path
+    none_yet = "a new mesh epoch has none yet"
+    assert told(folder) == [(2, 0, True, ""), (4, 1, False, none_yet), (5, 1, True, "")]
+
+
+def test_a_group_that_never_served_is_told_of_when_it_fails(tmp_path: Path) -> None:
+    with open_observer(tmp_path) as observer:
+        made = watch(observer)
+        made.lost(GroupLost(0, 2, "no such interface"), 3)
+        made.lost(GroupLost(0, 1, "Connection closed"), 3)
+        made.committed(applied(4, 0, False))
+        made.close()
+        folder = observer.run_dir.path
+    assert told(folder) == [(4, 0, False, "worker 2: no such interface")]
+
+
+def test_a_failure_that_overtakes_the_report_of_a_step_has_the_last_word(tmp_path: Path) -> None:
+    """Until the next epoch: a step may be agreed on for groups, and go over links where its group has failed since."""
+    with open_observer(tmp_path) as observer:
+        made = watch(observer)
+        made.lost(GroupLost(0, 1, "timed out"), 0)
+        for step, epoch in ((1, 0), (2, 1)):
+            made.committed(applied(step, epoch, True))
+        made.close()
+        folder = observer.run_dir.path
+    assert told(folder) == [(1, 0, False, "worker 1: timed out"), (2, 1, True, "")]
+
+
+def test_with_links_alone_there_is_no_store(tmp_path: Path) -> None:
+    with open_observer(tmp_path) as observer:
+        assert watch(observer, "links").address is None
+        made = watch(observer)
+        assert (made.address or "").startswith("127.0.0.1:")
+        made.close()

@@ -1,0 +1,40 @@
+"""What a run's bits depend on, as checkpoints say it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller import run_identity as module
+from elaswave_spmd.controller.run_identity import identity_of
+from tests.unit.devices.made_up_machines import GPU
+
+
+def identity(**runtime: object) -> dict[str, Any]:
+    names = ("sha256", "tokenizer", "vocab_size", "num_train_samples", "target")
+    data: Any = SimpleNamespace(**dict.fromkeys(names, 1), kwargs={})
+    return identity_of(Settings.from_dict({"runtime": runtime}), data)
+
+
+def test_compiled_programs_are_other_programs_with_the_compiler_that_made_them() -> None:
+    plain, compiled = identity(), identity(compile=True)
+    assert "compile" not in plain["runtime"] and "cxx" not in plain["versions"]
+    assert compiled["runtime"].pop("compile") is True
+    assert isinstance(compiled["versions"].pop("cxx"), str)
+    assert compiled == plain
+
+
+def test_another_model_of_gpu_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "model" not in identity()["hardware"]
+    texts = ("Model: \t\t NVIDIA A100\nIRQ: 1\n", "Model: \t\t NVIDIA H100\n", "Model: \t\t NVIDIA A100\n")
+    machine = GPU.without(contents={"/proc/driver/nvidia/gpus/*/information": texts})
+    monkeypatch.setattr(module, "ThisMachine", lambda: machine)
+    assert identity(device="cuda")["hardware"]["model"] == "NVIDIA A100, NVIDIA H100"
+
+
+def test_checkpointing_is_no_part_of_it_and_threads_are() -> None:
+    assert identity(activation_checkpointing=True) == identity()
+    assert identity(threads_per_worker=2) != identity()

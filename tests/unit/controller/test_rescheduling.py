@@ -1,0 +1,221 @@
+"""What the controller makes of measured times, with a made-up protocol: whom it tells what, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elaswave_spmd.controller import rescheduler
+from elaswave_spmd.controller.rescheduler import Rescheduler
+from elaswave_spmd.recovery.controller_protocol import Goal
+from elaswave_spmd.recovery.messages import Measured
+from elaswave_spmd.schedule_settings import ScheduleSettings
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.rebalance import plan_change
+from tests.unit.scheduling.planning_cases import costs_of, placed
+
+UNITS, LAYERS = 12, 6
+
+
+class World:
+    """A run of 100 steps. `speeds`: rank -> how fast it is; a layer takes 10 ms forward and 20 ms backward."""
+
+    def __init__(
+        self, sizes: Sequence[int], *, evict_below: float = 0.0, min_workers: int = 1, **settings: Any
+    ) -> None:
+        self.placement: Placement = placed(sizes, UNITS, LAYERS)
+        self.protocol = SimpleNamespace(
+            placement=self.placement, settled=True, rebalance=self.rebalance, drain=self.drain
+        )
+        self.goals: list[Goal] = []
+        self.drained: list[int] = []
+        self.events: list[tuple[str, list[int]]] = []
+        self.speeds: dict[int, float] = {}
+        self.costs = [1.0] * LAYERS
+        self.step = 0
+        self.saved = ""
+        observer = SimpleNamespace(
+            on_event=lambda kind, **fields: self.events.append((kind, fields["ranks"])),
+            run_dir=SimpleNamespace(write_costs=self.save),
+        )
+        self.rescheduler = Rescheduler(
+            ScheduleSettings(**settings),
+            costs_of([0.001] * LAYERS),
+            100,
+            cast(Any, self.protocol),
+            cast(Any, observer),
+            lambda effects: None,
+            evict_below=evict_below,
+            min_workers=min_workers,
+        )
+
+    def save(self, text: str) -> None:
+        self.saved = text
+
+    def rebalance(self, goal: Goal) -> list[Any]:
+        self.goals.append(goal)
+        return []
+
+    def drain(self, rank: int, reason: str) -> list[Any]:
+        self.drained.append(rank)
+        return []
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.rescheduler.committed(self.step)
+            for rank in self.placement.mesh.members:
+                units = len(self.placement.units_of(rank))
+                rows = []
+                for layer in self.placement.layers_of_stage(self.placement.mesh.stage_of(rank)):
+                    seconds = units * self.costs[layer] / self.speeds.get(rank, 1.0)
+                    rows.append((layer, 0.01 * seconds, 0.02 * seconds, units, units))
+                self.rescheduler.measured(Measured(rank, self.step, tuple(rows)))
+
+
+def test_equal_workers_and_layers_stay_as_they_are() -> None:
+    world = World([2, 2])
+    world.train(40)
+    assert (world.goals, world.events) == ([], [])
+    layer = world.rescheduler.costs.layers[3]
+    assert (layer.forward_s, layer.backward_s) == (pytest.approx(0.01), pytest.approx(0.02))
+    assert '"speeds"' in world.saved
+
+
+def test_a_slow_worker_gets_fewer_units_and_is_told_of_once() -> None:
+    world = World([3])
+    world.train(10)
+    world.speeds[1] = 0.5
+    world.train(30)
+    counts = world.goals[0].unit_counts[0]
+    assert sum(counts) == UNITS and counts[1] < counts[0] and "units dealt by speed" in world.goals[0].why
+    assert world.goals[0].layer_cuts == (0, LAYERS)
+    assert world.events == [("slow", [1])]
+    world.speeds.clear()
+    world.train(20)
+    assert world.events == [("slow", [1]), ("recover", [1])]
+
+
+def test_one_odd_step_changes_nothing() -> None:
+    world = World([3])
+    world.train(12)
+    world.speeds[2] = 0.1
+    world.train(1)
+    world.speeds.clear()
+    world.train(30)
+    assert (world.goals, world.events) == ([], [])
+
+
+def test_layers_follow_their_costs() -> None:
+    world = World([1, 1], dataflow=False)
+    world.costs[5] = 4.0
+    world.train(40)
+    assert world.goals[0].layer_cuts[1] > LAYERS // 2 and "layers by cost" in world.goals[0].why
+
+
+def test_what_is_switched_off_does_not_happen() -> None:
+    world = World([2, 1], dataflow=False, graph=False)
+    world.speeds[0], world.costs[5] = 0.3, 5.0
+    world.train(40)
+    assert world.goals == [] and not hasattr(world.protocol, "deal")
+
+
+def test_noise_drives_nothing_to_and_fro() -> None:
+    world = World([3])
+    for turn in range(40):
+        world.speeds = {turn % 3: 0.5}
+        world.train(12)
+    assert 1 <= len(world.goals) <= 6
+
+
+def test_nothing_is_asked_while_the_mesh_changes() -> None:
+    world = World([3])
+    world.speeds[1], world.protocol.settled = 0.5, False
+    world.train(40)
+    assert world.goals == []
+
+
+def test_who_stays_too_slow_is_let_go() -> None:
+    world = World([3], evict_below=0.4)
+    world.train(10)
+    world.speeds[2] = 0.3
+    world.train(7)
+    assert world.drained == []
+    world.train(20)
+    assert world.drained[0] == 2 and set(world.drained) == {2}
+
+
+@pytest.mark.parametrize("sizes", [[1], [3]])
+def test_nobody_is_let_go_that_the_run_needs(sizes: list[int]) -> None:
+    world = World(sizes, evict_below=0.9, min_workers=sum(sizes))
+    world.speeds[0] = 0.1
+    world.train(60)
+    assert world.drained == []
+
+
+def test_units_are_dealt_by_speed_after_a_change_of_members() -> None:
+    world = World([4])
+    world.speeds[3] = 0.5
+    world.train(12)
+    assert world.protocol.deal(((0, 1, 3),), 10) == ((4, 4, 2),)
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.9])
+def test_a_gain_below_the_least_is_none(gain: float) -> None:
+    world = World([4], min_gain=gain)
+    world.speeds[3] = 0.7
+    world.train(40)
+    assert world.goals == []
+
+
+def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> None:
+    world = World([2, 1], memory_limit=1.0)
+    base = replace(world.rescheduler._base.layers[0], state_bytes=1000)
+    world.rescheduler._base = replace(world.rescheduler._base, layers=(base,) * LAYERS)
+    world.train(30)
+    assert [kind for kind, _ in world.events] == ["plan"] and not world.goals
+
+
+def test_other_groupings_are_looked_at_once_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        looked.append(kwargs["stage_counts"])
+        return plan_change(*args, **kwargs)
+
+    monkeypatch.setattr(rescheduler, "plan_change", counted)
+    world = World([2, 2], stages=True, min_gain=0.9)
+    world.train(40)
+    assert looked == [None]
+    world.speeds = {1: 0.5}
+    world.train(40)
+    assert 1 < len(looked) < 5
+
+
+@pytest.mark.parametrize("sizes", [[3, 4, 4], [2, 3], [30, 31]])
+def test_units_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> None:
+    world = World(sizes)
+    world.train(10)
+    counts = world.rescheduler._deal(world.placement.mesh.stages, 64)
+    assert [len(of_stage) for of_stage in counts] == sizes and all(sum(of_stage) == 64 for of_stage in counts)
+    assert all(max(of_stage) - min(of_stage) <= max(1, 64 // len(of_stage)) for of_stage in counts)
+
+
+def test_links_are_as_the_middle_worker_measured_its_own() -> None:
+    world = World([2, 2])
+    before = world.rescheduler.costs
+    for rank, bandwidth in enumerate((1e9, 9e9, 2e9, 3e9)):
+        world.rescheduler.measured(Measured(rank, 1, (), link=(1e-5 * (rank + 1), bandwidth)))
+    costs = world.rescheduler.costs
+    assert (costs.latency_s, costs.bandwidth) == (pytest.approx(2.5e-5), pytest.approx(2.5e9))
+    assert costs.layers == before.layers
+
+
+def test_links_that_settings_name_are_not_measured_ones() -> None:
+    world = World([2], bandwidth=5e6, latency=0.25)
+    world.rescheduler.measured(Measured(0, 1, (), link=(1e-5, 1e9)))
+    assert (world.rescheduler.costs.latency_s, world.rescheduler.costs.bandwidth) == (0.25, 5e6)

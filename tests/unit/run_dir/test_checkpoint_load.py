@@ -1,0 +1,291 @@
+"""Whole checkpoints: the same bits at every cut, and never a damaged one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.errors import CheckpointError, UserError
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
+from elaswave_spmd.run_dir.checkpoints import (
+    find_checkpoints,
+    load_newest_good,
+    open_checkpoint,
+    prune,
+    write_manifest,
+)
+from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.sharding.layout import ModelLayout
+from tests.unit.run_dir.checkpoint_cases import (
+    KINDS,
+    State,
+    cuts,
+    flip,
+    layouts,
+    manifest_of,
+    part,
+    save,
+    small_layout,
+    state_of,
+    whole,
+    write_shards,
+)
+
+
+def _same(found: np.ndarray, expected: np.ndarray) -> bool:
+    return np.array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def _holds(run_dir: Path, step: int, state: State) -> bool:
+    """Whether the newest good checkpoint is of this step and has this state."""
+    checkpoint, _ = load_newest_good(run_dir)
+    layout = small_layout()
+    return checkpoint.step == step and all(
+        _same(checkpoint.read(*run, kind), part(layout, state, run, kind)) for run in whole(layout) for kind in KINDS
+    )
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(layouts(), st.data())
+def test_any_cut_reads_what_any_other_cut_wrote(
+    tmp_path_factory: pytest.TempPathFactory, layout: ModelLayout, data: st.DataObject
+) -> None:
+    run_dir, state = tmp_path_factory.mktemp("run"), state_of(layout, 1)
+    by_rank: dict[int, list] = {rank: [] for rank in range(data.draw(st.integers(1, 4)))}
+    for run in data.draw(cuts(layout)):
+        for rank in data.draw(st.sets(st.sampled_from(sorted(by_rank)), min_size=1, max_size=2)):
+            by_rank[rank].append(run)
+    shards = write_shards(checkpoint_path(run_dir, 8), layout, state, by_rank, step=8)
+    write_manifest(checkpoint_path(run_dir, 8), manifest_of(layout, shards, 8))
+    checkpoint, bad = load_newest_good(run_dir)
+    assert bad == [] and checkpoint.step == 8
+    for run in data.draw(cuts(layout)):
+        for kind in KINDS:
+            found = checkpoint.read(*run, kind)
+            assert found.flags.writeable and found.flags.c_contiguous
+            assert _same(found, part(layout, state, run, kind)), (run, kind)
+
+
+def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
+    directory, state = save(tmp_path, 10)
+    for shard in directory.glob("shard_*"):
+        flip(shard, shard.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="has no good checkpoint"):
+        load_newest_good(tmp_path)
+    checkpoint = open_checkpoint(directory, verify=False)
+    assert _same(checkpoint.read(0, 1, 3, "master"), part(small_layout(), state, (0, 1, 3), "master"))
+
+
+def _cut_shard(directory: Path) -> str:
+    path = sorted(directory.glob("shard_*"))[0]
+    os.truncate(path, path.stat().st_size - 64)
+    return "and should have"
+
+
+def _flip_shard(directory: Path) -> str:
+    path = sorted(directory.glob("shard_*"))[1]
+    flip(path, path.stat().st_size - 100, 6)
+    return "does not match its sha256"
+
+
+def _remove_shard(directory: Path) -> str:
+    sorted(directory.glob("shard_*"))[0].unlink()
+    return "a shard is missing"
+
+
+def _other_shard(directory: Path) -> str:
+    """A good file, but not the one that was meant."""
+    a, b = sorted(directory.glob("shard_*"))
+    shutil.copy(a, b)
+    return "a shard is not the one of the manifest"
+
+
+def _folder_for_shard(directory: Path) -> str:
+    path = sorted(directory.glob("shard_*"))[0]
+    path.unlink()
+    path.mkdir()
+    return "a shard cannot be read"
+
+
+def _cut_manifest(directory: Path) -> str:
+    os.truncate(directory / MANIFEST, (directory / MANIFEST).stat().st_size // 2)
+    return "the manifest is torn"
+
+
+def _flip_manifest(directory: Path) -> str:
+    text = (directory / MANIFEST).read_text()
+    (directory / MANIFEST).write_text(text.replace('"seed":7', '"seed":5'))
+    return "the manifest does not match its sha256"
+
+
+def _no_manifest(directory: Path) -> str:
+    (directory / MANIFEST).unlink()
+    return "never finished"
+
+
+def _other_manifest(directory: Path) -> str:
+    shutil.copytree(directory.parent / "step_00000010", directory, dirs_exist_ok=True)
+    return "the manifest is of another step"
+
+
+def _nothing(directory: Path) -> str:
+    for file in directory.iterdir():
+        file.unlink()
+    return "never finished"
+
+
+HARM = [
+    _cut_shard,
+    _flip_shard,
+    _remove_shard,
+    _other_shard,
+    _folder_for_shard,
+    _cut_manifest,
+    _flip_manifest,
+    _no_manifest,
+    _other_manifest,
+    _nothing,
+]
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_the_checkpoint_before_serves(tmp_path: Path, harm: Callable[[Path], str]) -> None:
+    _, old = save(tmp_path, 10)
+    newest, new = save(tmp_path, 20)
+    assert _holds(tmp_path, 20, new)
+    why = harm(newest)
+    assert _holds(tmp_path, 10, old)
+    _, [(path, reason)] = load_newest_good(tmp_path)
+    assert path == newest and why in reason and "\n" not in reason
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_manifest_cut_anywhere_is_none(tmp_path: Path, data: st.DataObject) -> None:
+    directory, _ = save(tmp_path, 10)
+    content = (directory / MANIFEST).read_bytes()
+    assert content.endswith(b"}\n")
+    (directory / MANIFEST).write_bytes(content[: data.draw(st.integers(0, len(content) - 2))])
+    with pytest.raises(CheckpointError, match="the manifest is torn"):
+        open_checkpoint(directory, verify=True)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_bit_flipped_in_a_manifest_changes_nothing_unseen(tmp_path: Path, data: st.DataObject) -> None:
+    directory, _ = save(tmp_path, 10)
+    good = open_checkpoint(directory, verify=True).manifest
+    size = (directory / MANIFEST).stat().st_size
+    flip(directory / MANIFEST, data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7)))
+    try:
+        assert open_checkpoint(directory, verify=True).manifest == good
+    except CheckpointError as error:
+        assert "manifest" in error.reason
+
+
+def test_none_good_names_each_and_why(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing in checkpoints/"):
+        load_newest_good(tmp_path)
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    _no_manifest(checkpoint_path(tmp_path, 10))
+    _flip_shard(checkpoint_path(tmp_path, 20))
+    _cut_manifest(checkpoint_path(tmp_path, 30))
+    with pytest.raises(CheckpointError) as caught:
+        load_newest_good(tmp_path)
+    assert isinstance(caught.value, UserError)
+    assert caught.value.got == str(tmp_path)
+    assert caught.value.exists.split("; ") == [
+        "step_00000030: the manifest is torn, or none",
+        "step_00000020: a shard does not match its sha256: shard_5_1-3.safetensors",
+        "step_00000010: it has no manifest: it was never finished",
+    ]
+
+
+def test_a_controller_completes_what_its_predecessor_left(tmp_path: Path) -> None:
+    """A crash between the last shard and the manifest: the shards say enough of themselves."""
+    save(tmp_path, 10)
+    directory, state = save(tmp_path, 20)
+    (directory / MANIFEST).unlink()
+    found, bad = find_shards(directory)
+    assert not bad and load_newest_good(tmp_path)[0].step == 10
+    write_manifest(directory, manifest_of(small_layout(), found, 20))
+    assert _holds(tmp_path, 20, state)
+
+
+def test_a_step_saved_again_replaces_what_was_torn(tmp_path: Path) -> None:
+    directory, _ = save(tmp_path, 20)
+    _flip_shard(directory)
+    _, state = save(tmp_path, 20, Ballot(2, 0))
+    assert _holds(tmp_path, 20, state)
+    assert len(list(directory.iterdir())) == 5
+
+
+def test_checkpoints_are_found_by_number(tmp_path: Path) -> None:
+    assert find_checkpoints(tmp_path) == []
+    for step in (9, 99999999, 123456789):
+        save(tmp_path, step)
+    for other in ("step_5", "step_00000007x", "tmp"):
+        (tmp_path / "checkpoints" / other).mkdir()
+    (tmp_path / "checkpoints" / "step_00000008").touch()
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step_123456789", "step_99999999", "step_00000009"]
+
+
+# ---- prune
+
+
+def _names(paths: list[Path]) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in paths]
+
+
+def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(tmp_path, step)
+    _no_manifest(checkpoint_path(tmp_path, 7))  # under way
+    _flip_shard(checkpoint_path(tmp_path, 5))
+    _nothing(checkpoint_path(tmp_path, 3))
+    assert _names(prune(tmp_path, 2)) == [5, 3, 2, 1]
+    assert _names(find_checkpoints(tmp_path)) == [7, 6, 4]
+    assert prune(tmp_path, 2) == []
+    assert _names(prune(tmp_path, 1)) == [4]
+    assert prune(tmp_path, 1) == []
+
+
+def test_prune_removes_nothing_while_none_is_good(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _cut_shard(save(tmp_path, step)[0])
+    assert prune(tmp_path, 1) == []
+    assert _names(find_checkpoints(tmp_path)) == [2, 1]
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_prune_never_removes_the_last_good_one(tmp_path: Path, harm: Callable[[Path], str]) -> None:
+    _, state = save(tmp_path, 10)
+    save(tmp_path, 15)
+    harm(checkpoint_path(tmp_path, 15))
+    harm(save(tmp_path, 20)[0])
+    assert prune(tmp_path, 1) == []
+    assert _holds(tmp_path, 10, state)
+
+
+def test_a_removal_cut_short_leaves_an_unfinished_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", die)
+        prune(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="never finished"):
+        open_checkpoint(checkpoint_path(tmp_path, 1), verify=False)
+    assert _names(prune(tmp_path, 1)) == [1]

@@ -1,0 +1,217 @@
+"""One controller at a time drives a run, and none uses an epoch twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.errors import ConfigError, DataError, FilesError
+from elaswave_spmd.run_dir.lock import EPOCHS, LOCK, Ballot, Journal, lock_run_dir, next_incarnation, read_journal
+
+_TRY = """
+import sys
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.recovery.run_lock import lock_run_dir
+try:
+    lock_run_dir(sys.argv[1])
+except ConfigError as error:
+    print(error.exists)
+else:
+    print("locked")
+"""
+
+_HOLD = """
+import subprocess, sys
+from elaswave_spmd.recovery.run_lock import lock_run_dir
+lock = lock_run_dir(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=0)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def _try(run_dir: Path) -> str:
+    """What another process finds."""
+    done = subprocess.run([sys.executable, "-c", _TRY, str(run_dir)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock and has a child, which lives until its standard input is closed."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(run_dir)], stdin=pipe, stdout=pipe, text=True) as holder:
+        try:
+            assert holder.stdout is not None and int(holder.stdout.readline()) > 0
+            yield holder
+        finally:
+            holder.kill()
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    with lock_run_dir(tmp_path) as lock:
+        assert _try(tmp_path) == f"process {os.getpid()}"
+        lock.close()
+        assert _try(tmp_path) == "locked"
+    lock.close()
+
+
+def test_a_second_lock_in_one_process_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    with lock_run_dir(tmp_path):
+        with pytest.raises(ConfigError, match="another one holds its directory") as caught:
+            lock_run_dir(tmp_path)
+        assert caught.value.where == "run.dir" and caught.value.got == str(tmp_path)
+        assert _try(tmp_path) == f"process {os.getpid()}"
+    with lock_run_dir(tmp_path):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: Path) -> None:
+    with _held(tmp_path) as holder:
+        with pytest.raises(ConfigError, match=f"process {holder.pid}"):
+            lock_run_dir(tmp_path)
+        holder.kill()
+        holder.wait(100)
+        with lock_run_dir(tmp_path):
+            assert _try(tmp_path) == f"process {os.getpid()}"
+
+
+def test_a_holder_that_has_not_said_its_number(tmp_path: Path) -> None:
+    with lock_run_dir(tmp_path):
+        (tmp_path / LOCK).write_text("")
+        assert _try(tmp_path) == "a process that has not said its number"
+
+
+def test_no_directory_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(FilesError, match="No such file"):
+        lock_run_dir(tmp_path / "gone")
+
+
+# ---- journal
+
+
+def test_each_controller_takes_the_next_incarnation(tmp_path: Path) -> None:
+    assert next_incarnation(tmp_path) == 1 and read_journal(tmp_path) == []
+    for incarnation in (1, 2, 3):
+        assert next_incarnation(tmp_path) == incarnation
+        with Journal(tmp_path) as journal:
+            assert journal.last() == (Ballot(incarnation - 1, 5) if incarnation > 1 else None)
+            assert next_incarnation(tmp_path) == incarnation, "taken only once it is journalled"
+            journal.append(incarnation, 0, "start")
+            assert journal.append(incarnation, 5, "fail", ranks=[3]) == journal.last() == Ballot(incarnation, 5)
+    assert read_journal(tmp_path)[-1] == {"incarnation": 3, "epoch": 5, "reason": "fail", "ranks": [3]}
+
+
+@pytest.mark.parametrize("ballot", [(2, 4), (2, 3), (1, 9)])
+def test_no_ballot_twice(tmp_path: Path, ballot: tuple[int, int]) -> None:
+    with Journal(tmp_path) as journal:
+        journal.append(2, 4, "start")
+        with pytest.raises(AssertionError):
+            journal.append(*ballot, "again")
+    with Journal(tmp_path) as journal, pytest.raises(AssertionError):
+        journal.append(*ballot, "again")
+    assert len(read_journal(tmp_path)) == 1
+
+
+def test_a_line_is_on_the_disk_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        sizes.append((tmp_path / EPOCHS).stat().st_size)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with Journal(tmp_path) as journal:
+        assert len(sizes) == 1, "the directory that has got a new file"
+        journal.append(1, 0, "start")
+        assert sizes[1:] == [(tmp_path / EPOCHS).stat().st_size]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_torn_line_was_never_promised(tmp_path: Path, data: st.DataObject) -> None:
+    (tmp_path / EPOCHS).unlink(missing_ok=True)
+    with Journal(tmp_path) as journal:
+        for epoch in range(3):
+            journal.append(1, epoch, "é" * epoch)
+    content = (tmp_path / EPOCHS).read_bytes()
+    size = data.draw(st.integers(0, len(content)))
+    (tmp_path / EPOCHS).write_bytes(content[:size])
+    whole = content[:size].count(b"\n")
+    assert [line["epoch"] for line in read_journal(tmp_path)] == list(range(whole))
+    assert next_incarnation(tmp_path) == (2 if whole else 1)
+    with Journal(tmp_path) as journal:
+        assert journal.last() == (Ballot(1, whole - 1) if whole else None)
+        journal.append(2, 0, "start")
+    assert [line["incarnation"] for line in read_journal(tmp_path)] == [*[1] * whole, 2]
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\0\0\0\n", b'{"incarnation": 1\n', b"[1, 2]\n", b'{"incarnation": 1}\n', b"\xff\n"]
+)
+def test_rubbish_is_torn_at_the_end_and_damage_before_it(tmp_path: Path, rubbish: bytes) -> None:
+    with Journal(tmp_path) as journal:
+        journal.append(1, 0, "start")
+    content = (tmp_path / EPOCHS).read_bytes()
+    (tmp_path / EPOCHS).write_bytes(content + rubbish)
+    with Journal(tmp_path) as journal:
+        assert journal.last() == Ballot(1, 0)
+    assert (tmp_path / EPOCHS).read_bytes() == content
+    (tmp_path / EPOCHS).write_bytes(rubbish + content)
+    for read in (Journal, next_incarnation, read_journal):
+        with pytest.raises(DataError, match="the journal of epochs is damaged"):
+            read(tmp_path)
+
+
+def test_ballots_out_of_order_are_damage(tmp_path: Path) -> None:
+    line = b'{"incarnation":1,"epoch":%d,"reason":"x"}\n'
+    (tmp_path / EPOCHS).write_bytes(line % 3 + line % 2)
+    with pytest.raises(DataError, match="damaged"):
+        next_incarnation(tmp_path)
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(tmp_path) as journal:
+        journal.append(1, 0, "start")
+        content = (tmp_path / EPOCHS).read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 20, hard))
+        try:
+            with pytest.raises(FilesError):
+                journal.append(1, 1, "x" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (tmp_path / EPOCHS).read_bytes() == content
+        assert journal.last() == Ballot(1, 0)
+        journal.append(1, 1, "fail")
+    assert [line["epoch"] for line in read_journal(tmp_path)] == [0, 1]
+
+
+def test_two_threads_that_want_the_lock_at_once(tmp_path: Path) -> None:
+    locks, refused = [], []
+
+    def take() -> None:
+        try:
+            locks.append(lock_run_dir(tmp_path))
+        except ConfigError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(locks) == 1 and len(refused) == 7
+    locks[0].close()

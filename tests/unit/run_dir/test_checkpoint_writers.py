@@ -1,0 +1,60 @@
+"""Every page of a checkpoint has one writer, a mirror where there is one, and the work is spread evenly."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd.recovery.writers import writers_of
+from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs
+from tests.unit.run_dir.checkpoint_cases import cuts, layouts, small_layout
+
+
+@st.composite
+def holder_maps(draw: st.DrawFn) -> tuple[ModelLayout, HolderMap]:
+    """Any holders and learners, on workers that need not be of the layer's stage."""
+    layout = draw(layouts())
+    workers = st.integers(0, 5)
+    found: dict[int, list[HolderRun]] = {layer.index: [] for layer in layout.layers}
+    for layer, first, stop in draw(cuts(layout)):
+        holders = draw(st.frozensets(workers, min_size=1, max_size=4))
+        learners = draw(st.frozensets(workers, max_size=2)) - holders
+        primary = draw(st.sampled_from(sorted(holders)))
+        found[layer].append(HolderRun(layer, first, stop, primary, holders, learners))
+    last = layout.layers[-1]
+    if last.loss_block is not None:
+        page = last.loss_block.first_page
+        found[last.index].append(HolderRun(last.index, page, page + 1, 0, frozenset({0, 1})))
+    return layout, {layer: tuple(runs) for layer, runs in found.items()}
+
+
+@given(holder_maps())
+def test_every_state_page_has_one_writer_that_holds_it(case: tuple[ModelLayout, HolderMap]) -> None:
+    layout, holders = case
+    writers = writers_of(holders, layout)
+    state = [r for r in all_runs(holders) if layout.layers[r.layer].block_of(r.first).kind != LOSS]
+    assert writers.keys() == {run.key for run in state}
+    assert sum(stop - first for _, first, stop in writers) == sum(layer.num_state_pages for layer in layout.layers)
+    for run in state:
+        assert writers[run.key] in run.holders
+        assert writers[run.key] != run.primary or len(run.holders) == 1
+
+
+def test_the_loss_page_is_not_written() -> None:
+    layout = small_layout()
+    last = layout.layers[-1]
+    assert last.loss_block is not None
+    page = last.loss_block.first_page
+    holders = {last.index: (HolderRun(last.index, page, page + 1, 0, frozenset({0})),)}
+    assert writers_of(holders, layout) == {}
+
+
+def test_equal_runs_are_spread_evenly() -> None:
+    layout = small_layout()
+    everybody = frozenset(range(4))
+    runs = tuple(HolderRun(0, page, page + 1, 0, everybody) for page in range(layout.layers[0].num_state_pages))
+    loads = Counter(writers_of({0: runs}, layout).values())
+    assert loads.keys() == {1, 2, 3} and max(loads.values()) - min(loads.values()) <= 1

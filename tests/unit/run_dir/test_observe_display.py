@@ -1,0 +1,239 @@
+"""The display, TensorBoard, and the observer that drives everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from elaswave_spmd.run_dir import (
+    BarDisplay,
+    MetricsLine,
+    PlainDisplay,
+    RunDir,
+    RunInfo,
+    RunObserver,
+    make_display,
+    read_events,
+    read_metrics,
+    read_summary,
+)
+from elaswave_spmd.run_dir.display import clock_text, count, summary_rows
+from elaswave_spmd.run_dir.observer import event_text
+
+
+class _Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def _line(step: int, *, loss: float = 2.5, seconds: float = 0.5, workers: int = 2) -> MetricsLine:
+    return MetricsLine.of(
+        step=step, mesh_epoch=0, loss=loss, grad_norm=1.5, lr=1e-3, tokens=64, seconds=seconds, workers=workers
+    )
+
+
+def _info(total_steps: int) -> RunInfo:
+    return RunInfo("gpt_tiny", "dp2", "zero1", 1234567, total_steps, 2, corpus="stdlib", run_dir="runs/[a]")
+
+
+def _text_console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=80), out
+
+
+def _terminal() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=100, force_terminal=True, color_system=None, _environ={"TERM": "xterm"}), out
+
+
+def test_plain_lines_show_the_first_the_last_and_one_per_second() -> None:
+    console, out = _text_console()
+    clock = _Clock()
+    display = PlainDisplay(console, clock)
+    display.start(_info(50))
+    for step in range(1, 51):
+        display.step(_line(step))
+        clock.seconds += 0.125
+    shown = [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert shown == ["1/50", "9/50", "17/50", "25/50", "33/50", "41/50", "49/50", "50/50"]
+
+
+def test_a_plain_line_is_one_line_with_its_figures() -> None:
+    console, out = _text_console()
+    display = PlainDisplay(console, _Clock())
+    display.start(_info(100))
+    display.step(_line(1))
+    header, run_dir, line = out.getvalue().splitlines()
+    assert header == "gpt_tiny (1,234,567 parameters), mesh dp2 of 2 workers, sharding zero1, data stdlib, 100 steps"
+    assert run_dir == "run directory runs/[a]"
+    assert line == "step 1/100  loss 2.5000  grad norm 1.5  lr 1.00e-03  128 tokens/s  2 workers  0:50 left"
+
+
+def test_the_losses_that_are_not_survived_have_a_line() -> None:
+    console, out = _text_console()
+    PlainDisplay(console, _Clock()).start(dataclasses.replace(_info(9), unsurvived="2 of 6 [pairs]"))
+    assert out.getvalue().splitlines()[-1] == "2 of 6 [pairs]"
+
+
+def test_steps_of_no_time_and_a_loss_that_is_nan() -> None:
+    console, out = _text_console()
+    display = PlainDisplay(console, _Clock())
+    display.start(_info(1))
+    display.step(_line(1, loss=float("nan"), seconds=0.0))
+    assert "loss nan" in out.getvalue()
+    assert "0 tokens/s" in out.getvalue()
+
+
+def test_the_bar_redraws_ten_times_a_second_and_at_the_end() -> None:
+    console, out = _terminal()
+    clock = _Clock()
+    display = make_display(console, clock)
+    assert isinstance(display, BarDisplay)
+    display.start(_info(100))
+    for step in range(1, 101):
+        display.step(_line(step))
+        clock.seconds += 0.01
+    display.say("fail: worker 1 lost")
+    display.finish({"validation_loss": 1.9})
+    display.close()
+    text = out.getvalue()
+    assert text.count("loss 2.5000") >= 11
+    assert text.count("loss 2.5000") <= 15
+    for part in (
+        "100/100",
+        "128 tokens/s",
+        "2 workers",
+        "0:00 left",
+        "fail: worker 1 lost",
+        "validation loss",
+        "1.9000",
+    ):
+        assert part in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_the_bar_starts_no_thread() -> None:
+    console, _ = _terminal()
+    before = threading.active_count()
+    display = BarDisplay(console)
+    display.start(_info(3))
+    display.step(_line(1))
+    assert threading.active_count() == before
+    display.close()
+
+
+def test_no_terminal_no_bar() -> None:
+    console, out = _text_console()
+    display = make_display(console)
+    display.start(_info(3))
+    display.finish({"a": 1})
+    assert isinstance(display, PlainDisplay)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_summary_rows() -> None:
+    corpus = {"name": "stdlib", "sha256": "0", "bytes": 12000}
+    summary = {
+        "loss": 1.23456,
+        "tokens_per_second": 54321.9,
+        "params": 10000,
+        "corpus": corpus,
+        "none": None,
+        "sizes": [1],
+    }
+    assert summary_rows(summary) == [
+        ("loss", "1.2346"),
+        ("tokens per second", "54,322"),
+        ("params", "10,000"),
+        ("corpus", "stdlib (12,000 bytes)"),
+        ("none", "-"),
+    ]
+
+
+def test_words() -> None:
+    assert [clock_text(s) for s in (0.4, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+    assert [count(1, "worker"), count(2000, "worker")] == ["1 worker", "2,000 workers"]
+    assert event_text("fail", {"rank": 3, "step": 12}) == "fail: rank=3 step=12"
+    assert event_text("fail", {"rank": 3, "message": "worker 3 lost"}) == "fail: worker 3 lost"
+    assert event_text("stop", {}) == "stop"
+
+
+@pytest.mark.parametrize("change", [{"total_steps": 0}, {"workers": 0}, {"first_step": 0}, {"params": -1}])
+def test_run_info_is_checked(change: dict[str, int]) -> None:
+    fields = {"model": "m", "mesh": "single", "sharding": "", "params": 1, "total_steps": 1, "workers": 1}
+    with pytest.raises(ValueError, match="out of range"):
+        RunInfo(**{**fields, **change})  # type: ignore[arg-type]
+
+
+def test_the_observer_writes_shows_and_plots(tmp_path: Path) -> None:
+    console, out = _text_console()
+    before = threading.active_count()
+    run_dir = RunDir.create(tmp_path / "run", "seed: 1\n", model="m", mesh="single")
+    with RunObserver(run_dir, display=PlainDisplay(console), now=lambda: 100.0) as observer:
+        assert threading.active_count() == before
+        observer.on_start(_info(2))
+        observer.on_step(_line(1, loss=3.0))
+        observer.on_event("fail", rank=1, message="worker 1 lost [bold]")
+        observer.on_step(_line(2, loss=2.0, workers=1))
+        observer.on_validation(2, np.float32(1.75))  # type: ignore[arg-type]
+        observer.on_finish({"validation_loss": 1.75}, {"w": np.ones(2, np.float32)})
+        observer.on_stop(OSError("nobody reads the terminal any more"))  # it has finished: no event
+    observer.close()
+    assert [line.step for line in read_metrics(run_dir.path)] == [1, 2]
+    events = read_events(run_dir.path)
+    assert [event["event"] for event in events] == ["start", "fail", "validation", "finish"]
+    assert events[0]["total_steps"] == 2
+    assert events[1] == {"event": "fail", "time": 100.0, "rank": 1, "message": "worker 1 lost [bold]"}
+    assert float.fromhex(events[2]["loss_hex"]) == 1.75
+    assert read_summary(run_dir.path) == {"validation_loss": 1.75}
+    assert (run_dir.path / "weights.safetensors").exists()
+    for part in ("fail: worker 1 lost [bold]", "step 2  validation loss 1.7500", "validation loss  1.7500"):
+        assert part in out.getvalue()
+    assert _scalars(run_dir.board_path) == {
+        "train/loss": [(1, 3.0), (2, 2.0)],
+        "train/grad_norm": [(1, 1.5), (2, 1.5)],
+        "train/lr": [(1, pytest.approx(1e-3)), (2, pytest.approx(1e-3))],
+        "speed/tokens_per_second": [(1, 128.0), (2, 128.0)],
+        "mesh/workers": [(1, 2.0), (2, 1.0)],
+        "validation/loss": [(2, 1.75)],
+    }
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loaded = EventAccumulator(str(folder))
+    loaded.Reload()
+    return {tag: [(e.step, e.value) for e in loaded.Scalars(tag)] for tag in loaded.Tags()["scalars"]}
+
+
+def test_without_a_board(tmp_path: Path) -> None:
+    console, _ = _text_console()
+    run_dir = RunDir.create(tmp_path / "run", "", model="m", mesh="single")
+    with RunObserver(run_dir, display=PlainDisplay(console), board=False) as observer:
+        observer.on_step(_line(1))
+    assert not run_dir.board_path.exists()
+
+
+def test_closing_reaches_everything(tmp_path: Path) -> None:
+    class Broken(PlainDisplay):
+        def close(self) -> None:
+            raise OSError("terminal gone")
+
+    run_dir = RunDir.create(tmp_path / "run", "", model="m", mesh="single")
+    observer = RunObserver(run_dir, display=Broken(_text_console()[0]))
+    with pytest.raises(OSError, match="terminal gone"):
+        observer.close()
+    with pytest.raises(ValueError, match="closed"):
+        run_dir.write_metrics(_line(1))

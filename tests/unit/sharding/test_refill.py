@@ -1,0 +1,583 @@
+"""Maps of new meshes and after any change: every page held as often as the mesh allows, for the fewest copies made."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.scheduling.redeal import redeal
+from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, deal_holders
+from elaswave_spmd.sharding.replica_rebalance import refill
+from elaswave_spmd.sharding.replicas import (
+    HolderMap,
+    HolderRun,
+    adopt,
+    all_runs,
+    from_rows,
+    missing_bytes,
+    moved_bytes,
+    pages_held,
+    primary_pages,
+    promote,
+    to_rows,
+    transfers,
+    unsurvived,
+    unsurvived_pairs,
+    unsurvived_text,
+    with_learners,
+)
+
+Stages = tuple[tuple[int, ...], ...]
+NOBODY = frozenset()
+
+
+def layout_of(pages: Sequence[int], tied: int = 0) -> ModelLayout:
+    """Layers of so many pages, 0 for none; the last layer reads a parameter of `tied` more pages in the first."""
+    uses = []
+    for i, count in enumerate(pages):
+        infos = [ParameterInfo(f"l{i}.w", (64 * count,))] if count else []
+        if tied and i == 0:
+            infos.append(ParameterInfo("l0.tied", (64 * tied,)))
+        reads = (("reader", "l0.tied"),) if tied and i == len(pages) - 1 else ()
+        uses.append(LayerUse(f"l{i}", tuple(infos), reads))
+    return lay_out(uses, page_size=64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that maps are made from."""
+
+    layout: ModelLayout
+    stages: Stages
+    cuts: tuple[int, ...]
+    replicated: bool
+    topology: Topology
+    mirror_count: int
+    scatter: int
+
+    def deal(self, page_layout: str = "interleaved", least_pages: int = 1) -> HolderMap:
+        rules = {**self._rules, "page_layout": page_layout, "least_pages": least_pages}
+        return deal_holders(self.layout, self.stages, self.cuts, **rules)
+
+    def refill(self, holders: HolderMap) -> HolderMap:
+        return refill(holders, self.layout, self.stages, self.cuts, **self._rules)
+
+    def redeal(self, holders: HolderMap, page_layout: str) -> HolderMap:
+        return redeal(holders, self.layout, self.stages, self.cuts, page_layout=page_layout, **self._rules)
+
+    @property
+    def _rules(self) -> dict:
+        names = ("replicated", "topology", "mirror_count", "scatter")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(rank for members in self.stages for rank in members)
+
+    @property
+    def mirrors(self) -> int:
+        return min(self.mirror_count, len(self.workers) - 1)
+
+    def members_of(self, layer: int) -> tuple[int, ...]:
+        return next(m for m, stop in zip(self.stages, self.cuts[1:], strict=True) if layer < stop)
+
+    def is_loss(self, run: HolderRun) -> bool:
+        block = self.layout.layers[run.layer].loss_block
+        return block is not None and run.first == block.first_page
+
+
+def topology_of(num_ranks: int, hosts: Sequence[int]) -> Topology:
+    """Hosts dealt round robin from a list of host numbers, three to a rack."""
+    paths = [hosts[rank % len(hosts)] for rank in range(num_ranks)]
+    return Topology.of({rank: (f"rack{host // 3}", f"host{host}") for rank, host in enumerate(paths)})
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_workers: int = 5, max_pages: int = 13) -> Case:
+    sizes = draw(st.lists(st.integers(1, max_workers), min_size=1, max_size=3))
+    pages = draw(st.lists(st.integers(0, max_pages), min_size=len(sizes), max_size=len(sizes) + 3))
+    inner = draw(st.permutations(range(1, len(pages)))) if len(pages) > 1 else []
+    cuts = (0, *sorted(inner[: len(sizes) - 1]), len(pages))
+    mesh = Mesh.initial(MeshShape.of_stages(sizes))
+    hosts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    return Case(
+        layout_of(pages, tied=draw(st.integers(0, 3)) if len(pages) > 1 else 0),
+        mesh.stages,
+        cuts,
+        draw(st.booleans()),
+        topology_of(40, hosts),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 5)),
+    )
+
+
+def check(case: Case, holders: HolderMap) -> None:
+    """Pages partitioned in atoms; one primary, at home; as many mirrors as asked for; even loads."""
+    assert sorted(holders) == list(range(len(case.layout.layers)))
+    load = dict.fromkeys(case.workers, 0)
+    for layer, runs in holders.items():
+        blocks = case.layout.layers[layer].blocks
+        wanted = [page for block in blocks if block.kind != "reader" for page in block.pages]
+        assert [page for run in runs for page in range(run.first, run.stop)] == wanted
+        members = case.members_of(layer)
+        for run in runs:
+            assert run.layer == layer and run.learners == NOBODY
+            assert run.stop <= case.layout.layers[layer].block_of(run.first).pages.stop, "an atom lies in one block"
+            assert run.holders <= set(case.workers) and run.primary in members
+            if case.replicated:
+                assert run.holders >= set(members)
+                assert len(run.holders) == max(len(members), case.mirrors + 1)
+            else:
+                assert len(run.mirrors) == case.mirrors
+            if not case.is_loss(run):
+                load[run.primary] += run.num_pages
+    for members in case.stages:
+        loads = [load[rank] for rank in members]
+        assert max(loads) - min(loads) <= 1, "primaries are even within one page"
+
+
+def pages_of(run: HolderRun) -> list[tuple[int, int]]:
+    return [(run.layer, page) for page in range(run.first, run.stop)]
+
+
+def refines(new: HolderMap, old: HolderMap) -> bool:
+    """Whether every atom of `new` lies in one of `old`."""
+    return all(any(was.first <= run.first and run.stop <= was.stop for was in old[run.layer]) for run in all_runs(new))
+
+
+# ---- given to a placement
+
+
+def test_a_placement_with_explicit_holders_hands_them_out():
+    layout, mesh = layout_of([3, 4, 5]), Mesh.initial(MeshShape.of_stages([2, 1]))
+    dealt = place(mesh, layout, Shardings().with_zero(2), 4)
+    case = Case(layout, mesh.stages, dealt.layer_cuts, False, mesh.topology, 1, 0)
+    holders = case.deal()
+    placement = replace(dealt, holders=holders)
+    assert placement != dealt and placement == replace(dealt, holders=case.deal()) and hash(placement) == hash(dealt)
+    assert placement.holder_runs(layout) == holders
+    assert placement.holder_runs(layout, [1]) == {layer: holders[layer] for layer in placement.layers_of_stage(1)}
+    assert all(not run.mirrors for run in all_runs(dealt.holder_runs(layout)))
+
+
+# ---- dealt anew, as a baseline
+
+
+@given(cases(), cases(), st.sampled_from(["interleaved", "contiguous"]))
+@settings(deadline=None, max_examples=150)
+def test_redealt_map(case: Case, other: Case, page_layout: str):
+    mesh = Mesh.initial(MeshShape.of_stages([len(case.workers)]))
+    before = deal_holders(
+        case.layout,
+        mesh.stages,
+        (0, len(case.layout.layers)),
+        replicated=other.replicated,
+        topology=case.topology,
+        mirror_count=other.mirror_count,
+        scatter=other.scatter,
+    )
+    found = case.redeal(before, page_layout)
+    check(case, found)
+    assert refines(found, before) and refines(found, case.deal(page_layout))
+    assert {page: run.primary for run in all_runs(found) for page in pages_of(run)} == {
+        page: run.primary for run in all_runs(case.deal(page_layout)) for page in pages_of(run)
+    }
+    assert case.redeal(found, page_layout) == found, "nothing is to be done"
+    assert adopt(with_learners(before, found), found) == found
+
+
+# ---- a new mesh
+
+
+@given(cases(), st.sampled_from(["interleaved", "contiguous"]))
+@settings(deadline=None, max_examples=150)
+def test_dealt_map(case: Case, page_layout: str):
+    holders = case.deal(page_layout)
+    check(case, holders)
+    zero = Shardings().with_zero(0 if case.replicated else 2)
+    counts = tuple((1,) * len(members) for members in case.stages)
+    units = tuple((len(case.workers) - len(ones) + 1, *ones[1:]) for ones in counts)
+    mesh = Mesh(MeshShape.of_stages(map(len, case.stages)), case.stages)
+    placed = Placement(mesh, len(case.workers), case.cuts, units, zero, page_layout).holder_runs(case.layout)
+    assert refines(holders, placed)
+    primary = {(run.layer, page): run.primary for run in all_runs(placed) for page in range(run.first, run.stop)}
+    for run in all_runs(holders):
+        assert {primary[run.layer, page] for page in range(run.first, run.stop)} == {run.primary}
+    if case.replicated or not case.mirrors:
+        assert [run.key for run in all_runs(holders)] == [run.key for run in all_runs(placed)]
+    assert case.refill(holders) == holders, "nothing is to be done"
+    assert from_rows(to_rows(holders)) == holders
+
+
+@given(cases(max_workers=12, max_pages=60))
+@settings(deadline=None, max_examples=100)
+def test_dealt_mirrors_are_even_and_on_few_peers(case: Case):
+    case = replace(case, replicated=False)
+    holders = case.deal()
+    peers, mirrored = defaultdict(set), Counter()
+    atoms = Counter()
+    for run in all_runs(holders):
+        peers[run.primary] |= set(run.mirrors)
+        block = case.layout.layers[run.layer].block_of(run.first)
+        atoms[run.layer, block.first_page, run.primary] += 1
+        if not case.is_loss(run):
+            mirrored.update(dict.fromkeys(run.mirrors, run.num_pages))
+    scatter = max(case.scatter or 4, case.mirror_count)
+    assert all(len(some) <= scatter for some in peers.values())
+    assert all(count <= scatter for count in atoms.values())
+    if all(len(members) > case.mirrors for members in case.stages):
+        for members in case.stages:
+            loads = [mirrored[rank] for rank in members]
+            assert max(loads) - min(loads) <= max(1, case.mirrors)
+        for run in all_runs(holders):
+            assert run.holders <= set(case.members_of(run.layer)), "mirrors stay in the stage"
+
+
+def test_dealt_mirrors_per_layer_and_in_turn():
+    ranks = tuple(range(10))
+    case = Case(layout_of([57] * 8), (ranks,), (0, 8), False, Topology.single_host(ranks), 1, 4)
+    holders = case.deal()
+    for runs in holders.values():
+        mirrored = Counter()
+        for run in runs:
+            if not case.is_loss(run):
+                mirrored[run.mirrors[0]] += run.num_pages
+        assert max(mirrored.values()) - min(mirrored.values()) <= 2
+    first = [next(run for run in holders[layer] if run.primary == 3).mirrors for layer in range(8)]
+    assert len(set(first)) > 1, "peers take turns from layer to layer"
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=6), st.integers(1, 4))
+@settings(deadline=None)
+def test_copysets_are_permutations_that_leave_the_host(hosts: list[int], width: int):
+    numbers = [host for host, size in enumerate(hosts) for _ in range(size)]
+    assume(width < len(numbers))
+    topology = Topology.of({rank: (f"host{host}",) for rank, host in enumerate(numbers)})
+    found = copysets(range(len(numbers)), topology, width)
+    for turn in range(width):
+        assert sorted(peers[turn] for peers in found.values()) == list(range(len(numbers)))
+    for rank, peers in found.items():
+        assert len({rank, *peers}) == width + 1
+    inside = sum(topology.same_domain(rank, peers[0]) for rank, peers in found.items())
+    if width == 1:
+        assert inside == max(0, 2 * max(hosts) - len(numbers)), "as few as even loads allow"
+
+
+def test_copysets_go_to_another_rack_first():
+    ranks = range(32)
+    topology = Topology.regular(ranks, per_host=4, hosts_per_rack=4)
+    for rank, peers in copysets(ranks, topology, 4).items():
+        assert all(topology.distance(rank, peer) == 2 for peer in peers)
+
+
+def test_copyset_width():
+    assert [copyset_width(0, 1, peers) for peers in (1, 3, 4, 99)] == [1, 3, 4, 4]
+    assert (copyset_width(7, 1, 99), copyset_width(2, 3, 99), copyset_width(7, 0, 99)) == (7, 3, 0)
+
+
+def test_a_small_stage_mirrors_to_the_nearest():
+    stages = ((0, 1, 2), (3,), (4,), (5, 6, 7))
+    case = Case(layout_of([12, 12, 12, 12]), stages, (0, 1, 2, 3, 4), False, Topology.single_host(range(8)), 1, 0)
+    holders = case.deal()
+    check(case, holders)
+    assert [run.mirrors[0] for run in holders[1]] == [4, 4, 0, 1], "in both neighbours, whoever has fewest"
+    assert {run.mirrors[0] for run in holders[2]} <= {3, 5, 6, 7}
+    two = replace(case, stages=((0, 1, 2), (3,)), cuts=(0, 3, 4), mirror_count=2, replicated=True).deal()
+    assert {run.holders for layer in range(3) for run in two[layer]} == {frozenset({0, 1, 2})}
+    assert all(len(run.mirrors) == 2 and run.primary == 3 for run in two[3])
+
+
+# ---- losses
+
+
+@given(cases(), st.data())
+@settings(deadline=None, max_examples=150)
+def test_mirror_count_losses_are_survived_where_they_lie(case: Case, data: st.DataObject):
+    holders = case.deal()
+    lost = data.draw(st.sets(st.sampled_from(case.workers), max_size=case.mirrors))
+    promoted, dead = promote(holders, lost)
+    assert dead == ()
+    for before, after in zip(all_runs(holders), all_runs(promoted), strict=True):
+        assert before.key == after.key and after.holders == before.holders - lost
+        assert after.primary == before.primary or before.primary in lost
+    assert promote(holders, lost) == (promoted, dead)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=100)
+def test_promotion_is_even(case: Case):
+    case = replace(case, replicated=True)
+    holders = case.deal()
+    for members in case.stages:
+        if len(members) > 1:
+            promoted, _ = promote(holders, members[:1])
+            load = primary_pages(promoted)
+            sizes = [run.num_pages for run in all_runs(holders) if run.primary == members[0]]
+            loads = [load.get(rank, 0) for rank in members[1:]]
+            assert max(loads) - min(loads) <= max([1, *sizes]) + 1, "even within a run (and the loss page)"
+
+
+# ---- refilling
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Case, list[tuple[str, list[int]]]]:
+    kinds = st.sampled_from(["lose", "leave", "join", "move", "cuts", "interrupted"])
+    numbers = st.lists(st.integers(0, 99), min_size=5, max_size=5)
+    return draw(cases()), draw(st.lists(st.tuples(kinds, numbers), max_size=6))
+
+
+def after_event(case: Case, kind: str, numbers: Sequence[int], newcomer: int) -> tuple[Case, set[int]]:
+    """The next case, and who is lost. An event that would empty a stage moves somebody there, or does not happen."""
+    stages, lost = [list(members) for members in case.stages], set()
+    stage = numbers[0] % len(stages)
+    if kind == "join":
+        stages[stage] += range(newcomer, newcomer + 1 + numbers[1] % 3)
+    elif kind == "move":
+        if len(stages[stage]) > 1:
+            stages[numbers[1] % len(stages)].append(stages[stage].pop(numbers[2] % len(stages[stage])))
+    elif kind == "cuts" and len(stages) > 1:
+        at = 1 + numbers[1] % (len(stages) - 1)
+        before, stop = case.cuts[at - 1], case.cuts[at + 1]
+        cut = before + 1 + numbers[2] % (stop - before - 1)
+        return replace(case, cuts=(*case.cuts[:at], cut, *case.cuts[at + 1 :])), lost
+    elif kind in ("lose", "leave", "interrupted"):
+        count = 1 + numbers[1] % max(1, case.mirrors)
+        for number in numbers[2 : 2 + count]:
+            lost.add(case.workers[number % len(case.workers)])
+        stages = [[rank for rank in members if rank not in lost] for members in stages]
+        for s, members in enumerate(stages):
+            if not members:
+                giver = max(range(len(stages)), key=lambda g: len(stages[g]))
+                if len(stages[giver]) < 2:
+                    return case, set()
+                stages[s].append(stages[giver].pop())
+    return replace(case, stages=tuple(map(tuple, stages))), lost
+
+
+@given(histories())
+@settings(deadline=None, max_examples=200)
+def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
+    case, events = history
+    holders, newcomer = case.deal(), 20
+    for kind, numbers in events:
+        survived = case.mirrors
+        after, gone = after_event(case, kind, numbers, newcomer)
+        newcomer += 3
+        assume(newcomer < 40)
+        current = holders
+        if kind == "interrupted":  # a join was under way
+            stages = (*after.stages[:-1], (*after.stages[-1], newcomer))
+            case = replace(case, stages=(*case.stages[:-1], (*case.stages[-1], newcomer)))
+            current = with_learners(holders, case.refill(holders))
+            after, newcomer = replace(after, stages=stages), newcomer + 1
+        if gone and kind != "leave":
+            current, dead = promote(current, gone)
+            if dead:
+                assert len(gone) > survived
+                return
+        target = after.refill(current)
+        check(after, target)
+        assert refines(target, current), "atoms are never merged"
+        assert after.refill(target) == target
+        learning = with_learners(current, target)
+        check_way(current, learning, target)
+        case, holders = after, adopt(learning, target)
+
+
+def check_way(current: HolderMap, learning: HolderMap, target: HolderMap) -> None:
+    """From the current map over learners to the target: each missing copy once, from its primary."""
+    held = {(run.layer, page): run for run in all_runs(current) for page in range(run.first, run.stop)}
+    wanted = Counter()
+    for run in all_runs(target):
+        for page in range(run.first, run.stop):
+            wanted.update((run.layer, page, rank) for rank in run.holders - held[run.layer, page].holders)
+    moves = transfers(learning)
+    got = Counter((r.layer, page, to) for r, _, to in moves for page in range(r.first, r.stop))
+    assert got == wanted
+    assert all(source == held[run.layer, run.first].primary for run, source, _ in moves)
+    assert moved_bytes(moves, 10) == 10 * wanted.total() == missing_bytes(current, target, 10)
+    for now, run in zip(all_runs(learning), all_runs(target), strict=True):
+        assert now.key == run.key and now.holders == held[run.layer, run.first].holders
+    assert from_rows(to_rows(learning)) == learning
+
+
+@st.composite
+def arbitrary_maps(draw: st.DrawFn) -> tuple[Case, HolderMap]:
+    """Any small map at all, some holders of which are no members."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    mesh = Mesh.initial(MeshShape.of_stages(sizes))
+    pages = draw(st.lists(st.integers(0, 5), min_size=len(sizes), max_size=2))
+    cuts = (0, *range(len(pages) - len(sizes) + 1, len(pages) + 1))
+    count, replicated = draw(st.integers(0, 2)), draw(st.integers(0, 4)) == 0
+    case = Case(layout_of(pages), mesh.stages, cuts, replicated, topology_of(8, [0, 1]), count, 0)
+    ranks = st.sets(st.sampled_from([*case.workers, 6, 7]), min_size=1, max_size=draw(st.integers(1, 4)))
+    holders = {}
+    for layer, of_layer in enumerate(case.layout.layers):
+        runs = []
+        for block in of_layer.blocks:
+            inner = draw(st.sets(st.sampled_from(block.pages)))
+            stops = sorted(inner - {block.first_page} | {block.pages.stop})
+            for first, stop in zip([block.first_page, *stops], stops, strict=False):
+                held = frozenset(draw(ranks))
+                runs.append(HolderRun(layer, first, stop, draw(st.sampled_from(sorted(held))), held))
+        holders[layer] = tuple(runs)
+    return case, holders
+
+
+def fewest_copies(case: Case, holders: HolderMap) -> int:
+    """Copies of pages that must be made, over all ways to choose even primaries and holders."""
+    total = 0
+    for stage, members in enumerate(case.stages):
+        layers = range(case.cuts[stage], case.cuts[stage + 1])
+        runs = [(run, case.is_loss(run)) for layer in layers for run in holders[layer]]
+        pages = [(run.holders, loss) for run, loss in runs for _ in range(run.num_pages)]
+
+        def cost(held: Collection[int], primary: int, members: tuple[int, ...] = members) -> int:
+            base = set(members) if case.replicated else {primary}
+            others = [rank for rank in case.workers if rank not in base]
+            more = itertools.combinations(others, max(0, case.mirrors + 1 - len(base)))
+            return min(len((base | set(some)) - set(held)) for some in more)
+
+        costs = [[cost(held, rank) for rank in members] for held, loss in pages if not loss]
+        total += sum(min(cost(held, rank) for rank in members) for held, loss in pages if loss)
+        floor, extra = divmod(len(costs), len(members))
+        # By dynamic programming over pages: loads of the members so far -> fewest copies.
+        best = {(0,) * len(members): 0}
+        for of_page in costs:
+            step: dict[tuple[int, ...], int] = {}
+            for loads, copies in best.items():
+                for position, number in enumerate(of_page):
+                    more = (*loads[:position], loads[position] + 1, *loads[position + 1 :])
+                    if loads[position] < floor + (extra > 0):
+                        step[more] = min(step.get(more, copies + number), copies + number)
+            best = step
+        total += min(copies for loads, copies in best.items() if min(loads) >= floor)
+    return total
+
+
+@given(arbitrary_maps())
+@settings(deadline=None, max_examples=400)
+def test_no_fewer_copies_would_do(drawn: tuple[Case, HolderMap]):
+    case, holders = drawn
+    target = case.refill(holders)
+    check(case, target)
+    assert refines(target, holders)
+    assert missing_bytes(holders, target, 1) == fewest_copies(case, holders)
+    assert case.refill(target) == target
+
+
+CHAINS = [  # workers, holders of each page with the primary first, copies that must be made
+    (3, [(0, 1), (0, 1), (1, 2)], 0),  # 0 to 1, 1 to 2
+    (4, [(0,), (0, 1), (0, 1), (1,), (2, 3), (2,)], 0),  # 0 to 1, which may have two when 2 has given one to 3
+    (2, [(0, 1), (6, 0), (0,), (0,)], 1),  # 6 is no member: its page goes to 0, which has too many itself
+    (3, [(0, 1), (0, 1), (0, 1), (0, 1), (1,)], 1),  # 2 gets nothing for nothing
+]
+
+
+@pytest.mark.parametrize(("num_workers", "holders_of_page", "copies"), CHAINS)
+def test_pages_change_hands_along_a_chain(num_workers: int, holders_of_page: list[tuple[int, ...]], copies: int):
+    ranks = tuple(range(num_workers))
+    count = len(holders_of_page)
+    case = Case(layout_of([count]), (ranks,), (0, 1), False, Topology.single_host(ranks), 0, 0)
+    runs = [HolderRun(0, i, i + 1, held[0], frozenset(held)) for i, held in enumerate(holders_of_page)]
+    holders = {0: (*runs, HolderRun(0, count, count + 1, 0, frozenset({0})))}
+    target = case.refill(holders)
+    check(case, target)
+    assert missing_bytes(holders, target, 1) == fewest_copies(case, holders) == copies
+
+
+def test_a_loss_moves_what_was_lost_and_nothing_else():
+    ranks = tuple(range(8))
+    case = Case(layout_of([100] * 5), (ranks,), (0, 5), False, Topology.single_host(range(9)), 1, 4)
+    holders = case.deal()
+    held = pages_held(holders, 5)
+    promoted, _ = promote(holders, [5])
+    left = replace(case, stages=(tuple(rank for rank in ranks if rank != 5),))
+    target = left.refill(promoted)
+    assert missing_bytes(promoted, target, 1) == held, "the copies that were lost"
+    assert sum(map(len, target.values())) <= sum(map(len, holders.values())) + 8, "few atoms are split"
+    joined = replace(left, stages=((*left.stages[0], 8),))
+    wider = joined.refill(target)
+    assert missing_bytes(target, wider, 1) == primary_pages(wider)[8] in (62, 63), "a newcomer gets its share"
+    for layer in range(5):
+        own = sum(run.num_pages for run in wider[layer] if run.primary == 8)
+        assert 8 <= own <= 17, "of every layer"
+
+
+def test_a_newcomer_takes_of_every_layer_as_much():
+    case = Case(layout_of([40] * 3), ((0,),), (0, 3), False, Topology.single_host(range(2)), 1, 0)
+    target = replace(case, stages=((0, 1),)).refill(case.deal())
+    for layer in range(3):
+        assert sum(run.num_pages for run in target[layer] if run.primary == 1 and not case.is_loss(run)) == 20
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_moved_layers_are_dealt_over_all(replicated: bool):
+    stages = ((0, 1, 2, 3), (4, 5, 6, 7))
+    case = Case(layout_of([40] * 4), stages, (0, 3, 4), replicated, Topology.single_host(range(8)), 1, 0)
+    current = case.deal()
+    target = replace(case, cuts=(0, 1, 4)).refill(current)
+    moves = transfers(with_learners(current, target))
+    assert sum(run.num_pages for run, _, _ in moves) == 80 * (4 if replicated else 1)
+    if not replicated:
+        assert {(source, to) for _, source, to in moves} == {(0, 4), (1, 5), (2, 6), (3, 7)}, "worker to worker"
+    for layer in (1, 2):
+        assert primary_pages({layer: target[layer]}) == {4: 10, 5: 10, 6: 10, 7: 10}
+
+
+def test_mirrors_are_made_in_another_domain():
+    ranks = tuple(range(8))
+    topology = Topology.regular(range(9), per_host=2)
+    case = Case(layout_of([64] * 4), (ranks,), (0, 4), False, topology, 1, 0)
+    promoted, _ = promote(case.deal(), [3])
+    target = replace(case, stages=(tuple(rank for rank in ranks if rank != 3),)).refill(promoted)
+    for run in all_runs(target):
+        assert not topology.same_domain(run.primary, run.mirrors[0]), run
+
+
+def test_a_plan_under_way_goes_on():
+    """A newcomer is learning when somebody else is lost: what it is learning it goes on learning."""
+    ranks = tuple(range(6))
+    case = Case(layout_of([60] * 4), (ranks,), (0, 4), False, Topology.single_host(range(9)), 1, 0)
+    joined = replace(case, stages=((*ranks, 8),))
+    current = case.deal()
+    learning = with_learners(current, joined.refill(current))
+    assert joined.refill(learning) == joined.refill(current)
+    promoted, dead = promote(learning, [2])
+    target = replace(joined, stages=((0, 1, 3, 4, 5, 8),)).refill(promoted)
+    pages = {(run.layer, page): run for run in all_runs(target) for page in range(run.first, run.stop)}
+    begun = [
+        (run.layer, page) for run in all_runs(promoted) if 8 in run.learners for page in range(run.first, run.stop)
+    ]
+    goes_on = [page for page in begun if 8 in pages[page].holders]
+    assert not dead and len(begun) > 30 and len(goes_on) > 0.9 * len(begun), "but for what is no longer too much"
+
+
+# ---- how many losses at once
+
+
+@given(cases(), st.integers(1, 3))
+@settings(deadline=None, max_examples=150)
+def test_unsurvived_counts_by_brute_force(case: Case, losses: int):
+    holders = case.deal()
+    sets = list(itertools.combinations(case.workers, losses))
+    bad = sum(any(run.holders <= set(lost) for run in all_runs(holders)) for lost in sets)
+    assert unsurvived(holders, case.workers, losses) == (bad, len(sets))
+    if losses == 2:
+        assert unsurvived_pairs(holders, case.workers) == (bad / len(sets) if sets else 0.0)
+        assert unsurvived_text(holders, case.workers) == (
+            f"{bad} of {len(sets)} pairs of simultaneous losses lose some page"
+        )
+    if losses <= case.mirrors:
+        assert bad == 0

@@ -1,0 +1,165 @@
+"""Boundary tensors: kept by their senders until the step is decided, named by what they are, not by who sent them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
+from tests.unit.runtime.runtime_cases import HOST, placed
+
+ME, OTHER = 1, 2
+STEP = 7
+
+
+class Sent(list[tuple[int, m.Message, Tensor]]):
+    def __call__(self, peer: int, message: m.Message, payload: Tensor | None = None, /) -> None:
+        assert payload is not None
+        self.append((peer, message, payload))
+
+
+def make() -> tuple[Boundaries, Sent]:
+    sent = Sent()
+    return Boundaries(ME, sent, HOST), sent
+
+
+def tensor(number: float) -> Tensor:
+    return torch.full((2, 3), number)
+
+
+def activation(unit: int, layer: int = 1, step: int = STEP, *, validation: bool = False) -> m.Activation:
+    return m.Activation(step, unit, layer, (2, 3), validation)
+
+
+def gradient(unit: int, layer: int = 0, step: int = STEP) -> m.ActivationGradient:
+    return m.ActivationGradient(step, unit, layer, (2, 3))
+
+
+def key(kind: str, unit: int, layer: int, step: int = STEP) -> BoundaryKey:
+    return BoundaryKey(kind, step, unit, layer)
+
+
+def two_stages() -> Placement:
+    """Layer 0 on worker 0, layers 1 and 2 on workers 1 and 2."""
+    return placed((1, 2), (0, 1, 3), ((4,), (2, 2)), 0)
+
+
+def test_what_is_sent_arrives_with_its_shape_and_is_taken_once() -> None:
+    (sender, sent), (receiver, _) = make(), make()
+    sender.send(OTHER, activation(3), tensor(1.5))
+    ((peer, message, payload),) = sent
+    assert peer == OTHER and isinstance(message, m.Activation)
+    receiver.receive(message, payload.reshape(-1))
+    assert key(ACTIVATION, 3, 1) in receiver and key(GRADIENT, 3, 1) not in receiver
+    assert torch.equal(receiver.pop(key(ACTIVATION, 3, 1)), tensor(1.5)) and key(ACTIVATION, 3, 1) not in receiver
+
+
+def test_what_arrives_is_copied_to_aligned_memory() -> None:
+    """Kernels' bits may depend on alignment, and a link's memory may start anywhere."""
+    boundaries, _ = make()
+    memory = torch.arange(7, dtype=torch.float32)
+    boundaries.receive(activation(0), memory[1:])
+    found = boundaries.pop(key(ACTIVATION, 0, 1))
+    assert found.data_ptr() % 64 == 0 and found.flatten().tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_to_itself_nothing_is_sent() -> None:
+    boundaries, sent = make()
+    boundaries.send(ME, gradient(2), tensor(1))
+    assert not sent and key(GRADIENT, 2, 0) in boundaries
+
+
+def test_what_nobody_needs_now_is_kept_for_later() -> None:
+    boundaries, sent = make()
+    boundaries.send(None, activation(2), tensor(1))
+    assert not sent and boundaries.kept(ACTIVATION, STEP) == ((1, 2),)
+
+
+def test_what_is_kept_is_said_by_layer_and_unit_of_one_step() -> None:
+    boundaries, _ = make()
+    for unit in (3, 1):
+        boundaries.send(OTHER, activation(unit), tensor(unit))
+        boundaries.send(OTHER, gradient(unit), tensor(unit))
+    boundaries.send(OTHER, activation(0, step=STEP + 1), tensor(0))
+    assert boundaries.kept(ACTIVATION, STEP) == ((1, 1), (1, 3)) and boundaries.kept(GRADIENT, STEP) == ((0, 1), (0, 3))
+    assert boundaries.kept(ACTIVATION, STEP + 1) == ((1, 0),) and boundaries.kept(GRADIENT, STEP + 1) == ()
+
+
+def test_validation_tensors_are_not_kept() -> None:
+    boundaries, sent = make()
+    boundaries.send(OTHER, activation(0, validation=True), tensor(0))
+    assert len(sent) == 1 and not boundaries.kept(ACTIVATION, STEP) and not boundaries.kept(VALIDATION, STEP)
+
+
+def test_validation_and_training_do_not_mix() -> None:
+    boundaries, _ = make()
+    boundaries.receive(activation(0, validation=True), tensor(1).reshape(-1))
+    assert key(VALIDATION, 0, 1) in boundaries and key(ACTIVATION, 0, 1) not in boundaries
+
+
+def test_kept_tensors_go_again_to_whoever_the_plan_names() -> None:
+    boundaries, sent = make()
+    boundaries.send(0, gradient(0), tensor(10))
+    boundaries.send(OTHER, activation(1), tensor(21))
+    boundaries.send(OTHER, activation(2), tensor(22))
+    sent.clear()
+    work = [
+        m.Work(0, 0, 0, False, 2),
+        m.Work(1, 1, OTHER, True, 2),
+        m.Work(1, 2, ME, True, 0),
+        m.Work(1, 3, OTHER, True, 2),
+    ]
+    boundaries.send_again(STEP, work, two_stages())
+    assert [(peer, message) for peer, message, _ in sent] == [(0, gradient(0)), (OTHER, activation(1))]
+    assert [float(payload[0, 0]) for _, _, payload in sent] == [10, 21]
+    assert key(ACTIVATION, 2, 1) in boundaries, "its own is filed, not sent"
+
+
+@pytest.mark.parametrize(("forward", "backward", "number"), [(False, 0, 0), (True, 0, 1), (False, 1, 1), (True, 2, 2)])
+def test_only_the_inputs_of_what_is_run_go_again(forward: bool, backward: int, number: int) -> None:
+    """A saved forward serves without its activation; a forward alone takes no gradient."""
+    boundaries, sent = make()
+    boundaries.send(None, activation(1), tensor(1))
+    boundaries.send(None, gradient(1, layer=2), tensor(2))
+    boundaries.send_again(STEP, [m.Work(1, 1, OTHER, forward, backward)], two_stages())
+    assert len(sent) == number
+
+
+def test_what_was_taken_between_status_and_place_is_there_again() -> None:
+    """A peer with its PLACE sent it for the new plan, and does not send it twice."""
+    boundaries, _ = make()
+    boundaries.receive(activation(0), tensor(1).reshape(-1))
+    boundaries.receive(activation(1), tensor(2).reshape(-1))
+    boundaries.pop(key(ACTIVATION, 0, 1))
+    boundaries.hold()
+    boundaries.pop(key(ACTIVATION, 1, 1))
+    boundaries.hold()  # a second PREPARE, before the PLACE of the first
+    boundaries.let_go()
+    assert key(ACTIVATION, 0, 1) not in boundaries and key(ACTIVATION, 1, 1) in boundaries
+    boundaries.pop(key(ACTIVATION, 1, 1))
+    boundaries.let_go()
+    assert key(ACTIVATION, 1, 1) not in boundaries, "only between STATUS and PLACE"
+
+
+def test_what_could_not_be_used_is_put_back() -> None:
+    boundaries, _ = make()
+    boundaries.receive(activation(0), tensor(1).reshape(-1))
+    taken = boundaries.pop(key(ACTIVATION, 0, 1))
+    boundaries.put_back(key(ACTIVATION, 0, 1), taken)
+    assert boundaries.pop(key(ACTIVATION, 0, 1)) is taken
+
+
+def test_a_decided_step_is_forgotten_and_the_next_is_not() -> None:
+    boundaries, _ = make()
+    for step in (STEP - 1, STEP, STEP + 1):
+        boundaries.send(OTHER, activation(0, step=step), tensor(0))
+        boundaries.receive(gradient(1, step=step), tensor(0).reshape(-1))
+        boundaries.receive(activation(2, step=step, validation=True), tensor(0).reshape(-1))
+    boundaries.forget(STEP)
+    assert [boundaries.kept(ACTIVATION, step) for step in (STEP - 1, STEP, STEP + 1)] == [(), (), ((1, 0),)]
+    assert [key(GRADIENT, 1, 0, step) in boundaries for step in (STEP - 1, STEP, STEP + 1)] == [False, False, True]
+    left = [key(VALIDATION, 2, 1, step) in boundaries for step in (STEP - 1, STEP, STEP + 1)]
+    assert left == [False, True, True], "version STEP is about to be validated"

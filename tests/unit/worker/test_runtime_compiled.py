@@ -1,0 +1,204 @@
+"""Layer programs by torch.compile: how many there are, that equal layers share them, that no step makes another one.
+
+The backend is aot_eager: the same tracing and guards as inductor's, without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from elaswave_spmd.determinism import KeyedDropout, Keys
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.models.gpt import GPT
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.model_layout import ModelDescription, describe
+from elaswave_spmd.worker.programs.eager import StagePrograms
+from elaswave_spmd.worker.programs.inductor import CompiledPrograms
+
+UNIT = (2, 6)
+VOCABULARY = 11
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Programs and settings of torch.compile are the process's: each test has its own."""
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    limits = {name: getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    ours = {"compile_threads": 1, "cpp.threads": 1, "deterministic": False}
+    with torch._dynamo.config.patch(limits), inductor.patch(ours):
+        yield
+    torch._dynamo.callback.callback_handler.clear()
+    torch._dynamo.reset()
+
+
+class Numbered(nn.Module):
+    """A layer that computes with its own number, a Python one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(8, 8), number
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return self.linear(x) * (1 + self.number)
+
+
+class Looking(nn.Linear):
+    """A layer that decides by a value, as no graph can."""
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x) if float(x.sum()) > 0 else -super().forward(x)
+
+
+class First(nn.Embedding):
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.linear = KeyedDropout(0.2), nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return self.linear(self.drop(x, keys))
+
+
+def layered(*middle: nn.Module) -> LayeredModel:
+    layers = {f"layer{number}": module for number, module in enumerate(middle)}
+    return LayeredModel({"first": First(VOCABULARY, 8), **layers, "last": Last()})
+
+
+def gpt(layers: int = 3, dropout: float = 0.0) -> LayeredModel:
+    with torch.device("meta"):
+        return GPT(VOCABULARY, UNIT[1], layers, 8, 2, dropout=dropout)
+
+
+def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Programs of a model, compiled; (them, the names of the layers in the order in which they were ready)."""
+    description, names = describe(model, page_size=64), []
+    programs = CompiledPrograms(
+        len(model.layers),
+        loss=model.loss,
+        loss_scale=0.1,
+        checkpointing=checkpointing,
+        threads=1,
+        place=CPU,
+        backend="aot_eager",
+    )
+    programs.compile(model.layers, description.layout, UNIT, dtype, names.append)
+    return programs, names
+
+
+def bound(
+    programs: StagePrograms,
+    model: LayeredModel,
+    description: ModelDescription,
+    layers: Sequence[int],
+    dtype: torch.dtype,
+) -> Mapping[int, GradientBuffer]:
+    values = {}
+    for number in layers:
+        layout = description.layout.layers[number]
+        values[number] = ValueBuffer(layout, model.layers[number], dtype, CPU)
+        draw = torch.Generator().manual_seed(number)
+        values[number].flat.copy_(torch.randn(values[number].flat.shape, generator=draw) * 0.3)
+    programs.bind({number: value.module for number, value in values.items()}, values)
+    return {number: GradientBuffer(description.layout.layers[number], CPU) for number in layers}
+
+
+def run(programs: StagePrograms, buffers: Mapping[int, GradientBuffer], step: int, *, add: bool) -> list[Tensor]:
+    """Units 0 and 1 of a step forward and backward, and one for validation: losses and gradients."""
+    found: list[Tensor] = []
+    for unit in (0, 1):
+        tokens = torch.randint(VOCABULARY, UNIT, generator=torch.Generator().manual_seed(100 * step + unit))
+        batch, keys, x = Batch(tokens, tokens), Keys.make(7, step, [2 * unit, 2 * unit + 1], 0), tokens
+        for number in buffers:
+            x = programs.forward(number, unit, x, keys.at(number), batch)
+        found.append(x)
+        dy: Tensor | None = None
+        for number in reversed(list(buffers)):
+            dy = programs.backward(number, unit, dy, buffers[number], add=add and unit == 1, batch=batch)
+        found += [buffer.flat.clone() for buffer in buffers.values()]
+        programs.set_training(False)
+        for number in buffers:
+            x = programs.evaluate(number, tokens if number == 0 else x, keys.at(number), batch)
+        programs.set_training(True)
+        found.append(x)
+    return found
+
+
+@pytest.mark.parametrize(("checkpointing", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str)
+def test_equal_layers_share_programs_and_steps_make_none(checkpointing: bool, dtype: torch.dtype) -> None:
+    model = gpt()
+    programs, names = compiled(model, checkpointing=checkpointing, dtype=dtype)
+    assert names == list(model.layer_names)
+    # Embedding, block and head: forward, backward and evaluation of each; when checkpointing a forward without a graph.
+    number = programs.num_compiled
+    assert number in ((9, 12)[checkpointing], (6, 9)[checkpointing]), "backward may come with its forward"
+    description = describe(gpt(), page_size=64)
+    buffers = bound(programs, gpt(), description, range(5), dtype)
+    plain = StagePrograms(5, loss=model.loss, loss_scale=0.1, checkpointing=checkpointing)
+    wanted = bound(plain, gpt(), description, range(5), dtype)
+    for step in (1, 2, 2**40):
+        ours, theirs = (run(p, b, step, add=dtype == torch.float32) for p, b in ((programs, buffers), (plain, wanted)))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert programs.num_compiled == number
+    assert [row[0] for row in programs.memory.take()] == [0, 1, 2, 3, 4]
+
+
+def test_a_worker_that_takes_other_layers_compiles_nothing() -> None:
+    programs, _ = compiled(gpt())
+    number, description = programs.num_compiled, describe(gpt(), page_size=64)
+    x = torch.randn(*UNIT, 8)
+    for layers in ([1, 2], [2, 3], [3]):
+        buffers = bound(programs, gpt(), description, layers, torch.float32)
+        keys, y = Keys.make(7, 3, [4, 5], 0), x
+        for layer in layers:
+            y = programs.forward(layer, 9, y, keys.at(layer), None)
+        dy: Tensor | None = torch.ones_like(y)
+        for layer in reversed(layers):
+            dy = programs.backward(layer, 9, dy, buffers[layer], add=False, batch=None)
+        assert dy is not None and dy.shape == x.shape
+    assert programs.num_compiled == number
+
+
+def test_layers_that_are_unlike_are_programs_of_their_own_and_all_are_made() -> None:
+    def make() -> LayeredModel:
+        return layered(*[Numbered(number) for number in range(9)])
+
+    programs, _ = compiled(make())
+    number = programs.num_compiled
+    assert number >= 2 * 11
+    buffers = bound(programs, make(), describe(make(), page_size=64), range(11), torch.float32)
+    run(programs, buffers, 1, add=True)
+    assert programs.num_compiled == number
+
+
+def test_masks_are_those_of_the_layer_as_it_is_written() -> None:
+    """A dropped element is exactly zero: the losses would be far apart if another one were dropped."""
+    make = lambda: layered()  # noqa: E731
+    programs, _ = compiled(make())
+    description = describe(make(), page_size=64)
+    plain = StagePrograms(2, loss=make().loss, loss_scale=0.1, checkpointing=False)
+    ours, theirs = (
+        run(p, bound(p, make(), description, range(2), torch.float32), 5, add=True) for p in (programs, plain)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_is_no_graph_is_refused_by_its_name() -> None:
+    with pytest.raises(ModelError) as caught:
+        compiled(layered(Looking(8, 8)))
+    assert caught.value.where == "layer layer0" and "runtime.compile=false" in caught.value.fix

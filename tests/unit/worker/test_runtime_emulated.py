@@ -1,0 +1,106 @@
+"""The emulated accelerator: what it returns is a function of everything that it was given, and takes its time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.determinism import Keys
+from elaswave_spmd.emulated_settings import EmulatedSettings, SlowDevice
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.models import Batch
+from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
+
+LAYOUT = lay_out([LayerUse(n, (ParameterInfo(f"{n}.weight", (8, 8)),)) for n in ("first", "last")], page_size=64)
+KEYS = Keys.make(1, 1, [0, 1], 0)
+HOST = torch.device("cpu")
+TOKENS = torch.zeros(2, 3, dtype=torch.int64)
+BATCH = Batch(TOKENS, TOKENS)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return (x if x.is_floating_point() else torch.ones(*x.shape, 8)) @ self.weight
+
+
+def programs(scale: float = 1.0, fill: float = 0.0) -> EmulatedPrograms:
+    device = EmulatedDevice(0.0, 0.0)
+    made = EmulatedPrograms(2, loss=lambda y, _: y.sum(), loss_scale=scale, checkpointing=False, device=device)
+    values = {i: ValueBuffer(layer, Rows(), torch.float32, HOST) for i, layer in enumerate(LAYOUT.layers)}
+    for value in values.values():
+        value.flat.fill_(fill)
+    made.bind({i: v.module for i, v in values.items()}, values)
+    return made
+
+
+def through(made: EmulatedPrograms, unit: int, tokens: Tensor = TOKENS) -> tuple[Tensor, ...]:
+    """A unit forward and backward: output of layer 0, loss, and the gradients of both layers."""
+    y = made.forward(0, unit, tokens, KEYS, None)
+    loss = made.forward(1, unit, y, KEYS, BATCH)
+    buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
+    dy = made.backward(1, unit, None, buffers[1], add=False, batch=BATCH)
+    assert dy is not None and dy.shape == y.shape
+    assert made.backward(0, unit, dy, buffers[0], add=False, batch=None) is None
+    return (y, loss, *(buffer.flat for buffer in buffers))
+
+
+def test_the_same_unit_gives_the_same_bits() -> None:
+    assert all(map(torch.equal, through(programs(), 3), through(programs(), 3)))
+
+
+def test_units_inputs_and_parameters_change_every_result() -> None:
+    others = [
+        through(programs(), 0),
+        through(programs(), 1),
+        through(programs(), 0, TOKENS + 1),
+        through(programs(fill=1.0), 0),
+    ]
+    for a, b in itertools.combinations(others, 2):
+        assert not any(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_gradient_is_added_to_what_is_there() -> None:
+    alone = through(programs(), 1)[3]
+    made, buffer = programs(), GradientBuffer(LAYOUT.layers[1], HOST)
+    for unit in (0, 1):
+        made.forward(1, unit, made.forward(0, unit, TOKENS, KEYS, None), KEYS, BATCH)
+        made.backward(1, unit, None, buffer, add=unit == 1, batch=BATCH)
+    assert torch.equal(buffer.flat, through(programs(), 0)[3] + alone)
+
+
+def test_what_was_begun_is_known() -> None:
+    made = programs()
+    made.forward(0, 4, TOKENS, KEYS, None)
+    assert made.forwarded == frozenset()
+    made.forward(1, 4, torch.zeros(2, 3, 8), KEYS, BATCH)
+    assert made.forwarded == {4}
+    made.discard(4)
+    assert made.forwarded == frozenset()
+
+
+def test_what_a_program_takes_follows_cost_and_speed() -> None:
+    device = EmulatedDevice(0.010, 0.020, (1.0, 3.0), lambda step: 0.5 if step >= 10 else 1.0)
+    assert [device.seconds(0, 1, backward=b) for b in (False, True)] == [0.010, 0.020]
+    assert device.seconds(1, 10, backward=True) == pytest.approx(0.120)
+
+
+def test_the_last_slow_that_holds_counts() -> None:
+    settings = EmulatedSettings(slow=(SlowDevice(1, 0.5, step=3, until=6), SlowDevice(1, 0.25, step=5)))
+    assert [settings.speed(1, step) for step in (2, 3, 4, 5, 6)] == [1.0, 0.5, 0.5, 0.25, 0.25]
+    assert settings.speed(0, 4) == 1.0
+
+
+def test_costs_are_one_for_each_layer() -> None:
+    EmulatedSettings(layer_costs=(1, 2)).check_layers(2)
+    EmulatedSettings().check_layers(7)
+    with pytest.raises(ConfigError, match="2 numbers, 3 layers"):
+        EmulatedSettings(layer_costs=(1, 2)).check_layers(3)

@@ -1,0 +1,205 @@
+"""What a worker broadcasts through the group of its stage, on a group that is a list: order, failures, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.models import GPT
+from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, place
+from elaswave_spmd.worker.model_layout import describe
+from elaswave_spmd.worker.parameter_broadcast import GroupedPublications
+
+ME = 1
+with torch.device("meta"):
+    MODEL = GPT(vocab_size=29, seq_len=6, layers=1, d_model=8, heads=2)
+LAYOUT = describe(MODEL, page_size=64).layout
+LAYER = 1
+LAST = LAYOUT.layers[LAYER].num_value_pages
+CPU = torch.device("cpu")
+
+
+@dataclass
+class ListedWork:
+    done: bool = False
+    error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class ListedGroup:
+    """A group of which a test says what comes."""
+
+    ready: int | None = None
+    failure: BaseException | None = None
+    refuses: RuntimeError | None = None
+    given_up: int = 0
+    changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    calls: list[tuple[Tensor, int, ListedWork]] = field(default_factory=list)
+
+    def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
+        assert rank == ME
+        self.ready, self.failure = None, None
+        self.changes.append((epoch, tuple(members)))
+
+    def give_up(self) -> None:
+        self.ready = None
+        self.given_up += 1
+
+    def broadcast(self, values: Tensor, root: int) -> ListedWork:
+        if self.refuses is not None:
+            raise self.refuses
+        work = ListedWork()
+        self.calls.append((values, root, work))
+        return work
+
+
+def placement(epoch: int = 0) -> Placement:
+    mesh = replace(Mesh.initial(MeshShape.parse("dp3")), epoch=epoch)
+    return place(mesh, LAYOUT, MODEL.shardings.with_zero(1), 3)
+
+
+def run(first: int, stop: int, primary: int, *mirrors: int) -> HolderRun:
+    return HolderRun(LAYER, first, stop, primary, frozenset({primary, *mirrors}))
+
+
+RUNS = (run(0, 1, 0), run(1, 2, ME, 2), run(2, 3, 0, ME, 2), run(3, LAST, 2))
+"""The third is held by all."""
+
+
+def holders(runs: tuple[HolderRun, ...] = RUNS) -> HolderMap:
+    return {layer: runs if layer == LAYER else () for layer in range(len(LAYOUT.layers))}
+
+
+def make(runs: tuple[HolderRun, ...] = RUNS) -> tuple[GroupedPublications, ListedGroup, list[tuple[int, Message]]]:
+    group, sent = ListedGroup(), []
+    grouped = GroupedPublications(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
+    grouped.bind(placement(), holders(runs))
+    group.ready = 0
+    return grouped, group, sent
+
+
+def values(of: HolderRun, number: float) -> Tensor:
+    first, stop = LAYOUT.layers[LAYER].span(of.first, of.stop)
+    return torch.full((stop - first,), number)
+
+
+def broadcast(grouped: GroupedPublications, version: int = 1) -> None:
+    grouped.broadcast(LAYER, version, {RUNS[1].key: values(RUNS[1], 10.0)})
+
+
+def test_runs_that_others_read_are_broadcast_in_page_order() -> None:
+    grouped, group, _ = make()
+    assert grouped.ready and grouped.reached(RUNS[1].key) == {0, 1, 2} and not grouped.reached(RUNS[2].key)
+    broadcast(grouped)
+    assert [(root, len(tensor)) for tensor, root, _ in group.calls] == [
+        (of.primary, len(values(of, 0))) for of in RUNS if of is not RUNS[2]
+    ]
+    assert torch.equal(group.calls[1][0], values(RUNS[1], 10.0)) and not grouped.idle
+
+
+def test_what_has_come_is_told_in_order_and_once() -> None:
+    grouped, group, _ = make()
+    broadcast(grouped)
+    first, mine, last = group.calls
+    first[0].fill_(1.0)
+    last[0].fill_(3.0)
+    last[2].done = True
+    assert grouped.arrived() == [] and not grouped.has_news, "one after the other"
+    first[2].done = mine[2].done = True
+    assert grouped.has_news
+    assert [(publish, float(tensor[0])) for publish, tensor in grouped.arrived()] == [
+        (Publish(1, *RUNS[0].key), 1.0),
+        (Publish(1, *RUNS[3].key), 3.0),
+    ]
+    assert grouped.idle and grouped.arrived() == []
+
+
+def lost(reason: str) -> list[tuple[int, Message]]:
+    return [(peer, GroupLost(0, ME, reason)) for peer in (0, 2, CONTROLLER)]
+
+
+def test_a_broadcast_that_fails_ends_the_group_for_everybody() -> None:
+    grouped, group, sent = make()
+    broadcast(grouped)
+    group.calls[0][2].done, group.calls[0][2].error = True, RuntimeError("closed by peer")
+    assert grouped.arrived() == [] and sent == lost("closed by peer")
+    assert grouped.idle and not grouped.serves and not grouped.ready and group.given_up == 1
+    broadcast(grouped, 2)
+    assert len(group.calls) == 3 and len(sent) == 3, "links serve, and all know"
+
+
+def test_a_library_that_refuses_ends_it_too() -> None:
+    grouped, group, sent = make()
+    group.refuses = RuntimeError("communicator was aborted")
+    broadcast(grouped)
+    assert sent == lost("communicator was aborted") and grouped.idle and not grouped.serves
+
+
+def test_a_primary_without_state_does_not_let_others_take_one_run_for_the_next() -> None:
+    grouped, group, sent = make()
+    grouped.broadcast(LAYER, 1, {})
+    assert [root for _, root, _ in group.calls] == [0]
+    assert sent == lost("this worker has no state of a run that it is the primary of") and not grouped.serves
+
+
+def test_a_group_that_cannot_be_made_is_given_up() -> None:
+    grouped, group, sent = make()
+    group.ready, group.failure = None, RuntimeError("timed out")
+    assert not grouped.ready
+    grouped.look()
+    grouped.look()
+    assert sent == lost("timed out") and not grouped.serves
+
+
+def test_another_epoch_has_another_group() -> None:
+    grouped, group, sent = make()
+    broadcast(grouped)
+    grouped.bind(placement(1), holders())
+    assert grouped.idle and not grouped.ready and group.changes == [(0, (0, 1, 2)), (1, (0, 1, 2))]
+    group.calls[0][2].done = True
+    assert grouped.arrived() == []
+    group.ready = 1
+    assert grouped.ready and sent == []
+
+
+def test_after_a_failure_the_next_epoch_tries_again() -> None:
+    grouped, group, _ = make()
+    grouped.give_up()
+    assert not grouped.ready
+    grouped.bind(placement(1), holders())
+    group.ready = 1
+    assert grouped.ready and grouped.serves
+
+
+@pytest.mark.parametrize("runs", [(run(0, LAST, 0, 1, 2),), ()], ids=["all hold it", "no pages"])
+def test_where_nobody_lacks_anything_no_group_is_made(runs: tuple[HolderRun, ...]) -> None:
+    grouped, group, _ = make(runs)
+    assert group.changes == [(0, (ME,))] and grouped.ready, "nothing keeps other stages from theirs"
+    broadcast(grouped)
+    assert group.calls == [] and grouped.idle
+
+
+def test_a_run_from_another_stage_comes_over_links() -> None:
+    grouped, group, _ = make((run(0, LAST, 7),))
+    assert group.changes == [(0, (ME,))] and not grouped.reached((LAYER, 0, LAST))
+
+
+def test_without_a_group_links_serve() -> None:
+    grouped = GroupedPublications(ME, LAYOUT, CPU, torch.float32, lambda peer, message, _: None, None)
+    grouped.bind(placement(), holders())
+    assert not grouped.ready and grouped.idle and not grouped.has_news
+    grouped.look()

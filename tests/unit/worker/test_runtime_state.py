@@ -1,0 +1,167 @@
+"""Held pages, whoever holds which, are updated as one whole layer would be, and come together again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.recovery.messages import FinalPages
+from elaswave_spmd.runtime.collect import collect_pages, is_complete
+from elaswave_spmd.scheduling.placement import HolderRun
+from elaswave_spmd.sharding.layout import LOSS, LayerLayout
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.optimizers import SGD, AdamW
+from elaswave_spmd.worker.state import HeldState
+from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
+
+LAYOUT = small_layout(64)
+
+
+class Empty(nn.Module):
+    """A module with the parameters of a layout's layer."""
+
+    def __init__(self, layer: LayerLayout) -> None:
+        super().__init__()
+        for slot in layer.slots:
+            name = slot.parameter.name.removeprefix(layer.name + ".")
+            setattr(self, name, nn.Parameter(torch.empty(slot.parameter.shape)))
+
+
+def draw(name: str, first: int, stop: int) -> Tensor:
+    """Element i of a parameter is a function of its name and i."""
+    shift = sum(map(ord, name))
+    return torch.sin(torch.arange(first, stop, dtype=torch.float32) + shift)
+
+
+def states(workers: int, zero: int, *, separate: bool, dtype: torch.dtype, sgd: bool = False) -> dict[int, HeldState]:
+    """The states of a stage that has all three layers, freshly drawn."""
+    runs = placed((workers,), (0, 3), ((workers, *[0] * (workers - 1)),), zero).holder_runs(LAYOUT)
+    found = {}
+    for rank in range(workers):
+        values = {layer.index: ValueBuffer(layer, Empty(layer), dtype, HOST.place) for layer in LAYOUT.layers}
+        held = [run for of_layer in runs.values() for run in of_layer if rank in run.holders and not is_loss(run)]
+        optimizer = SGD(0.1) if sgd else AdamW()
+        found[rank] = HeldState(LAYOUT, optimizer, HOST, separate_master=separate)
+        found[rank].rebind(held, values)
+        found[rank].initialise(draw)
+    return found
+
+
+def is_loss(run: HolderRun) -> bool:
+    return LAYOUT.layers[run.layer].block_of(run.first).kind == LOSS
+
+
+def update(state: HeldState, step: int, divisor: float) -> None:
+    """One step with gradients that are functions of the element."""
+    for layer in LAYOUT.layers:
+        whole = torch.cos(torch.arange(layer.num_gradient_elements, dtype=torch.float32) * step)
+        for block in layer.blocks:  # what lies between parameters is zero in every gradient
+            used = torch.zeros(layer.num_gradient_elements, dtype=torch.bool)
+            for slot in block.slots:
+                used[slot.start : slot.stop] = True
+            whole[block.start : block.stop] *= used[block.start : block.stop]
+        entries = {
+            (layer.index, part.run.first, part.run.stop): whole[part.start : part.stop].clone()
+            for part in state.layers.get(layer.index, ())
+        }
+        state.apply(layer.index, entries, step=step, lr=0.05, divisor=divisor)
+
+
+def collected(of_workers: dict[int, HeldState]) -> dict[str, np.ndarray]:
+    weights: dict[str, np.ndarray] = {}
+    received = set()
+    for rank, state in of_workers.items():
+        for held in state.layers.values():
+            for part in held:
+                if part.run.primary == rank:
+                    key = (part.run.layer, part.run.first, part.run.stop)
+                    collect_pages(LAYOUT, FinalPages(*key), part.master, weights)
+                    received.add(key)
+    assert is_complete(LAYOUT, received)
+    assert not is_complete(LAYOUT, set(sorted(received)[1:]))
+    return weights
+
+
+def test_initial_pages_are_slices_of_the_parameters() -> None:
+    for workers in (1, 2, 3):
+        weights = collected(states(workers, 1, separate=True, dtype=torch.float32))
+        assert set(weights) == set(LAYOUT.owned)
+        for name, (_, slot) in LAYOUT.owned.items():
+            wanted = draw(name, 0, slot.parameter.num_elements).numpy().reshape(slot.parameter.shape)
+            np.testing.assert_array_equal(weights[name], wanted)
+
+
+@pytest.mark.parametrize("sgd", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_an_update_over_any_cut_is_the_update_of_the_whole(workers: int, zero: int, sgd: bool) -> None:
+    one = states(1, 1, separate=False, dtype=torch.float32, sgd=sgd)
+    many = states(workers, zero, separate=zero == 3, dtype=torch.float32, sgd=sgd)
+    for step, divisor in ((1, 1.0), (2, 1.7), (3, 1.0)):
+        for state in (*one.values(), *many.values()):
+            update(state, step, divisor)
+    whole, parts = collected(one), collected(many)
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        assert whole[name].tobytes() == parts[name].tobytes(), name
+
+
+def test_mirrors_have_the_bits_of_their_primary() -> None:
+    many = states(3, 0, separate=True, dtype=torch.bfloat16)
+    for state in many.values():
+        update(state, 1, 1.3)
+    for layer in LAYOUT.layers:
+        for parts in zip(*(many[rank].layers[layer.index] for rank in range(3)), strict=True):
+            assert len({part.run for part in parts}) == 1
+            for part in parts[1:]:
+                assert torch.equal(part.master, parts[0].master)
+                for name, values in part.optimizer_state.items():
+                    assert torch.equal(values, parts[0].optimizer_state[name])
+
+
+def test_the_compute_buffer_follows_at_the_same_version() -> None:
+    (state,) = states(1, 1, separate=True, dtype=torch.bfloat16).values()
+    for held in state.layers.values():
+        for part in held:
+            assert torch.equal(state.compute_values(part), part.master.bfloat16())
+    update(state, 1, 1.0)
+    for held in state.layers.values():
+        for part in held:
+            assert torch.equal(state.compute_values(part), part.master.bfloat16())
+
+
+def test_without_a_separate_master_there_is_one_copy() -> None:
+    (state,) = states(1, 1, separate=False, dtype=torch.float32).values()
+    part = state.layers[1][0]
+    assert part.master.data_ptr() == state.compute_values(part).data_ptr()
+
+
+def test_keeping_advances_the_version_only() -> None:
+    (state,) = states(1, 1, separate=True, dtype=torch.bfloat16).values()
+    before = [part.master.clone() for held in state.layers.values() for part in held]
+    for layer in LAYOUT.layers:
+        state.keep(layer.index, 1)
+    after = [part.master for held in state.layers.values() for part in held]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert state._values[1].is_at(1)
+
+
+def test_bytes_of_state_are_those_of_the_pages() -> None:
+    total = sum(layer.num_state_elements for layer in LAYOUT.layers)
+    of_workers = states(3, 1, separate=True, dtype=torch.float32)
+    counted = [state.num_bytes(rank) for rank, state in of_workers.items()]
+    assert sum(c["master"] for c in counted) == 4 * total and sum(c["optimizer"] for c in counted) == 8 * total
+    assert not any(c["mirror_master"] or c["mirror_optimizer"] for c in counted), "nothing is mirrored"
+    page = LAYOUT.page_size * 4 * len(LAYOUT.layers)
+    assert max(c["master"] for c in counted) - min(c["master"] for c in counted) <= page
+
+
+def test_bytes_of_mirrors_are_counted_apart() -> None:
+    total = sum(layer.num_state_elements for layer in LAYOUT.layers)
+    counted = [state.num_bytes(rank) for rank, state in states(3, 0, separate=True, dtype=torch.float32).items()]
+    assert sum(c["master"] for c in counted) == 4 * total and sum(c["mirror_master"] for c in counted) == 8 * total
+    assert (
+        sum(c["optimizer"] for c in counted) == 8 * total and sum(c["mirror_optimizer"] for c in counted) == 16 * total
+    )

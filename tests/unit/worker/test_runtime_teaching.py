@@ -1,0 +1,139 @@
+"""State that is taught and learned piece by piece, between whatever else a worker does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
+from elaswave_spmd.runtime.chores import Chores
+from elaswave_spmd.worker import state as state_module
+from elaswave_spmd.worker.state import LEARNING, HeldState
+from elaswave_spmd.worker.state_transfer import learn, teach
+from tests.unit.worker.test_runtime_state import states, update
+
+LAYER = 1
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "CHORE_ELEMENTS", 24)  # no divisor of a page
+
+
+def counted(said: list[str], name: str, pieces: int) -> Iterator[None]:
+    for piece in range(pieces):
+        said.append(f"{name}{piece}")
+        yield
+    said.append(f"{name} done")
+
+
+def test_chores_are_done_in_turn_and_in_pieces() -> None:
+    chores, said = Chores(), []
+    assert not chores.do_one()
+    chores.add(counted(said, "a", 2))
+    chores.add(counted(said, "b", 1))
+    assert chores.do_one() and said == ["a0"]
+    assert chores.do_one() and chores.do_one() and said == ["a0", "a1", "a done"]
+    chores.finish()
+    assert said[3:] == ["b0", "b done"] and not chores.do_one()
+    chores.add(counted(said, "c", 1))
+    chores.give_up()
+    assert not chores.do_one() and said[-1] == "b done"
+
+
+def test_a_chore_that_fails_is_not_begun_again() -> None:
+    def failing() -> Iterator[None]:
+        yield
+        raise OSError("no memory")
+
+    chores, said = Chores(), []
+    chores.add(failing())
+    chores.add(counted(said, "b", 1))
+    assert chores.do_one()
+    with pytest.raises(OSError, match="no memory"):
+        chores.do_one()
+    chores.finish()
+    assert said == ["b0", "b done"]
+
+
+def taught(state: HeldState) -> tuple[m.PageState, Tensor]:
+    """What the primary of a layer's first run sends of it."""
+    part, sent = state.layers[LAYER][0], []
+    message = m.PageState(1, *part.run.key, torch.arange(part.run.stop - part.run.first).float().numpy().tobytes())
+    job = teach(state, part, message, [4, 6], lambda *what: sent.append(what))
+    pieces = sum(1 for _ in job)
+    assert pieces > 3 and [peer for peer, _, _ in sent] == [4, 6] and sent[0][2] is sent[1][2]
+    _, sent_message, payload = sent[0]
+    assert sent_message == message
+    return message, payload
+
+
+def unlearned(*, separate: bool) -> HeldState:
+    """Another worker that holds the same layer, without state."""
+    (found,) = states(1, 1, separate=separate, dtype=torch.float32).values()
+    runs = [part.run for part in found]
+    found.rebind([], found._values)
+    found.rebind(runs, found._values)
+    assert all(part.version == LEARNING for part in found)
+    return found
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_what_is_learned_is_what_was_taught_and_goes_on_alike(separate: bool) -> None:
+    (state,) = states(1, 1, separate=separate, dtype=torch.float32).values()
+    update(state, 1, 1.3)
+    message, payload = taught(state)
+    other, protocol, done = unlearned(separate=separate), WorkerProtocol(4, 0, (), (), version=1), []
+    job = learn(other, message, payload, protocol, lambda: done.append(True))
+    (mine,), (theirs,) = other.layers[LAYER], state.layers[LAYER]
+    for _ in job:
+        assert mine.version == LEARNING and not done, "it counts when all of it is there"
+    assert mine.version == 1 and done == [True]
+    assert protocol.norms_at(1, mine.run.key) == tuple(map(float, range(mine.run.stop - mine.run.first)))
+    assert torch.equal(mine.master, theirs.master)
+    for name, values in mine.optimizer_state.items():
+        assert torch.equal(values, theirs.optimizer_state[name])
+    assert other._values[LAYER].is_at(1)
+
+
+@pytest.mark.parametrize("at", [0, 3, -1])
+def test_parameters_that_are_published_meanwhile_are_left_alone(at: int) -> None:
+    """A forward may have been run with them by then, and its backward refers to that very memory."""
+    (state,) = states(1, 1, separate=False, dtype=torch.float32).values()
+    update(state, 1, 1.3)
+    message, payload = taught(state)
+    other = unlearned(separate=False)
+    values, run = other._values[LAYER], other.layers[LAYER][0].run
+    job = learn(other, message, payload, WorkerProtocol(4, 0, (), (), version=1), lambda: None)
+    for _ in range(at) if at >= 0 else job:
+        next(job, None)
+    if at >= 0:
+        values.install(run.first, run.stop, state.compute_values(state.layers[LAYER][0]), 1)
+        version = values.flat._version
+        for _ in job:
+            pass
+        assert values.flat._version == version, "written to"
+    assert torch.equal(values.flat, state._values[LAYER].flat) and values.is_at(1)
+
+
+def test_only_runs_that_wait_for_it_take_state() -> None:
+    (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
+    update(state, 1, 1.0)
+    message, payload = taught(state)
+    (other,) = states(1, 1, separate=True, dtype=torch.float32).values()
+    before = [part.master.clone() for part in other]
+    for _ in learn(other, message, payload * 0, WorkerProtocol(4, 0, (), (), version=1), lambda: None):
+        pass
+    assert all(torch.equal(part.master, b) and part.version == 0 for part, b in zip(other, before, strict=True))
+
+
+def test_the_loss_page_is_sent_as_it_is() -> None:
+    (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
+    sent, loss = [], torch.tensor([1.0, 2.5])
+    message = m.PageState(1, 2, 5, 6, b"")
+    assert not list(teach(state, loss, message, [3], lambda *what: sent.append(what)))
+    assert sent == [(3, message, loss)]
