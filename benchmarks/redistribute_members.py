@@ -25,15 +25,16 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.members import follow
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.allocator import keep_freed_memory
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.runtime.processes.child import keep_freed_memory
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
-from elaswave_spmd.scheduling.placement import Placement, RunKey, place
+from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import P, ReshardPlan, Shardings, plan_reshard
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replicas import RunKey
 from elaswave_spmd.worker.channel import Incoming, LinkPort, Stopped
 from elaswave_spmd.worker.configuration import Epoch
 from elaswave_spmd.worker.fault_points import pass_by

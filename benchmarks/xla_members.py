@@ -148,7 +148,7 @@ class HandWritten:
     def __init__(self, spec: Spec, fused: bool) -> None:
         import torch_xla  # pyright: ignore[reportMissingImports]
 
-        from elaswave_spmd.worker.programs.xla_island import XlaIsland
+        from elaswave_spmd.runtime.devices.xla_island import XlaIsland
 
         self._sync: Callable[..., None] = torch_xla.sync
         self._spec, self._fused = spec, fused
@@ -248,8 +248,8 @@ def make_side(spec: Spec) -> Side:
         compiled = CompiledPrograms(**args, threads=THREADS, place=_HOST)
         compiled.compile(make_model().layers, layout, (UNIT, TOKENS), torch.float32)
         return Ours(model, spec.units, compiled)
+    from elaswave_spmd.runtime.devices.xla_island import XlaIsland
     from elaswave_spmd.worker.programs.xla import XlaPrograms
-    from elaswave_spmd.worker.programs.xla_island import XlaIsland
 
     programs = XlaPrograms(**args, island=XlaIsland({"tp": spec.tp}), specs=specs_of(model))
     programs.compile(model.layers, layout, (UNIT, TOKENS), torch.float32)

@@ -70,8 +70,8 @@ def main(directory: Path) -> dict[str, Any]:
     """Compiles and reads. `directory`: empty."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
     set_environment(XLA, TP)
+    from elaswave_spmd.runtime.devices.xla_island import Program, XlaIsland
     from elaswave_spmd.worker.programs.xla import XlaPrograms
-    from elaswave_spmd.worker.programs.xla_island import Program, XlaIsland
 
     captured: list[Program] = []
     modules: dict[Any, str] = {}  # hash of a graph -> its compiled module

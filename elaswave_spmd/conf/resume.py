@@ -11,7 +11,9 @@ from typing import Any
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import Settings, from_config
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.run_dir.directory import CONFIG
+
+CONFIG = "config.yaml"
+"""Name of the file in a run directory that holds the settings of the run."""
 
 _WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one names them all
 

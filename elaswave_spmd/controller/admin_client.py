@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ControlError, DataError, RunError
 from elaswave_spmd.mesh.mesh import format_ints
-from elaswave_spmd.run_dir.directory import CONFIG, read_events
+from elaswave_spmd.run_dir.directory import read_events
 from elaswave_spmd.run_dir.display import clock_text, count
 
 SOCKET = "ctl.sock"

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
-from elaswave_spmd.elastic_settings import ElasticSettings
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.recovery.actions import Effect
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.runtime.descriptors import has_room
+from elaswave_spmd.runtime.transport.links import has_room
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.sharding.replicas import all_runs, unsurvived_text
 

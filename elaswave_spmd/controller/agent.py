@@ -17,21 +17,17 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.loop import data_spec
 from elaswave_spmd.controller.startup import start_zygote
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
-from elaswave_spmd.runtime.agent_links import AgentLinks
-from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
 from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve
-from elaswave_spmd.runtime.selectable import SelectableMailbox
-from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed
-from elaswave_spmd.runtime_settings import endpoint
+from elaswave_spmd.runtime.transport.links import CONTROLLER, AgentLinks, Links, make_room, socket_directory
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known

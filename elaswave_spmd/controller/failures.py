@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, Settings
+from elaswave_spmd.controller.checkpoints import Durability
 from elaswave_spmd.controller.events import EpochEvents
 from elaswave_spmd.controller.supervision import Loss, Supervision
-from elaswave_spmd.elastic_settings import ElasticSettings
-from elaswave_spmd.errors import RunError, WorkerError
+from elaswave_spmd.errors import CheckpointError, RunError, WorkerError
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Effect
-from elaswave_spmd.recovery.broken_links import BrokenLinks
+from elaswave_spmd.recovery.actions import Effect, Save
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.failure_detector import BrokenLinks
+from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
+from elaswave_spmd.run_dir.checkpoints import Checkpoint, load_newest_good
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from elaswave_spmd.sharding.replicas import HolderRun
 
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
 _LOOK_S = 0.02
@@ -204,3 +212,167 @@ class Losses:
 def _is_crash(exited: Exited) -> bool:
     """An end that a bug can cause; SIGKILL and SIGTERM come from outside."""
     return exited.signal in _CRASHES or exited.code not in (None, 0, 1)  # 1: its report comes as Failed
+
+
+# What is left to do when state is lost for good: the run goes back to its newest good checkpoint, or ends.
+_MAX_IN_A_ROW = 3
+
+
+class RestartError(Exception):
+    """The run begins again, at a checkpoint.
+
+    Args:
+        settings: of the run from now on.
+        step: of the checkpoint.
+    """
+
+    def __init__(self, settings: Settings, step: int) -> None:
+        super().__init__(f"the run begins again after step {step}")
+        self.settings, self.step = settings, step
+
+
+class Restarts:
+    """Those of one command: a run that does not get ahead is not begun again for ever."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+
+    def next(self, restart: RestartError) -> Settings:
+        """The settings to go on with.
+
+        Raises:
+            RunError: the run has been begun again at the same checkpoint too often.
+        """
+        self._steps.append(restart.step)
+        if self._steps[-_MAX_IN_A_ROW - 1 :].count(restart.step) > _MAX_IN_A_ROW:
+            raise RunError(
+                f"the run was begun again {_MAX_IN_A_ROW} times after step {restart.step}, and got no further"
+            )
+        return restart.settings
+
+
+def begin_again(
+    observer: RunObserver,
+    protocol: ControllerProtocol,
+    settings: Settings,
+    lost: Sequence[HolderRun],
+    reason: str,
+) -> str:
+    """Has the run begin again with the workers that are left, if there is a good checkpoint and they are enough.
+
+    Args:
+        lost: runs of pages that nobody holds any more.
+
+    Returns:
+        If it does not: what the user can do.
+
+    Raises:
+        RestartError: it does; the event `restart` is written.
+    """
+    run_dir = observer.run_dir.path
+    checkpoint = _newest(run_dir)
+    left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
+    is_lost = lost or not protocol.members
+    # With agents the launcher cannot be started again: they end with it.
+    is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
+    if checkpoint is None or not is_lost or not is_possible:
+        return _advice(run_dir, checkpoint)
+    mesh = mesh_of(left, settings.mesh)
+    pages = sum(run.num_pages for run in lost) or "all"
+    observer.on_event(
+        "restart",
+        step=checkpoint.step,
+        lost_after=protocol.version,
+        lost_pages=pages,
+        workers=left,
+        mesh=mesh.shape.name,
+        reason=reason,
+        message=f"{reason}: {pages} pages of state after step {protocol.version} are gone; "
+        f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, "
+        f"from {checkpoint.path} or one that is becoming whole just now",
+    )
+    again = dataclasses.replace(
+        settings,
+        mesh=mesh,
+        train=dataclasses.replace(settings.train, resume=str(run_dir)),
+        run=dataclasses.replace(settings.run, dir=None),
+    )
+    raise RestartError(again, checkpoint.step)
+
+
+def advice(run_dir: Path) -> str:
+    """What the user of a run that has ended can do: where its newest good checkpoint is, and how to go on from it."""
+    return _advice(run_dir, _newest(run_dir))
+
+
+def _advice(run_dir: Path, checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None:
+        return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
+    return f"Its newest checkpoint is {checkpoint.path}; to go on from there: {resume_command(run_dir)}"
+
+
+def resume_command(run_dir: Path) -> str:
+    """What a user types to go on from the newest checkpoint of a run."""
+    return f"python train.py train.resume={run_dir}"
+
+
+def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
+    """So many workers, as they are inside, on as many stages as `mesh` has, or on fewer, as evenly as it goes."""
+    stages = min(num_workers, mesh.shape.num_stages)
+    sizes = even_counts(num_workers, stages)
+    if len(set(sizes)) == 1:
+        return MeshSettings(dp=sizes[0], pp=stages, tp=mesh.tp, fsdp=mesh.fsdp)
+    return MeshSettings(stages=sizes, tp=mesh.tp, fsdp=mesh.fsdp)
+
+
+def _newest(run_dir: Path) -> Checkpoint | None:
+    try:
+        return load_newest_good(run_dir)[0]
+    except CheckpointError:
+        return None
+
+
+# A run that has too few workers left to go on: their state is written, then it ends and says how to resume it.
+class Stopping:
+    """Part of the controller, in its thread.
+
+    Args:
+        seconds: how long the last checkpoint may take (timeouts.shutdown).
+    """
+
+    def __init__(self, durability: Durability, losses: Losses, run_dir: Path, seconds: float) -> None:
+        self._durability, self._losses, self._run_dir, self._seconds = durability, losses, run_dir, seconds
+        self._save: Save | None = None
+        self._until = 0.0
+
+    def begin(self, save: Save) -> None:
+        """The workers have been told; again if one more is lost meanwhile."""
+        self._save, self._until = save, time.monotonic() + self._seconds
+        self._durability.stops_at(save.version, save.epoch)
+
+    def look(self) -> None:
+        """Ends the run if there is something to wait for no longer.
+
+        Raises:
+            RunError: the checkpoint is there, or will not be.
+        """
+        if self._save is None:
+            return
+        step, reason = self._save.version, self._save.reason
+        if self._durability.newest >= step:
+            where = checkpoint_path(self._run_dir, step)
+            self._losses.stop(
+                step,
+                f"the run stops: {reason}. Its state after step {step} is in {where}; "
+                f"to go on from there: {resume_command(self._run_dir)}",
+            )
+        why = self._durability.why_not(step)
+        if not why and time.monotonic() > self._until:
+            why = f"not within {self._seconds:g} s (timeouts.shutdown)"
+        if why:
+            self._durability.drain()
+            self._losses.stop(
+                step,
+                f"the run stops: {reason}. Its state after step {step} could not be written: {why}. "
+                f"{advice(self._run_dir)}",
+            )

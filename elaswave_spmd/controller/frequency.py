@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
+from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.runtime.devices.frequency import Answer, DeviceRange, GuardedFrequencies
-from elaswave_spmd.schedule_settings import ScheduleSettings
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.frequency import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.placement import Placement

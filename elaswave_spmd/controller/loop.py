@@ -12,22 +12,19 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from elaswave_spmd.compilations import Compilations
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.admin_server import Control
 from elaswave_spmd.controller.checkpoints import Durability
-from elaswave_spmd.controller.events import EpochEvents
-from elaswave_spmd.controller.failures import Losses
+from elaswave_spmd.controller.events import Compilations, CopyWatch, EpochEvents, GroupWatch, SkippedSteps
+from elaswave_spmd.controller.failures import Losses, RestartError, Restarts, Stopping, begin_again
 from elaswave_spmd.controller.frequency import Frequencies
 from elaswave_spmd.controller.rescheduler import Rescheduler
 from elaswave_spmd.controller.resume import Start, open_run, run_info
 from elaswave_spmd.controller.startup import data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.controller.summary import RunRecord, make_summary
 from elaswave_spmd.controller.supervision import Supervision
-from elaswave_spmd.corruption import CopyWatch
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.group_watch import GroupWatch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import (
     Committed,
@@ -41,18 +38,14 @@ from elaswave_spmd.recovery.actions import (
     ValidationDone,
 )
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
-from elaswave_spmd.restart import RestartError, Restarts, begin_again
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
 from elaswave_spmd.run_dir.checkpoints import remove_unfinished
 from elaswave_spmd.run_dir.trace import merge_trace
-from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.processes.fork_server_client import Zygote
 from elaswave_spmd.runtime.processes.launcher import Launcher
-from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, make_room, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
 from elaswave_spmd.sharding.replicas import HolderRun
-from elaswave_spmd.skipped import SkippedSteps
-from elaswave_spmd.stopping import Stopping
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan

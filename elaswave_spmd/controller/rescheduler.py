@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller.frequency import Frequencies
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.recovery.actions import Effect
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
-from elaswave_spmd.recovery.decide import Stages
 from elaswave_spmd.recovery.messages import Measured
+from elaswave_spmd.recovery.reconfiguration import Stages
 from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.schedule_settings import ScheduleSettings
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.profiler import LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change, redealt

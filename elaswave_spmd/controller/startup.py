@@ -6,18 +6,17 @@ import shutil
 from collections import Counter
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import RuntimeSettings, Settings, endpoint
 from elaswave_spmd.data import DataSpec, PreparedData
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Topology
-from elaswave_spmd.runtime.descriptors import make_room
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
 from elaswave_spmd.runtime.processes.agents import Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Zygote
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, read_secret, resolve
-from elaswave_spmd.runtime_settings import RuntimeSettings, endpoint
+from elaswave_spmd.runtime.transport.links import make_room
 
 TARGET = "elaswave_spmd.worker.loop:main"
 PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.loop", "elaswave_spmd.models")

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from elaswave_spmd.sharding.layout import ModelLayout
     from elaswave_spmd.worker.plan_run import RunPlan
 
+from torch import Tensor
+
+from elaswave_spmd.sharding.layout import ModelLayout
+
 _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen", "einops")
 
 
@@ -45,7 +49,7 @@ class RunRecord:
         """Files a run of final master pages."""
         import torch
 
-        from elaswave_spmd.runtime.collect import collect_pages
+        from elaswave_spmd.controller.summary import collect_pages
         from elaswave_spmd.worker.channel import tensor_of
 
         collect_pages(self._layout, pages, tensor_of(payload, torch.float32), self.weights)
@@ -54,7 +58,7 @@ class RunRecord:
     @property
     def has_all_weights(self) -> bool:
         """Whether every page of every parameter has come."""
-        from elaswave_spmd.runtime.collect import is_complete
+        from elaswave_spmd.controller.summary import is_complete
 
         return is_complete(self._layout, self._pages)
 
@@ -99,3 +103,33 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+# Putting pages together again as named parameters.
+def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weights: dict[str, np.ndarray]) -> None:
+    """Copies a run of master pages into the parameters that they hold parts of, making those when first met.
+
+    Args:
+        payload: fp32 values of state pages [first, stop) of a layer.
+        weights: parameter name -> fp32 array of the parameter's shape; extended in place.
+    """
+    layer = layout.layers[pages.layer]
+    start, stop = layer.span(pages.first, pages.stop)
+    values = payload.numpy()
+    for block in layer.state_blocks:
+        for slot in block.slots:
+            first, last = max(slot.start, start), min(slot.stop, stop)
+            if first < last:
+                p = slot.parameter
+                if p.name not in weights:
+                    weights[p.name] = np.zeros(p.shape, np.float32)
+                array = weights[p.name].reshape(-1)
+                array[first - slot.start : last - slot.start] = values[first - start : last - start]
+
+
+def is_complete(layout: ModelLayout, received: set[tuple[int, int, int]]) -> bool:
+    """Whether the runs received cover every state page. They may overlap: after a loss pages come again, cut anew."""
+    pages: list[set[int]] = [set() for _ in layout.layers]
+    for layer, first, stop in received:
+        pages[layer].update(range(first, stop))
+    return all(len(pages[layer.index]) == layer.num_state_pages for layer in layout.layers)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.failure_detector import Liveness
 from elaswave_spmd.recovery.messages import Heartbeat
-from elaswave_spmd.recovery.timeouts import Timeouts
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
 from elaswave_spmd.runtime.processes.launcher import Launcher

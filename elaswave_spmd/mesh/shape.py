@@ -202,3 +202,9 @@ def _check_stages(stages: Iterable[int], sizes: dict[str, int]) -> tuple[int, ..
     if not checked:
         raise MeshError("A mesh has at least one stage", got="stages=[]", fix="name the workers of each stage: [3, 2]")
     return checked
+
+
+def even_counts(total: int, parts: int) -> tuple[int, ...]:
+    """`total` units over `parts` workers, as evenly as whole units allow; the first ones get one more."""
+    base, extra = divmod(total, parts)
+    return tuple(base + (part < extra) for part in range(parts))

@@ -25,7 +25,6 @@ from elaswave_spmd.recovery.actions import (
     Unrecoverable,
     ValidationDone,
 )
-from elaswave_spmd.recovery.decide import Stages, deal_evenly, dispensable, next_stages
 from elaswave_spmd.recovery.messages import (
     Applied,
     Damaged,
@@ -42,7 +41,7 @@ from elaswave_spmd.recovery.messages import (
     Work,
 )
 from elaswave_spmd.recovery.partial_step import salvage_plan
-from elaswave_spmd.recovery.reconfiguration import Goal
+from elaswave_spmd.recovery.reconfiguration import Goal, Stages, deal_evenly, dispensable, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import HolderMap, RunKey, adopt, promote, with_learners

@@ -2,19 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.decide import Stages, deal_evenly, disown, graduate
 from elaswave_spmd.recovery.messages import Place, Status, StepHeld, Work
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.redeal import redeal
-from elaswave_spmd.sharding.layout import INTERLEAVED, ModelLayout
+from elaswave_spmd.sharding.layout import INTERLEAVED, LOSS, ModelLayout
 from elaswave_spmd.sharding.replica_rebalance import refill
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey, to_rows
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey, all_runs, to_rows
+
+# What the mesh becomes when workers go or come: pure functions of the mesh and the event.
+Stages = tuple[tuple[int, ...], ...]
+
+
+def deal_evenly(stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
+    """The units of each worker, by stage, when all are equally fast."""
+    return tuple(even_counts(num_units, len(members)) for members in stages)
+
+
+def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:
+    """The stages without some workers and with others.
+
+    A stage that lost its last worker gets a newcomer, else a worker of the nearest stage that has two or more (its
+    mirrors lie with its neighbours); when no stage has two, it is given up and its layers go to the others. Other
+    newcomers open stages that were given up before, as long as there are fewer than `wanted`, and then go to the
+    smallest stage.
+
+    Returns: as few as no stage at all, when nobody is left.
+    """
+    lost = frozenset(gone)
+    left = [[rank for rank in members if rank not in lost] for members in stages]
+    free = list(newcomers)
+    for number, members in enumerate(left):
+        if not members and free:
+            members.append(free.pop(0))
+        elif not members and (donor := _donor(left, number)) is not None:
+            members.append(left[donor].pop())
+    left = [members for members in left if members]
+    for rank in free:
+        if len(left) < wanted:
+            left.append([rank])
+        else:
+            min(left, key=len).append(rank)
+    while len(left) < wanted and max(map(len, left), default=0) > 1:
+        left.append([max(left, key=len).pop()])
+    return tuple(map(tuple, left))
+
+
+def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
+    """The nearest stage with two workers or more; of two, the larger one."""
+    able = [s for s, members in enumerate(stages) if len(members) > 1]
+    return min(able, key=lambda s: (abs(s - empty), -len(stages[s]), s), default=None)
+
+
+def graduate(holders: HolderMap, learned: Collection[int]) -> HolderMap:
+    """The map in which these learners, who have caught up, are holders. Primaries stay."""
+
+    def after(layer: int) -> tuple[HolderRun, ...]:
+        return tuple(
+            replace(run, holders=run.holders | ready, learners=run.learners - ready)
+            if (ready := run.learners & frozenset(learned))
+            else run
+            for run in holders[layer]
+        )
+
+    return {layer: after(layer) for layer in holders}
+
+
+def disown(holders: HolderMap, rank: int, runs: Collection[tuple[int, int, int]]) -> tuple[HolderMap, list[HolderRun]]:
+    """The map in which a worker does not hold these runs any more, and the runs that nobody else holds.
+
+    Where it was the primary, a mirror becomes the primary.
+    """
+
+    def hit(run: HolderRun) -> bool:
+        return any(run.layer == ly and first <= run.first and run.stop <= stop for ly, first, stop in runs)
+
+    found: dict[int, tuple[HolderRun, ...]] = {}
+    homeless: list[HolderRun] = []
+    for layer, of_layer in holders.items():
+        kept = []
+        for run in of_layer:
+            left = run.holders - {rank}
+            if rank in run.holders and hit(run):
+                if left:
+                    run = replace(run, primary=min(left) if run.primary == rank else run.primary, holders=left)
+                else:
+                    homeless.append(run)
+            kept.append(run)
+        found[layer] = tuple(kept)
+    return found, homeless
+
+
+def dispensable(holders: HolderMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
+    """Those of `leaving` who may go at once, without `gone`: every page that has a holder keeps one."""
+    left = {run.holders.difference(gone) for run in all_runs(holders)} - {frozenset()}
+    found = []
+    for rank in leaving:
+        without = {held - {rank} for held in left}
+        if frozenset() not in without:
+            found.append(rank)
+            left = without
+    return tuple(found)
+
+
+# How much state a change of the mesh makes move, and the least that it could: pure functions of holder maps.
+def moved_elements(holders: HolderMap, layout: ModelLayout) -> int:
+    """Elements of the pages that learners get, one kind of state, once for each learner. The loss page is no state.
+
+    Promoting a mirror moves nothing.
+    """
+    return sum(_elements(run, layout) * len(run.learners) for run in all_runs(holders) if run.learners)
+
+
+def least_elements(holders: HolderMap, target: Placement, layout: ModelLayout) -> int:
+    """Lower bound for `moved_elements`, for any map that gives pages as many holders and primaries as even a share.
+
+    The larger one of two: the holders that each page lacks by number, whoever they are; and what the members lack of
+    their share as primaries.
+
+    Args:
+        holders: of the new mesh epoch, with learners.
+        target: what they learn for; its holders are those on the same runs when all have caught up.
+    """
+    assert target.holders is not None
+    missing = 0
+    for layer, runs in holders.items():
+        for now, then in zip(runs, target.holders[layer], strict=True):
+            if len(then.holders) > len(now.holders):
+                missing += _elements(now, layout) * (len(then.holders) - len(now.holders))
+    return max(missing, _missing_shares(target, holders, layout))
+
+
+def _missing_shares(target: Placement, holders: HolderMap, layout: ModelLayout) -> int:
+    """A member is to be the primary of as many pages of its stage as the others, within one, and so to hold them.
+
+    Which pages it would get is open; the last one of a block may be short. So it gets the smallest.
+    """
+    found = 0
+    for members, (first, stop) in zip(target.mesh.stages, pairwise(target.layer_cuts), strict=True):
+        blocks = [block for layer in range(first, stop) for block in layout.layers[layer].state_blocks]
+        share = sum(block.num_pages for block in blocks) // len(members)
+        last = sorted(b.stop - b.start - (b.num_pages - 1) * layout.page_size for b in blocks)
+        held = dict.fromkeys(members, 0)
+        for run in (run for layer in range(first, stop) for run in holders[layer] if not _is_loss(run, layout)):
+            for rank in run.holders & held.keys():
+                held[rank] += run.num_pages
+        for missing in (share - num_pages for num_pages in held.values() if num_pages < share):
+            found += sum(last[:missing]) + max(0, missing - len(last)) * layout.page_size
+    return found
+
+
+def _elements(run: HolderRun, layout: ModelLayout) -> int:
+    if _is_loss(run, layout):
+        return 0
+    start, stop = layout.layers[run.layer].span(run.first, run.stop)
+    return stop - start
+
+
+def _is_loss(run: HolderRun, layout: ModelLayout) -> bool:
+    return layout.layers[run.layer].block_of(run.first).kind == LOSS
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.recovery.messages import Publish, Vote
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
 
 
 @dataclass(frozen=True)

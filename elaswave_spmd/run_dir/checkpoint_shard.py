@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd.errors import CheckpointError
-from elaswave_spmd.recovery.durable import replacing, write_all, writing
+from elaswave_spmd.run_dir.files import replacing, write_all, writing
 from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.scheduling.placement import RunKey
+from elaswave_spmd.sharding.replicas import RunKey
 
 CHECKPOINTS = "checkpoints"
 _ZEROS = b"0" * 64

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from elaswave_spmd.errors import CheckpointError
-from elaswave_spmd.recovery.durable import sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
+from elaswave_spmd.run_dir.files import sync_directory, writing
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
-from elaswave_spmd.scheduling.placement import RunKey
+from elaswave_spmd.sharding.replicas import RunKey
 
 _STEP = re.compile(r"step_(\d{8,})")
 

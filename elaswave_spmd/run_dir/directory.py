@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.run_dir.files import JsonLines, plain, read_json_lines, writing
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.weights import save_weights
 
-CONFIG, METRICS, EVENTS = "config.yaml", "metrics.jsonl", "events.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SUMMARY, WEIGHTS, COSTS, BOARD = "summary.json", "weights.safetensors", "costs.json", "tensorboard"
 RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by recovery
 RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, BOARD, *RECOVERY[:2])

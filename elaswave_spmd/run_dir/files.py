@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,39 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
             file.flush()
             os.fsync(file.fileno())
+
+
+# Files that survive the machine: written beside their place, flushed to the disk, then moved there.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[FileIO]:
+    """An unbuffered file, for writing and reading, that becomes `path` when the block ends well; else nothing changes.
+
+    Raises:
+        FilesError: the disk is full, or the directory is gone.
+    """
+    scratch = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            with open(scratch, "w+b", buffering=0) as file:
+                yield file
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+            sync_directory(path.parent)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory: names made, moved or removed in it survive the machine."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Write everything; a system call may take less than it is given."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]

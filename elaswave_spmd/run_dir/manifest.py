@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.errors import CheckpointError, ConfigError
-from elaswave_spmd.recovery.durable import replacing, sync_directory, write_all, writing
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
+from elaswave_spmd.run_dir.files import replacing, sync_directory, write_all, writing
 from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.scheduling.placement import RunKey
-from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, RunKey, all_runs
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -281,3 +282,21 @@ def _hash(fields: Mapping[str, Any]) -> str:
     """sha256 of the fields as JSON without spaces, names sorted."""
     text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Who writes which pages of a durable checkpoint: a pure function of the holder map.
+def writers_of(holders: HolderMap, layout: ModelLayout) -> dict[RunKey, int]:
+    """Run of state pages -> the worker that writes it: a mirror where there is one, else the primary.
+
+    Pages are spread evenly: the largest runs first, each to whoever has the fewest pages so far. The loss page is no
+    state. Whoever knows the map of a mesh epoch knows the writers, without a word.
+    """
+    loads: Counter[int] = Counter()
+    found: dict[RunKey, int] = {}
+    for run in sorted(all_runs(holders), key=lambda r: (-r.num_pages, r.key)):
+        if layout.layers[run.layer].block_of(run.first).kind == LOSS:
+            continue
+        writer = min(run.mirrors or (run.primary,), key=lambda rank: (loads[rank], rank))
+        loads[writer] += run.num_pages
+        found[run.key] = writer
+    return found

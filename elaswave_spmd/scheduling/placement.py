@@ -12,11 +12,11 @@ from operator import lt
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, deal_primaries
-from elaswave_spmd.sharding.replicas import RunKey as RunKey
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 
@@ -125,12 +125,6 @@ def deal_units(members: Sequence[int], counts: Sequence[int], dealing: str) -> t
         return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
     rounds = range(max(counts, default=0))
     return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
-
-
-def even_counts(total: int, parts: int) -> tuple[int, ...]:
-    """`total` units over `parts` workers, as evenly as whole units allow; the first ones get one more."""
-    base, extra = divmod(total, parts)
-    return tuple(base + (part < extra) for part in range(parts))
 
 
 def place(

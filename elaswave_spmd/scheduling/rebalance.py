@@ -15,10 +15,9 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Topology
-from elaswave_spmd.scheduling.blocks import first_units
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
-from elaswave_spmd.scheduling.microbatch_assignment import Dataflow, dealings, host_numbers
+from elaswave_spmd.scheduling.microbatch_assignment import Dataflow, dealings, first_units, host_numbers
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.stage_search import Groupings, Move, Moves, Stages, old_stages_of, stage_workers

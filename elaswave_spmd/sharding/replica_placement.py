@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import numpy as np
 
 from elaswave_spmd.mesh import Topology
-from elaswave_spmd.scheduling.placement import even_counts
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, deal_primaries
 

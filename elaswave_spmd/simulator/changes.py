@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.mesh import format_ints
-from elaswave_spmd.recovery.decide import Stages, next_stages
+from elaswave_spmd.recovery.reconfiguration import Stages, next_stages
 from elaswave_spmd.scheduling.cost_model import CostModel
 
 FORMS = "fail RANK ..., slow RANK SPEED, join COUNT; several with ;"

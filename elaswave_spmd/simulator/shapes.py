@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.partition import balance_layers
-from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 
 _STATE, _VALUE, _GRADIENT = 12, 2, 4  # bytes of a parameter: fp32 master and two moments; bf16; fp32 sums

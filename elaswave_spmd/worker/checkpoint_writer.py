@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.errors import RunError, UserError
-from elaswave_spmd.recovery.durable import replacing, write_all
 from elaswave_spmd.recovery.messages import Applied, Wrote
-from elaswave_spmd.recovery.writers import writers_of
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint
+from elaswave_spmd.run_dir.files import replacing, write_all
 from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.run_dir.manifest import MANIFEST, writers_of
 from elaswave_spmd.runtime.devices import Device, HostCopy
-from elaswave_spmd.scheduling.placement import RunKey
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import RunKey
 from elaswave_spmd.worker.replica import Replica
 from elaswave_spmd.worker.state import LEARNING
 

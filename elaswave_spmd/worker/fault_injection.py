@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elaswave_spmd.elastic_settings import ANY, ChaosEvent, ChaosSettings
+from elaswave_spmd.conf.schema import ANY, ChaosEvent, ChaosSettings
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.worker.fault_points import Point

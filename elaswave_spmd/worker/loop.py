@@ -14,13 +14,12 @@ from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
-from elaswave_spmd.runtime.allocator import keep_freed_memory
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.frequency import FrequencyCell
+from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
-from elaswave_spmd.runtime.group_store import group_of
-from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.child import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
@@ -33,7 +32,7 @@ from elaswave_spmd.worker.fault_points import Point
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.worker.parameter_broadcast import GroupedPublications, StageGroup
 from elaswave_spmd.worker.plan_run import RunPlan, make_executor, make_programs, plan_run
-from elaswave_spmd.worker.profiling import Row
+from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.step import Executor
 from elaswave_spmd.worker.tracing import TracedPort, open_trace

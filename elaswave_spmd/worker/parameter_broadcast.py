@@ -19,8 +19,9 @@ from torch import Tensor
 
 from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
 
 
 class Work(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import EMULATED, Settings
 from elaswave_spmd.data import PreparedData, open_split
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
@@ -18,7 +18,7 @@ from elaswave_spmd.models import LayeredModel, build_model
 from elaswave_spmd.recovery.messages import Place
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
-from elaswave_spmd.runtime_settings import EMULATED
+from elaswave_spmd.runtime.devices.xla_island import XlaIsland
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
@@ -36,7 +36,6 @@ from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 from elaswave_spmd.worker.programs.xla import XlaPrograms
-from elaswave_spmd.worker.programs.xla_island import XlaIsland
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.state import Saved
 

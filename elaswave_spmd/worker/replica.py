@@ -14,22 +14,21 @@ from torch import Tensor
 from elaswave_spmd.determinism import Init, materialize
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_runs
-from elaswave_spmd.runtime.chores import Chores
 from elaswave_spmd.runtime.devices import Device
-from elaswave_spmd.runtime.parameters import Parameters
-from elaswave_spmd.runtime.run_parts import contains, cut
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, RunKey
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.fault_points import Point, Visit
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
+from elaswave_spmd.worker.parameters import Parameters
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.stage_boundary import Send
-from elaswave_spmd.worker.state import LEARNING, HeldState, Saved
+from elaswave_spmd.worker.state import LEARNING, Chores, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import learn, teach
 
 

@@ -8,16 +8,16 @@ it lies in a buffer of its own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from elaswave_spmd.runtime.chores import CHORE_ELEMENTS
 from elaswave_spmd.runtime.devices import Device
-from elaswave_spmd.scheduling.placement import HolderRun, RunKey
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderRun, RunKey
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import PageOptimizer, Update
 
@@ -316,3 +316,63 @@ def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:
             for name, values in part.optimizer_state.items():
                 cut.optimizer_states[name].append(values[first:stop])
     return list(cuts.values())
+
+
+# What a worker does while it waits: copies that nobody has to wait for, in small pieces.
+CHORE_ELEMENTS = 1 << 18
+"""Elements of fp32 that one piece copies: about a millisecond for the host, for which a message may have to wait."""
+
+
+class Chores:
+    """Jobs in turn, each an iterator that does one piece whenever it is asked for its next item.
+
+    Whoever is about to change what a job reads, or needs what it makes, calls `finish` first. The training thread does
+    all of it, so a job sees what any other part of that thread would see between two messages.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[Iterator[None]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._jobs)
+
+    def add(self, job: Iterator[None]) -> None:
+        self._jobs.append(job)
+
+    def do_one(self) -> bool:
+        """One piece of the oldest job. Returns whether there was any."""
+        if not self._jobs:
+            return False
+        job = self._jobs[0]
+        if next(job, job) is job:
+            self._jobs.popleft()
+        return True
+
+    def finish(self) -> None:
+        """All that is left."""
+        while self:
+            self.do_one()
+
+    def give_up(self) -> None:
+        """Leaves the rest undone."""
+        self._jobs.clear()
+
+
+# Runs of pages inside others: data that was sent for a longer run, in an older mesh epoch, is cut.
+def contains(whole: RunKey, part: RunKey) -> bool:
+    """Whether all pages of `part` are pages of `whole`."""
+    return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]
+
+
+def cut(layout: ModelLayout, runs: Collection[RunKey], whole: RunKey, payload: Tensor) -> dict[RunKey, Tensor]:
+    """Those of `runs` that lie inside `whole`, each with its part of the payload, which is that of `whole`."""
+    if whole in runs:
+        return {whole: payload}
+    inside = [key for key in runs if contains(whole, key)]
+    if not inside:
+        return {}
+    of_layer = layout.layers[whole[0]]
+    start, _ = of_layer.span(whole[1], whole[2])
+    spans = {key: of_layer.span(key[1], key[2]) for key in inside}
+    return {key: payload[a - start : b - start] for key, (a, b) in spans.items()}

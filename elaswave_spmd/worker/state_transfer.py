@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
-from elaswave_spmd.scheduling.placement import HolderRun
+from elaswave_spmd.sharding.replicas import HolderRun
 from elaswave_spmd.worker.stage_boundary import Send
 from elaswave_spmd.worker.state import HeldRun, HeldState
 

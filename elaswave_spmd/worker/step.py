@@ -13,7 +13,6 @@ from functools import partial
 from elaswave_spmd.determinism import Init
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device
-from elaswave_spmd.runtime.layer_memory import MemoryRow
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.pipeline import FORWARD, Action, actions_of
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -24,7 +23,7 @@ from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
 from elaswave_spmd.worker.microbatches import EpochChangedError, Modules, Traced, UnitRunner, Waits
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.partial_step import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
-from elaswave_spmd.worker.profiling import Row
+from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
 from elaswave_spmd.worker.replica import Replica
 from elaswave_spmd.worker.spec import Job

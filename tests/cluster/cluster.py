@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from elaswave_spmd.controller.summary import collect_pages
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import (
@@ -28,7 +29,6 @@ from elaswave_spmd.recovery.actions import (
 )
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.replica_check import Copies
-from elaswave_spmd.runtime.collect import collect_pages
 from elaswave_spmd.runtime.devices import Device, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.transport.links import CONTROLLER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.chores import Chores
+from elaswave_spmd.worker.state import Chores
 from tests.cluster.cluster import LocalCluster
 from tests.cluster.processes import Worker
 

@@ -9,7 +9,7 @@ import pytest
 
 from elaswave_spmd.runtime.devices import Island, Remedy, device_of
 from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
-from elaswave_spmd.runtime.group_store import GroupStore, group_of
+from elaswave_spmd.runtime.devices.process_group import GroupStore, group_of
 from tests.hardware.devices import join, marks_of, passes_on
 
 KIND = device_of("npu")

@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Effect, Save
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.recovery.writers import writers_of
-from elaswave_spmd.runtime.collect import collect_pages, is_complete
+from elaswave_spmd.run_dir.manifest import writers_of
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import Worker
 from tests.simulated.bits_cases import (

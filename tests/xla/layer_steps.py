@@ -98,8 +98,8 @@ def main(tp: int = 1, fsdp: int = 1, dropout: float = 0.0, dtype: str = "fp32") 
     threads = int(os.environ.get("ISLAND_THREADS", "1"))
     island_size = Island(devices=tp * fsdp, threads=threads)
     os.environ.update(device_of("xla").environment(os.environ, island_size))
+    from elaswave_spmd.runtime.devices.xla_island import XlaIsland
     from elaswave_spmd.worker.programs.xla import XlaPrograms
-    from elaswave_spmd.worker.programs.xla_island import XlaIsland
 
     torch.set_num_threads(threads)
     island = XlaIsland({"tp": tp, "fsdp": fsdp})

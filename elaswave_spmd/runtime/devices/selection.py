@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import EMULATED, GROUP, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import (
     Capabilities,
@@ -21,7 +21,6 @@ from elaswave_spmd.runtime.devices import (
     device_of,
 )
 from elaswave_spmd.runtime.processes.fork_server_client import Method
-from elaswave_spmd.runtime_settings import EMULATED, GROUP
 
 _INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """No pool of compiling processes: it would begin in the process that workers are forked from."""

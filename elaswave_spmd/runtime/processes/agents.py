@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.agent_links import AgentLinks
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
-from elaswave_spmd.runtime.selectable import SelectableMailbox
-from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed
+from elaswave_spmd.runtime.transport.links import CONTROLLER, AgentLinks
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 5.0
 _LOOK_TIMEOUT_S = 2.0  # a run that ends for another reason waits no longer for a machine that says nothing

@@ -246,3 +246,9 @@ def run(orders: int, notices: int) -> NoReturn:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # tearing down an interpreter that has imported torch takes longer than ending all workers
+
+
+# `python -m elaswave_spmd.runtime.processes.fork_server ORDERS_FD NOTICES_FD` is a fork server in an interpreter of
+# its own. It is started with SIGINT, SIGTERM and SIGHUP blocked.
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]))

@@ -21,6 +21,7 @@ import contextlib
 import hmac
 import ipaddress
 import os
+import resource
 import struct
 import tempfile
 import threading
@@ -379,3 +380,65 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+# Links between the controller and agents: as all over tcp, and a machine that is gone without a word is noticed.
+# The kernel asks after 10 s of silence and every 5 s, and gives up after 4 questions. It also answers for a process
+# that is stopped, so Ctrl-Z on the controller ends nothing.
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+}
+
+
+class AgentLinks(Links):
+    """Tcp links whose `PeerClosed` also comes, within half a minute, for a peer whose machine lost power or network."""
+
+    def __init__(self, me: int, mailbox: Mailbox, *, token: bytes, host: str) -> None:
+        super().__init__(me, mailbox, transport="tcp", token=token, host=host)
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = super()._new_socket(kind)
+        for option, value in _KEEPALIVE.items():
+            socket.setsockopt(option, value)
+        return socket
+
+
+# Room for the links of a run among the files that a process may have open.
+PER_LINK = 5  # both directions: two sockets, their connections' ends, a monitor
+_OTHERS = 100  # data, logs, pipes, what libraries keep open
+
+
+def make_room(num_workers: int) -> None:
+    """Raises this process's soft limit of open files to the hard one if `num_workers` links would not fit.
+
+    To be called before the workers' processes are made: they inherit it, and each has as many links.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    needed = PER_LINK * num_workers + _OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _allows(soft, needed):
+        return
+    if not _allows(hard, needed):
+        raise ConfigError(
+            f"every process has a link to every worker, and a link takes {PER_LINK} open files",
+            got=f"{num_workers} workers, {needed} open files",
+            where="mesh",
+            exists=f"{hard} open files for a process (ulimit -Hn)",
+            fix=f"ulimit -n {needed}, which may need an administrator, or fewer workers",
+        )
+    # Some systems refuse an unlimited soft limit.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+def has_room(num_workers: int) -> bool:
+    """Whether `num_workers` links fit among the files that a process of this run may have open."""
+    return _allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], PER_LINK * num_workers + _OTHERS)
+
+
+def _allows(limit: int, needed: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= needed

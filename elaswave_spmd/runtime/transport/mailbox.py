@@ -7,6 +7,8 @@ files into the same class.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -122,3 +124,33 @@ class Mailbox:
     def get(self, timeout: float | None = None) -> Item | None:
         """The oldest item, waiting up to `timeout` seconds for one; None when there was none."""
         return self._items.popleft() if self.wait(timeout) else None
+
+
+# A mailbox for processes that also wait for something else, in a select loop.
+class SelectableMailbox(Mailbox):
+    """A mailbox whose `fileno` is readable when `take_all` has something to give, and sometimes when it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def put(self, item: Item) -> None:
+        super().put(item)
+        with contextlib.suppress(BlockingIOError):  # a full pipe is readable as well
+            os.write(self._write, b"\0")  # after the item is there: who is woken finds it
+
+    def take_all(self) -> list[Item]:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read, 4096):
+                pass
+        return super().take_all()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def close(self) -> None:
+        """After the last `put`."""
+        os.close(self._read)
+        os.close(self._write)

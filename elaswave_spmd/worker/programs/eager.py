@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import Batch
-from elaswave_spmd.runtime.layer_memory import LayerMemory
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.spec import Job
 
 Loss = Callable[[Tensor, Batch], Tensor]

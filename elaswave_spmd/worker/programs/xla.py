@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import Batch
+from elaswave_spmd.runtime.devices.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.programs.eager import Loss, Saved, StagePrograms, checked_loss, checked_output
-from elaswave_spmd.worker.programs.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
 
 _INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd import conf
-from elaswave_spmd.conf.schema import Settings, from_config
-from elaswave_spmd.elastic_settings import (
+from elaswave_spmd.conf.schema import (
     ANY,
     CHAOS_KINDS,
     CHAOS_POINTS,
@@ -22,9 +21,11 @@ from elaswave_spmd.elastic_settings import (
     ChaosSettings,
     ElasticSettings,
     MirrorSettings,
+    Settings,
+    Timeouts,
+    from_config,
 )
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.recovery.timeouts import Timeouts
 from elaswave_spmd.worker.fault_points import Point
 
 EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"

@@ -11,8 +11,8 @@ import yaml
 from elaswave_spmd.conf import register_mesh_names
 from elaswave_spmd.conf.resume import settings_of
 from elaswave_spmd.conf.schema import MeshSettings, Settings
+from elaswave_spmd.controller.failures import mesh_of
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.restart import mesh_of
 
 SAVED = {
     "seed": 5,

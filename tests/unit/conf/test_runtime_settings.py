@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from elaswave_spmd.conf.schema import RuntimeSettings, endpoint
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime_settings import RuntimeSettings, endpoint
 
 GOOD: dict[str, Any] = {"transport": "tcp", "rendezvous": "node0:29400", "agents": 2, "token_file": "~/token"}
 

@@ -14,13 +14,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd import runtime_settings
+from elaswave_spmd.conf import schema
 from elaswave_spmd.conf import schema as module
-from elaswave_spmd.conf.schema import MeshSettings, OptimSettings, Settings, TrainSettings, UnitSettings
+from elaswave_spmd.conf.schema import (
+    FREQUENCIES,
+    MeshSettings,
+    OptimSettings,
+    Settings,
+    Timeouts,
+    TrainSettings,
+    UnitSettings,
+)
 from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.recovery.timeouts import Timeouts
-from elaswave_spmd.schedule_settings import FREQUENCIES
 from elaswave_spmd.worker.learning_rate import SCHEDULES
 
 PACKAGE = Path(module.__file__).parent
@@ -221,7 +227,7 @@ def test_words_agree_with_the_rooms_that_own_them() -> None:
     assert set(module.CORPORA) == set(CORPUS_NAMES)
     from elaswave_spmd.worker.spec import DTYPES
 
-    assert set(runtime_settings.DTYPES) == set(DTYPES)
+    assert set(schema.DTYPES) == set(DTYPES)
 
 
 def test_a_users_model_is_called_by_its_class() -> None:
@@ -242,7 +248,7 @@ def test_frequencies_are_of_the_devices_that_workers_run_on(frequency: str, devi
 
     assert {*BACKENDS, "none"} == set(FREQUENCIES)
     schedule = {"frequency": frequency}
-    for other in runtime_settings.DEVICES:
+    for other in schema.DEVICES:
         fields = {"schedule": schedule, "runtime": {"device": other}}
         if other == device:
             assert Settings.from_dict(fields).schedule.frequency == frequency

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from elaswave_spmd.compilations import Compilations
+from elaswave_spmd.controller.events import Compilations
 from elaswave_spmd.controller.summary import RunRecord
 from elaswave_spmd.recovery.messages import AnyMessage, Heartbeat, Measured, Ready
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller import admin_server as module
 from elaswave_spmd.controller.admin_server import Control, ControlSocket
-from elaswave_spmd.elastic_settings import ElasticSettings
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import ControllerProtocol

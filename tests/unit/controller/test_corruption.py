@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.corruption import CopyWatch
+from elaswave_spmd.controller.events import CopyWatch
 from elaswave_spmd.recovery.messages import Damaged
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 

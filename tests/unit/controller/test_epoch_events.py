@@ -14,9 +14,10 @@ from elaswave_spmd.controller import events as module
 from elaswave_spmd.controller.events import EpochEvents
 from elaswave_spmd.controller.supervision import Sign
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.actions import EpochBegun
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunObserver, read_events
-from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replicas import HolderRun

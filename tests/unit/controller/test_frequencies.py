@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller import frequency as module
 from elaswave_spmd.controller.frequency import Frequencies, modelled_energy, shared, worker_frequencies
 from elaswave_spmd.controller.rescheduler import Rescheduler
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.runtime.devices.frequency import Answer, DeviceRange
-from elaswave_spmd.schedule_settings import ScheduleSettings
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.frequency import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement

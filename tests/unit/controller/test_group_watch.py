@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.group_watch import GroupWatch
+from elaswave_spmd.controller.events import GroupWatch
 from elaswave_spmd.recovery.messages import Applied, GroupLost
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import failures as module
 from elaswave_spmd.controller.failures import Losses
 from elaswave_spmd.controller.supervision import Loss
-from elaswave_spmd.elastic_settings import ElasticSettings
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.recovery.messages import Failed
 from elaswave_spmd.runtime.processes.fork_server_client import Exited

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller import rescheduler
 from elaswave_spmd.controller.rescheduler import Rescheduler
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
-from elaswave_spmd.schedule_settings import ScheduleSettings
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import plan_change
 from tests.unit.scheduling.planning_cases import costs_of, placed

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_spmd.conf.schema import DEVICES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import ThisMachine, check_usable, device_names, device_of
-from elaswave_spmd.runtime_settings import DEVICES
 from tests.unit.devices.made_up_machines import GPU, NPU, PLAIN, XLA, MadeUpMachine
 
 ROOT = Path(__file__).parents[3]

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.actions import Effect, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status, StepHeld
-from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import HolderRun

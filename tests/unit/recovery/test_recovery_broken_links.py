@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.recovery.broken_links import BrokenLinks, Verdict
+from elaswave_spmd.recovery.failure_detector import BrokenLinks, Verdict
 
 
 def beats(links: BrokenLinks, *ranks: int) -> list[Verdict]:

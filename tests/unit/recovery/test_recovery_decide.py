@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.recovery.decide import Stages, graduate, next_stages
+from elaswave_spmd.recovery.reconfiguration import Stages, graduate, next_stages
 from elaswave_spmd.sharding.replicas import HolderRun
 
 

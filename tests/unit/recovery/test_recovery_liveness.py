@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.failure_detector import Liveness, Suspect
-from elaswave_spmd.recovery.timeouts import Timeouts
 
 T = Timeouts(heartbeat=0.25, suspect=1.0, status=2.0, progress=4.0, progress_factor=8.0, start=16.0)
 BEAT = 0.25  # a power of two: sums of it are exact

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.recovery.decide import next_stages
-from elaswave_spmd.recovery.movement import least_elements, moved_elements
-from elaswave_spmd.recovery.reconfiguration import next_placement
+from elaswave_spmd.recovery.reconfiguration import least_elements, moved_elements, next_placement, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out

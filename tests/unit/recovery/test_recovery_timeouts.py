@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.recovery.timeouts import Timeouts
 
 NAMES = [field.name for field in dataclasses.fields(Timeouts)]
 seconds = st.floats(1e-3, 1e4, allow_nan=False)

@@ -9,7 +9,7 @@ import pytest
 
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
-from elaswave_spmd.scheduling.placement import HolderRun
+from elaswave_spmd.sharding.replicas import HolderRun
 
 ME, OTHER, THIRD = 1, 0, 2
 OWN = HolderRun(0, 0, 2, ME, frozenset({ME, OTHER}))

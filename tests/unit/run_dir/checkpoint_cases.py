@@ -14,8 +14,8 @@ from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, w
 from elaswave_spmd.run_dir.checkpoints import write_manifest
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
-from elaswave_spmd.scheduling.placement import RunKey
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.replicas import RunKey
 
 BALLOT = Ballot(1, 3)
 KINDS = ("master", "exp_avg")

@@ -15,7 +15,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, w
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint, write_manifest
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, check_identity, layout_fingerprint
-from elaswave_spmd.scheduling.placement import RunKey
+from elaswave_spmd.sharding.replicas import RunKey
 from tests.unit.run_dir.checkpoint_cases import BALLOT, manifest_of, save, small_layout, state_of, write_shards
 
 

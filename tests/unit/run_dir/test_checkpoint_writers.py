@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.recovery.writers import writers_of
+from elaswave_spmd.run_dir.manifest import writers_of
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs
 from tests.unit.run_dir.checkpoint_cases import cuts, layouts, small_layout

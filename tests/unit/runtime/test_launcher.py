@@ -18,8 +18,7 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
 from elaswave_spmd.runtime.processes.launcher import Launcher, share
-from elaswave_spmd.runtime.selectable import SelectableMailbox
-from elaswave_spmd.runtime.transport.mailbox import Interrupted
+from elaswave_spmd.runtime.transport.mailbox import Interrupted, SelectableMailbox
 
 
 class FakeZygote:

@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime import descriptors
-from elaswave_spmd.runtime.descriptors import has_room, make_room
+from elaswave_spmd.runtime.transport import links
+from elaswave_spmd.runtime.transport.links import has_room, make_room
 
 INF = resource.RLIM_INFINITY
 
@@ -17,8 +17,8 @@ INF = resource.RLIM_INFINITY
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The limits that were set; the last one is in force."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: found[-1])
-    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, pair: found.append(pair))
+    monkeypatch.setattr(links.resource, "getrlimit", lambda _: found[-1])
+    monkeypatch.setattr(links.resource, "setrlimit", lambda _, pair: found.append(pair))
     return found
 
 

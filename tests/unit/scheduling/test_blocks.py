@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.scheduling.blocks import SMALLEST_BLOCK, cut_blocks, first_units
-from elaswave_spmd.scheduling.microbatch_assignment import caps_of, deal_by_speed, deal_stages, least_load
+from elaswave_spmd.scheduling.microbatch_assignment import (
+    SMALLEST_BLOCK,
+    caps_of,
+    cut_blocks,
+    deal_by_speed,
+    deal_stages,
+    first_units,
+    least_load,
+)
 from elaswave_spmd.scheduling.pipeline import actions_of, schedule
 from tests.unit.scheduling.planning_cases import costs_of, dealt
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.determinism.reduction_tree import maximal_nodes
 from elaswave_spmd.mesh import Topology
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling import microbatch_assignment
 from elaswave_spmd.scheduling.microbatch_assignment import (
     Before,
@@ -24,7 +25,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
     owners,
     traffic,
 )
-from elaswave_spmd.scheduling.placement import deal_units, even_counts
+from elaswave_spmd.scheduling.placement import deal_units
 
 SPEEDS = st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.7, 1.0, 1.0, 1.0, 1.3, 2.0]) | st.floats(0.05, 4), min_size=1)
 DEALINGS = ("contiguous", "time-major")

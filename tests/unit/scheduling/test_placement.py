@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling import pipeline
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import Action, in_flight_limits, schedule
-from elaswave_spmd.scheduling.placement import deal_units, even_counts, place
+from elaswave_spmd.scheduling.placement import deal_units, place
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.worker.learning_rate import LearningRate

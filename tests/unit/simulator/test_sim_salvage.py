@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.messages import StepHeld
 from elaswave_spmd.recovery.partial_step import salvage_plan
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
-from elaswave_spmd.scheduling.placement import Placement, even_counts
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.runtime.layer_memory import LayerMemory
+from elaswave_spmd.worker.profiling import LayerMemory
 
 ROWS, WIDTH, HIDDEN = 3, 8, 32
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from elaswave_spmd.controller import summary
+from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery.messages import FinalPages
-from elaswave_spmd.runtime import collect
-from elaswave_spmd.runtime.collect import collect_pages, is_complete
 from tests.unit.runtime.runtime_cases import small_layout
 
 
@@ -21,7 +21,7 @@ def test_pages_in_any_order_and_one_array_per_parameter(monkeypatch: pytest.Monk
         made.append(shape)
         return zeros(shape, dtype)
 
-    monkeypatch.setattr(collect.np, "zeros", counted)
+    monkeypatch.setattr(summary.np, "zeros", counted)
     weights: dict[str, np.ndarray] = {}
     received: set[tuple[int, int, int]] = set()
     for layer in reversed(layout.layers):

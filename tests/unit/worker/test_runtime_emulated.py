@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.conf.schema import EmulatedSettings, SlowDevice
 from elaswave_spmd.determinism import Keys
-from elaswave_spmd.emulated_settings import EmulatedSettings, SlowDevice
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out

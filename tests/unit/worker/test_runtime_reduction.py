@@ -12,8 +12,9 @@ from torch import Tensor
 
 from elaswave_spmd.determinism.reduction_tree import split
 from elaswave_spmd.recovery.messages import NodeSum
-from elaswave_spmd.scheduling.placement import HolderRun, Placement
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replicas import HolderRun
 from elaswave_spmd.worker.gradient_reduction import GradientReducer, uses_of
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 

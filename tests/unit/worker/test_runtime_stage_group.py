@@ -13,7 +13,8 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT
 from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.placement import HolderMap, HolderRun, Placement, place
+from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.parameter_broadcast import GroupedPublications
 

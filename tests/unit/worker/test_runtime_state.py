@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery.messages import FinalPages
-from elaswave_spmd.runtime.collect import collect_pages, is_complete
-from elaswave_spmd.scheduling.placement import HolderRun
 from elaswave_spmd.sharding.layout import LOSS, LayerLayout
+from elaswave_spmd.sharding.replicas import HolderRun
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import SGD, AdamW
 from elaswave_spmd.worker.state import HeldState

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
-from elaswave_spmd.runtime.chores import Chores
 from elaswave_spmd.worker import state as state_module
-from elaswave_spmd.worker.state import LEARNING, HeldState
+from elaswave_spmd.worker.state import LEARNING, Chores, HeldState
 from elaswave_spmd.worker.state_transfer import learn, teach
 from tests.unit.worker.test_runtime_state import states, update
 
