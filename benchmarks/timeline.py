@@ -95,7 +95,7 @@ def expected(found: Run) -> tuple[str, float]:
 
 def draw(found: Run, path: Path) -> None:
     """Workers as rows, time to the right: what they computed, and lines where the mesh or its frequencies changed."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     lines: list[tuple[float, str]] = []

@@ -26,7 +26,7 @@ LARGE = LEND_BYTES + 12345
 CHILD = """
 import sys, time
 import numpy as np
-from elaswave_spmd.runtime.lending import Lender
+from elaswave_spmd.runtime.transport.cross_memory import Lender
 lender = Lender()
 values = np.arange({size}, dtype=np.uint8)
 print(lender.lend(memoryview(values), 1).encode().hex(), flush=True)

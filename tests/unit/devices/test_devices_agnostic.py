@@ -16,10 +16,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "elaswave_spmd"
 NAME = "cuda"
 ITS_MODULE = PACKAGE / "runtime" / "devices" / "kinds" / f"{NAME}.py"
-SETTINGS = {
-    PACKAGE / "runtime_settings.py",
-    PACKAGE / "schedule_settings.py",
-}  # the values of runtime.device, once each
+SETTINGS = {PACKAGE / "conf" / "schema.py": 2}  # the values of runtime.device and of the devices of schedule.frequency
 
 
 def mentions(path: Path) -> Iterator[int]:
@@ -41,7 +38,7 @@ def mentions(path: Path) -> Iterator[int]:
 def test_no_file_but_its_own_names_cuda() -> None:
     files = [path for path in PACKAGE.rglob("*.py") if path != ITS_MODULE]
     found = {path: lines for path in files if (lines := list(mentions(path)))}
-    assert {path: len(lines) for path, lines in found.items()} == dict.fromkeys(SETTINGS, 1), found
+    assert {path: len(lines) for path, lines in found.items()} == SETTINGS, found
     assert list(mentions(ITS_MODULE))  # it would be found
 
 

@@ -177,8 +177,8 @@ _DIES_BEFORE_RENAME = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from elaswave_spmd.recovery.checkpoint_files import checkpoint_path, write_shard
-from elaswave_spmd.recovery.run_lock import Ballot
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
+from elaswave_spmd.run_dir.lock import Ballot
 os.replace = lambda *_: os._exit(9)
 directory = checkpoint_path(sys.argv[1], 20)
 write_shard(directory, 20, Ballot(1, 3), 4, {(0, 0, 1): {"master": np.zeros(64, np.float32)}}, run="r1")

@@ -21,7 +21,7 @@ from elaswave_spmd.run_dir.lock import EPOCHS, LOCK, Ballot, Journal, lock_run_d
 _TRY = """
 import sys
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.recovery.run_lock import lock_run_dir
+from elaswave_spmd.run_dir.lock import lock_run_dir
 try:
     lock_run_dir(sys.argv[1])
 except ConfigError as error:
@@ -32,7 +32,7 @@ else:
 
 _HOLD = """
 import subprocess, sys
-from elaswave_spmd.recovery.run_lock import lock_run_dir
+from elaswave_spmd.run_dir.lock import lock_run_dir
 lock = lock_run_dir(sys.argv[1])
 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=0)
 print(child.pid, flush=True)
