@@ -43,11 +43,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from elaswave_spmd.observe import weights_sha256
+from elaswave_spmd.run_dir import weights_sha256
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.testing.cluster import Trained
-from elaswave_spmd.testing.faults import AnyFault, Fault
-from elaswave_spmd.testing.schedules import Schedule, run
+from tests.cluster.cluster import Trained
+from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.schedules import Schedule, run
 from tests.faults.fault_runs import Bits, Changes, chaos
 from tests.multiprocess.real_runs import SMALL, train, write_text
 from tests.simulated.bits_cases import MirroredCluster, Run, mirrored_placement, one_thread
@@ -213,7 +213,7 @@ QUICK_REAL = (REAL[1], REAL[3])  # of one model: they can be compared with each 
 
 # ---- random schedules
 
-SEEDS = {"plain": range(1200), "moving": range(500), "grouped": range(300)}  # kinds of elaswave_spmd.testing.schedules
+SEEDS = {"plain": range(1200), "moving": range(500), "grouped": range(300)}  # kinds of tests.cluster.schedules
 QUICK_SEEDS = {kind: seeds[:: len(seeds) // 20] for kind, seeds in SEEDS.items()}
 LETTERS = {"bits": "b", "lost": "l", "": "f"}  # how a schedule ended; f: it failed
 WORDS = {letter: how or "failed" for how, letter in LETTERS.items()}

@@ -29,7 +29,7 @@ from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.worker.learning_rate import SCHEDULES
 
-PACKAGE = Path(module.__file__).parent
+PACKAGE = Path(schema.__file__).parents[1]
 
 
 def leaves(section: type = Settings, prefix: str = "") -> Iterator[str]:
