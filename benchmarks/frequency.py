@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Result, parser
-from elaswave_spmd.controller.frequency import modelled_energy, worker_frequencies
+from elaswave_spmd.controller.dvfs import modelled_energy, worker_frequencies
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.reconfiguration import next_stages
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import FORWARD, schedule

@@ -23,7 +23,7 @@ from time import perf_counter
 from benchmarks.harness import Result, parser, say
 from benchmarks.modelled import publish
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.pipeline import actions_of
 from elaswave_spmd.scheduling.rebalance import plan_change
 from elaswave_spmd.simulator import Change, healthy, llama

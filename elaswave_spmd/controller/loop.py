@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, cast
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.admin_server import Control
 from elaswave_spmd.controller.checkpoints import Durability
+from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import Compilations, CopyWatch, EpochEvents, GroupWatch, SkippedSteps
 from elaswave_spmd.controller.failures import Losses, RestartError, Restarts, Stopping, begin_again
-from elaswave_spmd.controller.frequency import Frequencies
 from elaswave_spmd.controller.rescheduler import Rescheduler
 from elaswave_spmd.controller.resume import Start, open_run, run_info
 from elaswave_spmd.controller.startup import data_spec, gather, listen_host, start_launcher

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.frequency import Frequencies
+from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.recovery.actions import Effect
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal

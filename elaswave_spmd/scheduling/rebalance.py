@@ -16,7 +16,7 @@ import numpy as np
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.microbatch_assignment import Dataflow, dealings, first_units, host_numbers
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement

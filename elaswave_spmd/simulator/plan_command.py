@@ -14,7 +14,7 @@ from typing import Any
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.rebalance import Decision, Variant, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, StepTime, step_time
 from elaswave_spmd.simulator import Case, Change, alike, arguments, healthy, tell

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, step_time

@@ -11,7 +11,7 @@ import numpy as np
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import MemoryRule
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change

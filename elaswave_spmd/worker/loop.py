@@ -15,7 +15,7 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
 from elaswave_spmd.runtime.devices import Device, Island
-from elaswave_spmd.runtime.devices.frequency import FrequencyCell
+from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
 from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch

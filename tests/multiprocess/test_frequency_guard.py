@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.frequency import Answer, FrequencyCell, GuardedFrequencies
+from elaswave_spmd.runtime.devices.dvfs import Answer, FrequencyCell, GuardedFrequencies
 from tests.frequency_trees import limits, make_policies
 from tests.waiting import eventually
 
@@ -81,7 +81,7 @@ def test_a_guard_that_is_killed_is_told(tmp_path: Path) -> None:
 
 PARENT = """
 import sys, time
-from elaswave_spmd.runtime.devices.frequency import GuardedFrequencies
+from elaswave_spmd.runtime.devices.dvfs import GuardedFrequencies
 guarded = GuardedFrequencies.start(sys.argv[1], sys.argv[2])
 guarded.set({sys.argv[3]: 0.5})
 guarded.poll(30)

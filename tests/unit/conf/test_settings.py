@@ -243,7 +243,7 @@ def test_zero_level() -> None:
     ("frequency", "device"), [("simulated", "emulated"), ("nvml", "cuda"), ("cpufreq", "cpu"), ("ascend", "npu")]
 )
 def test_frequencies_are_of_the_devices_that_workers_run_on(frequency: str, device: str) -> None:
-    from elaswave_spmd.runtime.devices.frequency import BACKENDS
+    from elaswave_spmd.runtime.devices.dvfs import BACKENDS
 
     assert {*BACKENDS, "none"} == set(FREQUENCIES)
     schedule = {"frequency": frequency}

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller import frequency as module
-from elaswave_spmd.controller.frequency import Frequencies, modelled_energy, shared, worker_frequencies
+from elaswave_spmd.controller import dvfs as module
+from elaswave_spmd.controller.dvfs import Frequencies, modelled_energy, shared, worker_frequencies
 from elaswave_spmd.controller.rescheduler import Rescheduler
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
-from elaswave_spmd.runtime.devices.frequency import Answer, DeviceRange
+from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment, timed_graph
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, placed

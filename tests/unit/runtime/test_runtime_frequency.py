@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.frequency import BACKENDS, DeviceRange, FrequencyCell, open_backend
-from elaswave_spmd.runtime.devices.frequency.ascend import AscendFrequencies
-from elaswave_spmd.runtime.devices.frequency.base import at_least
-from elaswave_spmd.runtime.devices.frequency.cpufreq import CpuFrequencies
-from elaswave_spmd.runtime.devices.frequency.nvml import NvmlFrequencies
-from elaswave_spmd.runtime.devices.frequency.simulated import SimulatedFrequencies
+from elaswave_spmd.runtime.devices.dvfs import BACKENDS, DeviceRange, FrequencyCell, open_backend
+from elaswave_spmd.runtime.devices.dvfs.ascend import AscendFrequencies
+from elaswave_spmd.runtime.devices.dvfs.base import at_least
+from elaswave_spmd.runtime.devices.dvfs.cpufreq import CpuFrequencies
+from elaswave_spmd.runtime.devices.dvfs.nvml import NvmlFrequencies
+from elaswave_spmd.runtime.devices.dvfs.simulated import SimulatedFrequencies
 from tests.frequency_trees import limits, make_policies
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.frequency import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.step_time import ActionGraph, timed_graph
 from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.frequency import FrequencyRange, PowerModel
+from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import deal_stages, least_load
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share

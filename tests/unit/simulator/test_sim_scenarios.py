@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from elaswave_spmd.errors import ConfigError, PlanError, UserError
-from elaswave_spmd.scheduling.frequency import FrequencyRange
+from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.simulator import report, scenario
 from elaswave_spmd.simulator.engine import execute
 from elaswave_spmd.simulator.policies import Ours

@@ -1,6 +1,6 @@
 """The guard: a process that sets frequencies for a job, and puts them back whatever becomes of it.
 
-    python -m elaswave_spmd.runtime.devices.frequency.guard BACKEND [WHERE]
+    python -m elaswave_spmd.runtime.devices.dvfs.guard BACKEND [WHERE]
 
 Lines of JSON on standard input: {"set": {device: frequency}}, {"reset": true}; one line each as an answer, and a first
 one that says which devices there are. When its input ends, since the job has ended or was killed, and on SIGTERM,
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from elaswave_spmd.errors import UserError
-from elaswave_spmd.runtime.devices.frequency.backends import open_backend
-from elaswave_spmd.runtime.devices.frequency.base import FrequencyController
+from elaswave_spmd.runtime.devices.dvfs.backends import open_backend
+from elaswave_spmd.runtime.devices.dvfs.base import FrequencyController
 
 
 def main() -> None:

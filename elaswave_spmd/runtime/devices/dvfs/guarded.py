@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.devices.frequency.base import SETTING, DeviceRange
+from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange
 from elaswave_spmd.runtime.processes.fork_server_client import import_root
 
 _READY_S = 60.0
@@ -53,7 +53,7 @@ class GuardedFrequencies:
         if (root := import_root()) is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            [sys.executable, "-m", "elaswave_spmd.runtime.devices.frequency.guard", backend, where],
+            [sys.executable, "-m", "elaswave_spmd.runtime.devices.dvfs.guard", backend, where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

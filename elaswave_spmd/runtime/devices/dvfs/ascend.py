@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.frequency.base import SETTING, DeviceRange, no_device
+from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange, no_device
 
 _WHERE = f"{SETTING}=ascend"
 _NAMES = ("libdcmi.so", "/usr/local/dcmi/libdcmi.so", "/usr/local/Ascend/driver/lib64/driver/libdcmi.so")

@@ -20,9 +20,9 @@ import numpy as np
 
 from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.runtime.devices.frequency import Answer, DeviceRange, GuardedFrequencies
+from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange, GuardedFrequencies
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.frequency import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
+from elaswave_spmd.scheduling.dvfs import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds, timed_graph

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.frequency.base import SETTING, DeviceRange, at_least, no_device
+from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange, at_least, no_device
 
 ROOT = Path("/sys/devices/system/cpu/cpufreq")
 _WHERE = f"{SETTING}=cpufreq"

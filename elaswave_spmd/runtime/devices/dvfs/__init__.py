@@ -6,10 +6,10 @@ everything back when the job ends or is killed. A run only uses the latter.
 
 from __future__ import annotations
 
-from elaswave_spmd.runtime.devices.frequency.backends import BACKENDS, open_backend
-from elaswave_spmd.runtime.devices.frequency.base import DeviceRange, FrequencyController
-from elaswave_spmd.runtime.devices.frequency.guarded import Answer, GuardedFrequencies
-from elaswave_spmd.runtime.devices.frequency.simulated import FrequencyCell
+from elaswave_spmd.runtime.devices.dvfs.backends import BACKENDS, open_backend
+from elaswave_spmd.runtime.devices.dvfs.base import DeviceRange, FrequencyController
+from elaswave_spmd.runtime.devices.dvfs.guarded import Answer, GuardedFrequencies
+from elaswave_spmd.runtime.devices.dvfs.simulated import FrequencyCell
 
 __all__ = [
     "BACKENDS",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elaswave_spmd.runtime.devices.frequency.base import DeviceRange
+from elaswave_spmd.runtime.devices.dvfs.base import DeviceRange
 
 _BYTES = 8
 _RANGE = DeviceRange(lowest=1.0, nominal=1000.0, highest=1e6)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.frequency.ascend import AscendFrequencies
-from elaswave_spmd.runtime.devices.frequency.base import SETTING, FrequencyController
-from elaswave_spmd.runtime.devices.frequency.cpufreq import CpuFrequencies
-from elaswave_spmd.runtime.devices.frequency.nvml import NvmlFrequencies
-from elaswave_spmd.runtime.devices.frequency.simulated import SimulatedFrequencies
+from elaswave_spmd.runtime.devices.dvfs.ascend import AscendFrequencies
+from elaswave_spmd.runtime.devices.dvfs.base import SETTING, FrequencyController
+from elaswave_spmd.runtime.devices.dvfs.cpufreq import CpuFrequencies
+from elaswave_spmd.runtime.devices.dvfs.nvml import NvmlFrequencies
+from elaswave_spmd.runtime.devices.dvfs.simulated import SimulatedFrequencies
 
 BACKENDS: Mapping[str, Callable[[str], FrequencyController]] = MappingProxyType(
     {

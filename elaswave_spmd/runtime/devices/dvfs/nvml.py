@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.frequency.base import SETTING, DeviceRange, at_least, no_device
+from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange, at_least, no_device
 
 _WHERE = f"{SETTING}=nvml"
 
