@@ -9,8 +9,8 @@ same model, dtype and batch, and the one-process trainer of tests/reference.py (
 nothing with the framework but models and random numbers. Exit code 1 on any difference or failed run. `--faults`: runs
 that lose and gain workers, see benchmarks/bits_faults.py.
 
-How runs are started: the real controller, links and worker processes, but one zygote and one controller process for
-all runs, because importing torch twice per run would take most of the time. In addition each mesh runs once through
+How runs are started: the real controller, links and worker processes, but one fork server and one controller process
+for all runs, because importing torch twice per run would take most of the time. In addition each mesh runs once through
 `python train.py`, as users start it; those rows are marked.
 """
 
@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, tied": {"target": "llama", "args": {"tied": True, "kv_heads": 2}},
 }
 DTYPES = ("fp32", "bf16")
-BATCHES = {"even, 12 units": 24, "uneven, 7 units": 14}
+BATCHES = {"even, 12 micro-batches": 24, "uneven, 7 micro-batches": 14}
 _MOST_NEWCOMERS = 4
 _QUICK_MESHES = ("single", "dp3", "pp2", "[3,2]")
 _QUICK_ZEROS = ("zero0", "zero3")
@@ -102,11 +102,11 @@ def settings_of(case: Case, run_dir: Path) -> dict[str, Any]:
         "train": {
             "steps": STEPS,
             "global_batch": BATCHES[i.batch],
+            "microbatch_size": 2,
             "seq_len": 48,
             "validate_every": 10,
-            "validate_units": 5,
+            "validate_microbatches": 5,
         },
-        "unit": {"size": 2},
         "page": {"size": 1024},
         "optim": {"lr": 5e-3, "warmup_steps": 3},
         "runtime": {"dtype": i.dtype},
@@ -147,14 +147,14 @@ def differences(found: Outcome, standard: Outcome) -> list[str]:
 
 
 class Runner:
-    """Runs cases one after another, with the workers of all of them forked from one zygote."""
+    """Runs cases one after another, with the workers of all of them forked from one fork server."""
 
     def __init__(self, directory: Path) -> None:
         from elaswave_spmd.controller.startup import PRELOAD
-        from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+        from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 
         self._directory = directory
-        self._zygote = Zygote.start("elaswave_spmd.worker.loop:main", preload=PRELOAD)
+        self._fork_server = ForkServerClient.start("elaswave_spmd.worker.loop:main", preload=PRELOAD)
 
     def run(self, case: Case) -> Outcome:
         """A run that nothing happens to.
@@ -170,7 +170,7 @@ class Runner:
         return self._directory / "run"
 
     def run_as(self, fields: dict[str, Any], read: Callable[[Path], T]) -> T:
-        """As `controller.run`, without its zygote. Returns what `read` finds in the run's directory.
+        """As `controller.run`, without its fork server. Returns what `read` finds in the run's directory.
 
         Raises:
             RunError: the run failed.
@@ -189,7 +189,7 @@ class Runner:
         try:
             files = RunDir.create(settings.run.dir, settings.to_yaml(), model="bits", mesh=settings.mesh.shape.name)
             with RunObserver(files, display=_Silent(), board=False) as observer:
-                Controller(plan, data, self._zygote, observer, scratch).run()
+                Controller(plan, data, self._fork_server, observer, scratch).run()
             self._wait_for_exits(settings.mesh.shape.num_workers)
             return read(run_dir)
         finally:
@@ -199,14 +199,14 @@ class Runner:
     def _wait_for_exits(self, count: int) -> None:
         """Until none of the run's workers is left, newcomers included."""
         deadline = time.monotonic() + 60
-        while left := [rank for rank in range(count + _MOST_NEWCOMERS) if self._zygote.signal(rank, 0)]:
+        while left := [rank for rank in range(count + _MOST_NEWCOMERS) if self._fork_server.signal(rank, 0)]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"workers {left} have not ended")
             time.sleep(0.002)
-        self._zygote.poll()
+        self._fork_server.poll()
 
     def close(self) -> None:
-        self._zygote.stop()
+        self._fork_server.stop()
 
 
 class _Silent:
@@ -259,7 +259,7 @@ def reference(identity: Identity) -> Outcome | None:
         seed=job.seed,
         steps=job.steps,
         global_batch=job.global_batch,
-        unit_size=job.unit_size,
+        microbatch_size=job.microbatch_size,
         optimizer=o.name,
         weight_decay=o.weight_decay,
         betas=o.betas,

@@ -1,10 +1,10 @@
 """The same bits whatever happens to the workers: `python -m benchmarks.bits --faults`.
 
-{kill, stop, term, join, replace} x points of a step x meshes x ZeRO levels, dropout on, 7 units (uneven on each of
-these meshes), fp32 and bf16, real processes and real signals. A choice of 50 that has every kind on every mesh twice;
-`--full` runs all. Compared exactly with the undisturbed runs of the same dtype on one worker and on the same mesh: the
-columns loss_hex and grad_norm_hex, weights_sha256, every validation loss. A run also fails if the fault did not happen,
-or if events.jsonl does not tell it.
+{kill, stop, term, join, replace} x points of a step x meshes x ZeRO levels, dropout on, 7 micro-batches (uneven on each
+of these meshes), fp32 and bf16, real processes and real signals. A choice of 50 that has every kind on every mesh
+twice; `--full` runs all. Compared exactly with the undisturbed runs of the same dtype on one worker and on the same
+mesh: the columns loss_hex and grad_norm_hex, weights_sha256, every validation loss. A run also fails if the fault did
+not happen, or if events.jsonl does not tell it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fault:
 
 def fields_of(mesh: str, zero: str, dtype: str, run_dir: Path) -> dict[str, Any]:
     """Settings of an undisturbed run, as `Settings.from_dict` takes them."""
-    case = Case(Identity("gpt, dropout 0.1", dtype, "uneven, 7 units"), mesh, zero)
+    case = Case(Identity("gpt, dropout 0.1", dtype, "uneven, 7 micro-batches"), mesh, zero)
     fields = settings_of(case, run_dir)
     fields["train"] |= {"steps": STEPS}
     return fields | {"timeouts": {"suspect": 1.0}}
@@ -140,7 +140,7 @@ def faults(path: Path | None, only: str, *, quick: bool, full: bool) -> int:
         only: only faults whose name contains this.
     """
     some = [fault for fault in chosen(quick, full) if only in str(fault)]
-    result = Result("bits_faults", {"steps": STEPS, "model": "gpt, dropout 0.1", "batch": "uneven, 7 units"})
+    result = Result("bits_faults", {"steps": STEPS, "model": "gpt, dropout 0.1", "batch": "uneven, 7 micro-batches"})
     directory = Path(tempfile.mkdtemp(prefix="bits-"))
     try:
         by_kind, by_point = run_all(some, directory)

@@ -91,13 +91,13 @@ class InPlace:
         """As the product reduces one page: nodes to its primary, the first member, and from there to everybody."""
         primary, place = members[0], members.index(self._me)
         if primary != self._me:
-            message = m.NodeSum(self._number, group, 0, 1, place, place + 1)
+            message = m.PartialSum(self._number, group, 0, 1, place, place + 1)
             self._links.send(primary, m.encode(message), [values])
             return self._receive(m.Publish, group, primary)
         tree, sums = Reduction(len(members)), cast(dict[Node, np.ndarray], {})
         for at, member in enumerate(members):
             node = (at, at + 1)
-            sums[node] = values if member == self._me else self._receive(m.NodeSum, group, member)
+            sums[node] = values if member == self._me else self._receive(m.PartialSum, group, member)
             added = tree.add(node)
             assert added is not None
             for merge in added.merges:

@@ -74,7 +74,7 @@ class Run:
         if not placed:
             return Assignment.of(first)
         last = placed[-1]
-        stages, counts = (tuple(map(tuple, last[name])) for name in ("stages", "unit_counts"))
+        stages, counts = (tuple(map(tuple, last[name])) for name in ("stages", "microbatch_counts"))
         return Assignment(stages, tuple(last["layer_cuts"]), counts, first.dealing)
 
 
@@ -95,11 +95,11 @@ def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
     return CostModel((layer,) * (LAYERS * num_stages), BANDWIDTH, LATENCY_S)
 
 
-def emulated(mesh: Mesh, units: int, steps: int, times: float = 1.0, /, **settings: object) -> dict[str, object]:
+def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, **settings: object) -> dict[str, object]:
     """Settings of a run by name; `settings` with __ for the dot.
 
     Args:
-        units: of a step.
+        micro-batches: of a step.
         times: as for costs_of.
     """
     layer = costs_of(len(mesh.stages), times).layers[0]
@@ -112,8 +112,8 @@ def emulated(mesh: Mesh, units: int, steps: int, times: float = 1.0, /, **settin
         "+model.args.window": 1,
         "+model.args.mlp_ratio": 1,
         "train.seq_len": SEQ_LEN,
-        "unit.size": 1,
-        "train.global_batch": units,
+        "train.microbatch_size": 1,
+        "train.global_batch": microbatches,
         "train.steps": steps,
         "train.validate_every": 0,
         "runtime.device": "emulated",

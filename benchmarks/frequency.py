@@ -4,11 +4,11 @@
 
 Nothing is run: all figures are modelled (scheduling.frequency: an action of t seconds takes t / f; a device draws
 0.3 + 0.7 f^3 while it computes and 0.3 while it waits, as parts of its power at the normal frequency). Each case is
-planned as a run would: units and layers first, for who is left and how fast they are, then frequencies. "by class" are
-the hints of the plan, four for each worker; "by worker" is what a run sets, one for each. "lowtime" is the frontier of
-lowtime (Perseus; Chung et al., SOSP 2024) with a frequency for each single action, at the same makespan: the optimum,
-but for its grid of time. It is left out for steps of more than 256 actions, since it takes minutes, and where lowtime
-is not installed (the extra `dvfs`).
+planned as a run would: micro-batches and layers first, for who is left and how fast they are, then frequencies. "by
+class" are the hints of the plan, four for each worker; "by worker" is what a run sets, one for each. "lowtime" is the
+frontier of lowtime (Perseus; Chung et al., SOSP 2024) with a frequency for each single action, at the same makespan:
+the optimum, but for its grid of time. It is left out for steps of more than 256 actions, since it takes minutes, and
+where lowtime is not installed (the extra `dvfs`).
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def costs_of(num_layers: int) -> CostModel:
     return CostModel(tuple(LayerCost(f"l{i}", 0.010 * s, 0.020 * s) for i, s in enumerate(sizes)), 1e12)
 
 
-def planned(case: Case, costs: CostModel, units: int) -> tuple[Assignment, CostModel]:
+def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment, CostModel]:
     """What runs in the end, on whom, and their costs."""
     shape = MeshShape.of(dp=case.dp, pp=case.pp)
     mesh = Mesh.initial(shape)
-    counts = deal_stages(case.dp * units, [np.ones(case.dp) for _ in range(case.pp)]).counts
+    counts = deal_stages(case.dp * microbatches, [np.ones(case.dp) for _ in range(case.pp)]).counts
     cuts = balance_layers([layer.seconds for layer in costs.layers], [case.dp] * case.pp)
-    placement = Placement(mesh, case.dp * units, cuts, counts, Shardings().with_zero(1))
+    placement = Placement(mesh, case.dp * microbatches, cuts, counts, Shardings().with_zero(1))
     now = costs.with_speeds(dict(case.slow))
     stages = next_stages(mesh.stages, dict.fromkeys(case.lost, "fail"), (), case.pp) if case.lost else None
     decision = plan_change(placement, now, _STEPS, stages=stages, stage_counts=())
@@ -91,7 +91,7 @@ def idle(graph: ActionGraph, work: np.ndarray, frequencies: np.ndarray, makespan
 
 def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRange, makespan: float) -> float | None:
     """The energy of lowtime's frontier at a makespan, each action with a frequency of its own; None: not installed."""
-    actions = 2 * assignment.num_stages * assignment.num_units
+    actions = 2 * assignment.num_stages * assignment.num_microbatches
     if importlib.util.find_spec("lowtime") is None or actions > _MOST_ACTIONS:
         return None
     networkx = importlib.import_module("networkx")
@@ -140,7 +140,7 @@ def _dag(assignment: Assignment, networkx: Any) -> tuple[dict[Any, int], Any]:
     numbers = {
         (rank, action): i + 2 for i, (rank, action) in enumerate((r, a) for r, todo in lists.items() for a in todo)
     }
-    at = {(a.stage, a.kind, a.unit): node for (_, a), node in numbers.items()}
+    at = {(a.stage, a.kind, a.microbatch): node for (_, a), node in numbers.items()}
     dag = networkx.DiGraph(source_node=0, sink_node=1)
     for rank, todo in lists.items():
         before = 0
@@ -148,24 +148,24 @@ def _dag(assignment: Assignment, networkx: Any) -> tuple[dict[Any, int], Any]:
             node = numbers[rank, action]
             dag.add_edge(before, node)
             stage = action.stage - 1 if action.kind == FORWARD else action.stage + 1
-            if (needed := at.get((stage, action.kind, action.unit))) is not None:
+            if (needed := at.get((stage, action.kind, action.microbatch))) is not None:
                 dag.add_edge(needed, node)
             before = node
         dag.add_edge(before, 1)
     return numbers, dag
 
 
-def measure(case: Case, units: int, num_layers: int, limits: FrequencyRange) -> dict[str, Any]:
+def measure(case: Case, microbatches: int, num_layers: int, limits: FrequencyRange) -> dict[str, Any]:
     """The figures of one case."""
-    assignment, costs = planned(case, costs_of(num_layers), units)
+    assignment, costs = planned(case, costs_of(num_layers), microbatches)
     began = perf_counter()
     plan, _ = frequency_hints(assignment, costs, limits, _POWER)
     seconds = perf_counter() - began
     _, wanted = worker_frequencies(assignment, costs, limits, _POWER)
-    graph, unit_seconds, delays = timed_graph(assignment, costs)
+    graph, microbatch_seconds, delays = timed_graph(assignment, costs)
     of = np.array([wanted[rank] for rank in graph.ranks])[:, None]
-    by_worker_s = graph.makespan(unit_seconds / of, delays)
-    work = graph.work(unit_seconds)
+    by_worker_s = graph.makespan(microbatch_seconds / of, delays)
+    work = graph.work(microbatch_seconds)
     energies = {
         "before": plan.energy_before,
         "by class": plan.energy,
@@ -175,7 +175,7 @@ def measure(case: Case, units: int, num_layers: int, limits: FrequencyRange) -> 
     return {
         "case": case.name,
         "workers": len(graph.ranks),
-        "units": units,
+        "microbatches": microbatches,
         "layers": num_layers,
         "plan_s": seconds,
         "makespan_before_s": plan.makespan_before_s,
@@ -205,7 +205,7 @@ def row_of(found: Mapping[str, Any]) -> list[str]:
 
     return [
         found["case"],
-        f"{found['units']}",
+        f"{found['microbatches']}",
         f"{1e3 * found['makespan_before_s']:.0f}",
         f"{found['makespan_by_class_s'] / found['makespan_before_s']:.4f}",
         f"{found['makespan_by_worker_s'] / found['makespan_before_s']:.4f}",
@@ -221,7 +221,7 @@ def row_of(found: Mapping[str, Any]) -> list[str]:
 
 COLUMNS = (
     "case",
-    "units per worker",
+    "micro-batches per worker",
     "modelled step, ms",
     "with hints by class, ratio",
     "by worker, ratio",
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Result(
         "frequency", {"lowest": args.lowest, "highest": args.highest, "grid_ms": 1e3 * _GRID_S, "quick": args.quick}
     )
-    found = [measure(case, units, 4 * case.pp + 2, limits) for case in cases for units in sizes]
+    found = [measure(case, microbatches, 4 * case.pp + 2, limits) for case in cases for microbatches in sizes]
     result.data["cases"] = found
     title = f"Frequency hints from {args.lowest:g} to {args.highest:g}, all figures modelled"
     result.table(title, COLUMNS, [row_of(of_case) for of_case in found])

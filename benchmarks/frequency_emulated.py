@@ -3,11 +3,11 @@
     python -m benchmarks.frequency_emulated [--quick] [--json PATH]
 
 Each case is one run of `python train.py` on the emulated accelerator (benchmarks/emulated_runs.py: real processes,
-links and bytes; layer programs sleep, longer at a lower frequency). Workers are killed in a step; units and layers are
-dealt anew, state finds its new places, and when nothing else is to be changed the hints are set, by a guard in a
-process of its own (schedule.frequency=simulated, from 0.5 to 1 of the normal frequency). Step times are medians of this
-one run, before and after. Energy is modelled (scheduling.frequency.PowerModel); benchmarks/frequency.py has the rest of
-the model.
+links and bytes; layer programs sleep, longer at a lower frequency). Workers are killed in a step; micro-batches and
+layers are dealt anew, state finds its new places, and when nothing else is to be changed the hints are set, by a guard
+in a process of its own (schedule.frequency=simulated, from 0.5 to 1 of the normal frequency). Step times are medians of
+this one run, before and after. Energy is modelled (scheduling.frequency.PowerModel); benchmarks/frequency.py has the
+rest of the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES: Mapping[str, tuple[str, tuple[int, ...], int]] = {
 }
 
 
-def measure(mesh_name: str, lost: Sequence[int], units: int, steps: int, cache: Path) -> dict[str, Any]:
+def measure(mesh_name: str, lost: Sequence[int], microbatches: int, steps: int, cache: Path) -> dict[str, Any]:
     """One run: its steps before and after the first hints on its last mesh; later ones follow what is measured.
 
     Raises:
@@ -42,7 +42,7 @@ def measure(mesh_name: str, lost: Sequence[int], units: int, steps: int, cache: 
     mesh = Mesh.initial(MeshShape.parse(mesh_name))
     strikes = f"[{{step: {_KILL_STEP}, kind: kill, rank: [{','.join(map(str, lost))}], point: backward}}]"
     more: dict[str, object] = {**_FOLLOWING, "schedule__frequency": "simulated", "chaos__events": strikes}
-    done = run(emulated(mesh, units, steps, **more), costs_of(len(mesh.stages)), cache, WARM_STEPS + 2)
+    done = run(emulated(mesh, microbatches, steps, **more), costs_of(len(mesh.stages)), cache, WARM_STEPS + 2)
     last_change = done.last_change
     hints = [e for e in done.events if e["event"] == "frequency" and "modelled_energy" in e and e["step"] > last_change]
     if not hints:

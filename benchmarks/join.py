@@ -14,7 +14,7 @@ copies were promoted, and of all together. `pause` is how long all members waite
 from the last one's answer until they had their places.
 
 A change is planned for the end of a step. Where a member has begun the next one before it is told, that step is
-salvaged, and units of it may be computed again: their number is told.
+salvaged, and micro-batches of it may be computed again: their number is told.
 
 It fails if a step was discarded, and if a loss differs between launches.
 """
@@ -181,7 +181,7 @@ def _pieces(
         ),
         "stall: all steps until it has settled": extra(at + 1, window.last),
         "steps until it has settled": window.last - at,
-        "units computed again": sum(event["units_redone"] for event in (changed, *copies)),
+        "micro-batches computed again": sum(event["microbatches_redone"] for event in (changed, *copies)),
     }
 
 

@@ -1,7 +1,8 @@
 """Processes that do as they are told: for benchmarks that measure a part of the product between real processes.
 
-The driver has them forked from the product's zygote, so that each begins with everything imported, gives orders over a
-Unix socket, one line of JSON each, and gets one line back. What a member can do is the business of the benchmark.
+The driver has them forked from the product's fork server, so that each begins with everything imported, gives orders
+over a Unix socket, one line of JSON each, and gets one line back. What a member can do is the business of the
+benchmark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 
 _TIMEOUT_S = 120.0
 _LOOK_S = 0.2
@@ -63,7 +64,9 @@ class Members:
     """
 
     def __init__(self, target: str, preload: tuple[str, ...], directory: Path) -> None:
-        self._zygote = Zygote.start(target, preload=preload, env={"OMP_NUM_THREADS": "1"}, orphan_grace_s=1.0)
+        self._fork_server = ForkServerClient.start(
+            target, preload=preload, env={"OMP_NUM_THREADS": "1"}, orphan_grace_s=1.0
+        )
         self._path = str(directory / "orders.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._path)
@@ -86,7 +89,7 @@ class Members:
         keys = range(self._next, self._next + count)
         self._next += count
         for key in keys:
-            self._zygote.spawn(key, {**spec, "orders": self._path})
+            self._fork_server.spawn(key, {**spec, "orders": self._path})
         hellos: dict[int, Answer] = {}
         deadline = time.monotonic() + _TIMEOUT_S
         while len(hellos) < count:
@@ -129,7 +132,7 @@ class Members:
 
     def kill(self, key: int) -> None:
         """SIGKILL; returns when the process is gone and reaped."""
-        self._zygote.signal(key, signal.SIGKILL)
+        self._fork_server.signal(key, signal.SIGKILL)
         deadline = time.monotonic() + _TIMEOUT_S
         while not any(exited.rank == key for exited in self._exits()):
             if time.monotonic() > deadline:
@@ -141,7 +144,7 @@ class Members:
         for stream in self._streams.values():
             stream.close()
         self._listener.close()
-        self._zygote.stop(0.0)
+        self._fork_server.stop(0.0)
         os.unlink(self._path)
 
     def __enter__(self) -> Members:
@@ -151,11 +154,11 @@ class Members:
         self.close()
 
     def _exits(self) -> list[Any]:
-        select.select([self._zygote], [], [], _LOOK_S)
-        return self._zygote.poll()
+        select.select([self._fork_server], [], [], _LOOK_S)
+        return self._fork_server.poll()
 
     def _look(self, keys: range) -> None:
-        for exited in self._zygote.poll():
+        for exited in self._fork_server.poll():
             if exited.rank in keys:
                 raise RuntimeError(f"{exited}; its output says why")
 

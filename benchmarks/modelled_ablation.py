@@ -1,4 +1,5 @@
-"""Modelled: what each axis of the plan gives after a change: units (dataflow), layers and stages (graph), frequency.
+"""Modelled: what each axis of the plan gives after a change: micro-batches (dataflow), layers and stages (graph),
+frequency.
 
     python -m benchmarks.modelled_ablation [--json PATH] [--quick]
 
@@ -28,7 +29,11 @@ def joined(ratios: Table, axes: Table) -> Table:
     for ratio, axis in zip(ratios.rows, axes.rows, strict=True):
         rows.append((axis[0], ratio[none], *axis[1:], ratio[best]))
     columns = ("case", "no axis", *(policy.name for policy in ABLATION), _BEST)
-    notes = (*ratios.notes, *axes.notes, "no axis: units of lost workers to peers of their stage (0: there is none)")
+    notes = (
+        *ratios.notes,
+        *axes.notes,
+        "no axis: micro-batches of lost workers to peers of their stage (0: there is none)",
+    )
     title = "Modelled throughput after a change over the aggregate speed left, with one axis after the other"
     return Table(title, columns, tuple(rows), notes)
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.modelled_planning [--repeats 5] [--json PATH] [--quick]
 
-A fresh process for each repeat, as nothing of a plan before may help. "decision" is everything that changes: units,
-layers, number of stages, frequencies by class of workers, bytes that move, each in reach of the others; "placement"
-makes the value that is sent; "actions" are those of one worker, made on demand. Nothing but seconds and memory is
-measured: devices, and costs of layers (those of Llama 405B), are modelled.
+A fresh process for each repeat, as nothing of a plan before may help. "decision" is everything that changes:
+micro-batches, layers, number of stages, frequencies by class of workers, bytes that move, each in reach of the others;
+"placement" makes the value that is sent; "actions" are those of one worker, made on demand. Nothing but seconds and
+memory is measured: devices, and costs of layers (those of Llama 405B), are modelled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elaswave_spmd.scheduling.rebalance import plan_change
 from elaswave_spmd.simulator import Change, healthy, llama
 from elaswave_spmd.simulator.report import Cell, Table
 
-_STAGES, _UNITS, _STEPS = 20, 16, 10_000
+_STAGES, _MICROBATCHES, _STEPS = 20, 16, 10_000
 SIZES = (1_000, 10_000, 100_000)
 EVENTS = {"one fails": 1, "ten fail": 10, "one in a hundred fails": 0}  # 0: workers / 100
 _LIMIT_S = 1800.0
@@ -39,7 +39,7 @@ def once(workers: int, event: str) -> dict[str, float]:
     """Seconds and memory of one plan, in this process."""
     costs = llama("405B", tokens=8192, flops=3200e12)
     mesh = Mesh.initial(MeshShape.of(dp=workers // _STAGES, pp=_STAGES))
-    placement = healthy(mesh, costs, workers // _STAGES * _UNITS)
+    placement = healthy(mesh, costs, workers // _STAGES * _MICROBATCHES)
     number = EVENTS[event] or workers // 100
     change = Change(tuple(range(7, workers, workers // number))[:number]).check(mesh)
     before = _peak_mib()
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("workers", "event", "decision s", "placement s", "actions s", "planning MiB", "peak MiB", "growth")
     notes = (
         f"median of {repeats} fresh processes, one core",
-        f"{_STAGES} stages, {_UNITS} units a worker, 128 layers",
+        f"{_STAGES} stages, {_MICROBATCHES} micro-batches a worker, 128 layers",
         "planning MiB: by which the peak of the process grew; peak MiB: all of it, interpreter and mesh included",
         "growth: exponent of the decision's seconds from the size before",
     )

@@ -1,8 +1,9 @@
 """The other side of steady_state: plain PyTorch training steps over gloo, each written as its documentation says.
 
 Models are built on the meta device and get memory only where it stays. All take the same model code, initial values,
-samples, micro-batches (`unit.size` sequences), global batch, fused AdamW with the same decay groups, and clipping by
-the global norm. Gradients of micro-batches are added up in place and reduced once per step wherever that is faster.
+samples, micro-batches (`train.microbatch_size` sequences), global batch, fused AdamW with the same decay groups, and
+clipping by the global norm. Gradients of micro-batches are added up in place and reduced once per step wherever that is
+faster.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class System(Protocol):
 
 
 class Windows:
-    """This worker's micro-batches of a step: the same samples as ours, `share` a range of units."""
+    """This worker's micro-batches of a step: the same samples as ours, `share` a range of micro-batches."""
 
     def __init__(self, plan: RunPlan, share: range) -> None:
         self._job, self._share = plan.job, share
         self._train = open_split(plan.data, "train")
 
     def of_step(self, step: int) -> list[Batch]:
-        size = self._job.unit_size
+        size = self._job.microbatch_size
         ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._train))
-        return [self._batch(ids[unit * size : (unit + 1) * size]) for unit in self._share]
+        return [self._batch(ids[microbatch * size : (microbatch + 1) * size]) for microbatch in self._share]
 
     def _batch(self, ids: np.ndarray) -> Batch:
         tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in self._train.batch(ids))
@@ -94,7 +95,7 @@ class Replicated:
         self._model = empty_model(plan).to_empty(device="cpu")
         self._model.share_ties()
         fill(plan, self._model, self._model.named_parameters())
-        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_units, rank, world))
+        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_microbatches, rank, world))
         # DDP divides by the number of processes; the loss is a mean over the global batch.
         self._scale, self._world = world / plan.job.tokens_per_step, world
         self._replica = DistributedDataParallel(self._model, gradient_as_bucket_view=True) if world > 1 else None
@@ -134,7 +135,7 @@ class FullyShard:
         self._root = fully_shard(self._model, mesh=mesh)
         self._model.to_empty(device="cpu")
         fill(plan, self._model, self._model.named_parameters())
-        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_units, rank, world))
+        self._clip, self._windows = plan.job.clip, Windows(plan, even_share(plan.job.num_microbatches, rank, world))
         self._scale, self._world, self._sync_each = world / plan.job.tokens_per_step, world, sync_each
         self._root.set_reshard_after_forward(False)
         self._optimizer = adamw(plan, self._model, self._model.named_parameters())
@@ -181,7 +182,7 @@ class Pipeline:
         fill(plan, model, mine)
         self._optimizer = adamw(plan, model, mine)
         self._parameters = [p for _, p in mine]
-        self._clip, self._windows = plan.job.clip, Windows(plan, range(plan.job.num_units))
+        self._clip, self._windows = plan.job.clip, Windows(plan, range(plan.job.num_microbatches))
         scale = 1.0 / plan.job.tokens_per_step
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class Pipeline:
 
         self._schedule = Schedule1F1B(
             PipelineStage(stage, rank, world, torch.device("cpu")),
-            plan.job.num_units,
+            plan.job.num_microbatches,
             loss_fn=loss,  # on every stage: a schedule without one runs no backward
             scale_grads=False,
         )
@@ -215,9 +216,9 @@ class Pipeline:
         nn.utils.clip_grads_with_norm_(self._parameters, self._clip, square.sqrt())
 
 
-def even_share(num_units: int, rank: int, world: int) -> range:
-    """The units of one worker: contiguous, the first ones have one more where it does not divide."""
-    base, extra = divmod(num_units, world)
+def even_share(num_microbatches: int, rank: int, world: int) -> range:
+    """The micro-batches of one worker: contiguous, the first ones have one more where it does not divide."""
+    base, extra = divmod(num_microbatches, world)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
 

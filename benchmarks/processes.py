@@ -67,10 +67,10 @@ class Program:
         return self.said.read_text(errors="replace")[-3000:]
 
     def workers(self) -> list[int]:
-        """Of a run of this project: children of children, as the controller's zygote makes the workers."""
+        """Of a run of this project: children of children, as the controller's fork server makes the workers."""
         parents = {pid: _parent(pid) for pid in marked(self.mark)}
-        zygotes = {pid for pid, parent in parents.items() if parent == self.process.pid}
-        return sorted(pid for pid, parent in parents.items() if parent in zygotes)
+        fork_servers = {pid for pid, parent in parents.items() if parent == self.process.pid}
+        return sorted(pid for pid, parent in parents.items() if parent in fork_servers)
 
 
 @contextlib.contextmanager

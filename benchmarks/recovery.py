@@ -7,8 +7,8 @@ worker and at a moment that are drawn, in a run of its own; the systems take tur
 first and the last survivor have applied a step without the lost worker, and that less one undisturbed step; median and
 90th percentile. Of ours also in pieces: until the controller has seen the loss, until all survivors have answered that
 they know, from there until they have their places in the new mesh, and what is left of the step. All write down
-CLOCK_MONOTONIC; the pieces come from events.jsonl (docs/run_files.md). Units stay where they are dealt
-(schedule.dataflow=false).
+CLOCK_MONOTONIC; the pieces come from events.jsonl (docs/run_files.md). Micro-batches stay where they are dealt
+(schedule.microbatches=false).
 
 torchft runs with a lighthouse whose timeouts are named in the row (heartbeat timeout, join timeout, tick; heartbeat of
 a replica), and re-divides its batch; it is installed in an environment of its own in the cache directory

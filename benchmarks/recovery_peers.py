@@ -72,7 +72,7 @@ def _backward(
     scale: float,
     quiet: Quiet,
 ) -> None:
-    """The gradients of a worker's units; `quiet` is the context in which nothing is reduced."""
+    """The gradients of a worker's micro-batches; `quiet` is the context in which nothing is reduced."""
     batches = Windows(plan, share).of_step(step)
     for number, batch in enumerate(batches):
         with quiet() if number < len(batches) - 1 else contextlib.nullcontext():
@@ -118,13 +118,13 @@ def torchft(spec: dict[str, Any]) -> None:
         manager.start_quorum()
         optimizer.zero_grad(set_to_none=False)
         step, workers, place = manager.current_step() + 1, manager.num_participants(), manager.participating_rank()
-        share = even_share(job.num_units, place, workers) if place is not None else range(1)
+        share = even_share(job.num_microbatches, place, workers) if place is not None else range(1)
         _backward(plan, replica, model, step, share, workers / job.tokens_per_step, replica.no_sync)
         committed = manager.should_commit()
         if committed:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip)
             optimizer.step()
-        log.step(step, len(share) * job.unit_size, workers, committed)
+        log.step(step, len(share) * job.microbatch_size, workers, committed)
 
 
 def torchrun(spec: dict[str, Any]) -> None:
@@ -145,14 +145,14 @@ def torchrun(spec: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = _step_of(saved[-1])
     replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    share = even_share(plan.job.num_units, rank, world)
+    share = even_share(plan.job.num_microbatches, rank, world)
     while True:
         step += 1
         _backward(plan, replica, model, step, share, world / plan.job.tokens_per_step, replica.no_sync)
         nn.utils.clip_grad_norm_(model.parameters(), plan.job.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        log.step(step, len(share) * plan.job.unit_size, world, True)
+        log.step(step, len(share) * plan.job.microbatch_size, world, True)
         if step % _CHECKPOINT_EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(state, checkpoint_id=directory / f"step-{step}")

@@ -31,11 +31,11 @@ SIZES: dict[str, Any] = {
     "mesh": {"dp": WORKERS},
     "sharding": {"name": "zero1"},
     "model": {"name": "gpt_tiny", "target": "gpt", "layers": 3, "d_model": 96, "heads": 4},
-    "unit": {"size": 2},
-    "train": {"steps": 1_000_000, "global_batch": 24, "seq_len": 32, "validate_every": 0},
+    "train": {"steps": 1_000_000, "global_batch": 24, "microbatch_size": 2, "seq_len": 32, "validate_every": 0},
     "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
-    # Units stay where they are: a change by measured speeds, at the moment of a kill, would be measured with it.
-    "schedule": {"dataflow": False, "graph": False},
+    # Micro-batches stay where they are: a change by measured speeds, at the moment of a kill, would be measured with
+    # it.
+    "schedule": {"microbatches": False, "layers": False},
 }
 
 
@@ -111,17 +111,17 @@ def ours(seed: int, cache: Path, system: str = "") -> Kill:
 def parts_of(killed: float, step: float, fail: dict[str, Any], recovered: dict[str, Any]) -> dict[str, float]:
     """A kill of ours in pieces, ms.
 
-    What is computed again is worked out, not seen: units times their usual time, as if each worker had a core of its
-    own. What is left of the step may then be less than nothing.
+    What is computed again is worked out, not seen: micro-batches times their usual time, as if each worker had a core
+    of its own. What is left of the step may then be less than nothing.
     """
-    units = SIZES["train"]["global_batch"] // SIZES["unit"]["size"]
-    redo = fail["units_redone"] * step * WORKERS / units / (WORKERS - 1)
+    microbatches = SIZES["train"]["global_batch"] // SIZES["microbatch"]["size"]
+    redo = fail["microbatches_redone"] * step * WORKERS / microbatches / (WORKERS - 1)
     rest = recovered["all_applied_at"] - fail["placed_at"] - redo
     pieces = {
         "kill to seen by the controller": fail["seen_at"] - killed,
         "detect: kill to known by all survivors": fail["answered_at"] - killed,
         "edit: known by all to the new mesh sent": fail["placed_at"] - fail["answered_at"],
-        "redo: units computed again, worked out": redo,
+        "redo: micro-batches computed again, worked out": redo,
         "rest of the step": rest,
         "kill to all have committed": recovered["all_applied_at"] - killed,
         "kill to all have committed, less one step": recovered["all_applied_at"] - killed - step,

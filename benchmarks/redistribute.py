@@ -107,9 +107,9 @@ class Controller:
             match m.decode(item.header):
                 case m.Heartbeat(rank):
                     self._filled.add(rank)
-                case m.Status() as status:
+                case m.StepReport() as status:
                     self._perform(self.protocol.status(status))
-                case m.Learned() as learned:
+                case m.CaughtUp() as learned:
                     self._perform(self.protocol.learned(learned))
                 case message:
                     raise RuntimeError(f"unexpected: {message}")
@@ -127,8 +127,8 @@ class Controller:
     def _begun(self, epoch: EpochBegun) -> None:
         if epoch.kinds:
             self.new_mesh_at = time.monotonic()
-        assert epoch.placement.holders is not None
-        for run, _, rank in transfers(epoch.placement.holders):
+        assert epoch.placement.replicas is not None
+        for run, _, rank in transfers(epoch.placement.replicas):
             layout = self._layout.layers[run.layer]
             if layout.loss_block is None or run.first != layout.loss_block.first_page:
                 start, stop = layout.span(run.first, run.stop)

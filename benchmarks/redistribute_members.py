@@ -33,21 +33,21 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import P, ReshardPlan, Shardings, plan_reshard
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import deal_holders
-from elaswave_spmd.sharding.replicas import RunKey
-from elaswave_spmd.worker.channel import Incoming, LinkPort, Stopped
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replicas import PageRange
+from elaswave_spmd.worker.channel import Incoming, SocketChannel, Stopped
 from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.fault_points import pass_by
+from elaswave_spmd.worker.fault_points import no_op
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.optimizers import AdamW
-from elaswave_spmd.worker.replica import Replica
+from elaswave_spmd.worker.replica import StateReplica
 from elaswave_spmd.worker.spec import Job
 
 LAYERS = 8
 KINDS = ("master", *AdamW().state_names)
 _HOST = HostDevice(device_of("cpu"))
 _TIMEOUT_S = 60.0
-_UNITS = 12
+_MICROBATCHES = 12
 _EVEN = 768  # elements of an array are a multiple: of 3 and 4 workers, and of a page's alignment
 _PERIOD = 4093
 
@@ -66,10 +66,10 @@ def layout_of(num_bytes: int) -> ModelLayout:
 def healthy(layout: ModelLayout, workers: int, mirror_count: int) -> Placement:
     """The first placement of a run with ZeRO-3 on dp, as `assembly.plan_run` makes it."""
     mesh = Mesh.initial(MeshShape.of(dp=workers))
-    placement = place(mesh, layout, Shardings().with_zero(3), _UNITS)
+    placement = place(mesh, layout, Shardings().with_zero(3), _MICROBATCHES)
     if not mirror_count:
         return placement
-    holders = deal_holders(
+    replicas = place_replicas(
         layout,
         mesh.stages,
         placement.layer_cuts,
@@ -78,7 +78,7 @@ def healthy(layout: ModelLayout, workers: int, mirror_count: int) -> Placement:
         mirror_count=mirror_count,
         scatter=0,
     )
-    return replace(placement, holders=holders)
+    return replace(placement, replicas=replicas)
 
 
 def plans_of(num_bytes: int, before: int, after: int) -> dict[tuple[int, int], ReshardPlan]:
@@ -127,9 +127,9 @@ class Worker:
         links = self._open()
         links.connect(CONTROLLER, controller)
         self._healthy = healthy(self._layout, workers, mirror_count)
-        self._replica: Replica | None = None
+        self._replica: StateReplica | None = None
         self._early: list[Incoming] = []
-        self._port = LinkPort(links, self._mailbox, torch.float32, _HOST)
+        self._port = SocketChannel(links, self._mailbox, torch.float32, _HOST)
         return {"address": links.address}
 
     def serve(self) -> dict[str, Any]:
@@ -158,19 +158,19 @@ class Worker:
 
     def _handle(self, incoming: Incoming) -> None:
         match incoming.message:
-            case m.Place():
+            case m.Reconfigure():
                 self._enter(incoming.message)
             case m.Prepare(epoch):
                 assert self._replica is not None
                 protocol = self._replica.protocol
                 if protocol.promise(epoch):
-                    self._port.send(CONTROLLER, m.Status(epoch, self._rank, protocol.version))
+                    self._port.send(CONTROLLER, m.StepReport(epoch, self._rank, protocol.version))
             case _ if self._replica is None:
                 self._early.append(incoming)
             case message:
                 self._replica.handle(incoming.sender, message, incoming.payload)
 
-    def _enter(self, message: m.Place) -> None:
+    def _enter(self, message: m.Reconfigure) -> None:
         """As Worker and Executor of the product do at a PLACE between two steps."""
         links = self._links
         assert links is not None
@@ -184,11 +184,11 @@ class Worker:
         if self._replica is None:
             if missing := links.wait_connected(others, _TIMEOUT_S):
                 raise RuntimeError(f"no link to {missing}")
-            job = Job(0, 10**6, _UNITS, 1, 1, "fp32", AdamW(), LearningRate(1e-3))
-            self._replica = Replica(
-                self._rank, job, self._layout, {}, epoch.placement, epoch.version, _HOST, self._port.send, pass_by
+            job = Job(0, 10**6, _MICROBATCHES, 1, 1, "fp32", AdamW(), LearningRate(1e-3))
+            self._replica = StateReplica(
+                self._rank, job, self._layout, {}, epoch.placement, epoch.version, _HOST, self._port.send, no_op
             )
-        self._replica.bind(epoch.placement, epoch.placement.holder_runs(self._layout), epoch.version, False)
+        self._replica.bind(epoch.placement, epoch.placement.replica_map(self._layout), epoch.version, False)
         if first and not epoch.placement.mesh.epoch:
             self._replica.state.restore(self._saved, 0)
             self._port.send(CONTROLLER, m.Heartbeat(self._rank, 0, True, "has its state"))
@@ -198,7 +198,7 @@ class Worker:
             self._handle(incoming)
         self._replica.teach()
 
-    def _saved(self, run: RunKey, kind: str) -> Tensor:
+    def _saved(self, run: PageRange, kind: str) -> Tensor:
         layer, first, stop = run
         start, end = self._layout.layers[layer].span(first, stop)
         return torch.from_numpy(pattern(layer, KINDS.index(kind), start, end))

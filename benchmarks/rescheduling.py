@@ -4,22 +4,22 @@
 
 `python train.py` on the emulated accelerator (benchmarks/emulated_runs.py: real processes, links and bytes; layer
 programs sleep). Each case is one run: healthy steps, then workers are killed in the middle of a step, or one runs at
-half speed from a step on, and the run deals units and moves layers as it does by itself; the settings differ from the
-default in that it looks more often and takes gains from 2 % (schedule.every, window, patience, min_gain). Told are
-medians of the healthy steps and of the last ones, when nothing had changed for two steps, from metrics.jsonl, and
+half speed from a step on, and the run deals micro-batches and moves layers as it does by itself; the settings differ
+from the default in that it looks more often and takes gains from 2 % (schedule.every, window, patience, min_gain). Told
+are medians of the healthy steps and of the last ones, when nothing had changed for two steps, from metrics.jsonl, and
 
     ratio = (throughput after / before) / (aggregate speed after / before)
 
 beside what the model says of the placement that the run came to, with the costs that it measured ("modelled"), what
 plan_change says in advance, and the least that any cut of the layers comes to (all are looked at; workers stay in their
-stages, units are dealt by the planner, steps last as their action lists do): the optimum over whole layers and units.
-"No order" is a lower bound of the step over all cuts, whatever the order of actions. "Any grouping" is
+stages, micro-batches are dealt by the planner, steps last as their action lists do): the optimum over whole layers and
+micro-batches. "No order" is a lower bound of the step over all cuts, whatever the order of actions. "Any grouping" is
 elaswave_spmd.simulator.optimum: workers may change their stage, too (same number of stages; cut off after 400).
 Reroute (ReCycle's policy) and drop replica (TorchFT's) are modelled on the same costs, not run. The ablation leaves
-axes out: schedule.dataflow=false (units are dealt anew only where somebody is lost, or layers move),
-schedule.graph=false, both; and with frequencies from 0.8 to 1.1 of normal (schedule.frequency=simulated).
+axes out: schedule.microbatches=false (micro-batches are dealt anew only where somebody is lost, or layers move),
+schedule.layers=false, both; and with frequencies from 0.8 to 1.1 of normal (schedule.frequency=simulated).
 
-The losses of all runs with equally many layers and units are compared, bit for bit.
+The losses of all runs with equally many layers and micro-batches are compared, bit for bit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NO_LIMIT = 1 << 30
 AXES: Mapping[str, Mapping[str, object]] = {
     "all but frequency": {},
     "neither": {"schedule__dataflow": "false", "schedule__graph": "false"},
-    "units": {"schedule__graph": "false"},
+    "microbatches": {"schedule__graph": "false"},
     "layers": {"schedule__dataflow": "false"},
     "all": {"schedule__frequency": "simulated", "schedule__f_min": 0.8, "schedule__f_max": 1.1},
 }
@@ -68,11 +68,11 @@ FULL, NEITHER = "all but frequency", "neither"
 
 @dataclass(frozen=True)
 class Event:
-    """Who is lost or slow on a mesh, with so many units for each worker; `axes`: with the ablation."""
+    """Who is lost or slow on a mesh, with so many micro-batches for each worker; `axes`: with the ablation."""
 
     name: str
     mesh: str
-    units: int
+    microbatches: int
     change: str
     axes: bool = False
 
@@ -81,7 +81,7 @@ class Event:
         """As the planner and the policies take it."""
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         costs = costs_of(len(mesh.stages))
-        placement = healthy(mesh, costs, self.units * len(mesh.stages[0]))
+        placement = healthy(mesh, costs, self.microbatches * len(mesh.stages[0]))
         return Case(placement, costs, Change.parse(self.change), remaining_steps=1000)
 
 
@@ -124,8 +124,8 @@ def settings_of(event: Event, axes: Mapping[str, object], steps: tuple[int, int,
     else:
         slow = ", ".join(f"{{rank: {rank}, speed: {speed}, step: {steps[0]}}}" for rank, speed in change.slow)
         strikes = {"emulated__slow": f"[{slow}]"}
-    mesh, units = case.placement.mesh, case.placement.num_units
-    return emulated(mesh, units, sum(steps) + 1, **_FOLLOWING, **axes, **strikes)
+    mesh, microbatches = case.placement.mesh, case.placement.num_microbatches
+    return emulated(mesh, microbatches, sum(steps) + 1, **_FOLLOWING, **axes, **strikes)
 
 
 def times_of(done: Run, steps: tuple[int, int, int]) -> Times:
@@ -146,8 +146,8 @@ def least(case: Case) -> tuple[float, float]:
     """Seconds of the fastest step over all cuts with these workers in these stages: on action lists, and at least."""
     stages = case.change.stages(case.placement.mesh)
     speeds = [case.after.speeds_of(members) for members in stages]
-    units = case.healthy.num_units
-    dealings = {deal_stages(units, speeds, settle=settle).counts for settle in (True, False)}
+    microbatches = case.healthy.num_microbatches
+    dealings = {deal_stages(microbatches, speeds, settle=settle).counts for settle in (True, False)}
     found = sorted(_bounds(case, speeds, min(dealings), len(stages)))
     best = math.inf
     for bound_s, cuts in found:
@@ -163,14 +163,14 @@ def _bounds(
     case: Case, speeds: Sequence[np.ndarray], counts: Sequence[Sequence[int]], number: int
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
     """What no order of the actions falls below, with the smallest largest loads, for all cuts."""
-    units = [np.array(of_stage) for of_stage in counts]
+    microbatches = [np.array(of_stage) for of_stage in counts]
     layers = len(case.after.layers)
     for inner in combinations(range(1, layers), number - 1):
         cuts = (0, *inner, layers)
         forward, backward, delays = stage_seconds(cuts, case.after)
         pairs = [(f / v, b / v) for f, b, v in zip(forward, backward, speeds, strict=True)]
         limits = [_NO_LIMIT] * number
-        yield bound([f for f, _ in pairs], [b for _, b in pairs], units, delays, limits), cuts
+        yield bound([f for f, _ in pairs], [b for _, b in pairs], microbatches, delays, limits), cuts
 
 
 def modelled(case: Case) -> dict[str, float]:
@@ -179,7 +179,7 @@ def modelled(case: Case) -> dict[str, float]:
     decision = plan_change(case.placement, case.after, case.remaining_steps, stages=stages, stage_counts=())
     best_s, bound_s = least(case)
     ranks = [rank for members in stages for rank in members]
-    best = optimum(case.after, ranks, case.healthy.num_units, stage_counts=(len(stages),), rule=case.rule)
+    best = optimum(case.after, ranks, case.healthy.num_microbatches, stage_counts=(len(stages),), rule=case.rule)
     seconds = {"plan": decision.last.time.seconds, "optimum": best_s, "no order": bound_s}
     if best is not None:
         seconds["any grouping"] = best.best_s
@@ -225,19 +225,26 @@ def ratio_of(event: Event, times: Times) -> float:
 
 
 def _head(event: Event) -> list[str]:
-    return [event.name, event.mesh, f"{event.units}"]
+    return [event.name, event.mesh, f"{event.microbatches}"]
 
 
-HEAD = ("case", "mesh", "units each")
+HEAD = ("case", "mesh", "micro-batches each")
 COLUMNS = (*HEAD, "step, ms", "modelled, ms", "ratio", "plan in advance", "optimum", "ratio / optimum")
 COLUMNS += ("workers; layers of stages", "steps to settle", "cores busy")
 POLICIES = (*HEAD, "ours (emulated)", "reroute", "drop replica", "ours / reroute", "ours / drop replica")
 POLICIES += ("no order", "any grouping")
-ABLATION = (*HEAD, "neither", "units (dataflow)", "layers (graph)", "both", "both, and frequency from 0.8 to 1.1")
+ABLATION = (
+    *HEAD,
+    "neither",
+    "micro-batches (dataflow)",
+    "layers (graph)",
+    "both",
+    "both, and frequency from 0.8 to 1.1",
+)
 
 
 def measure(events: Sequence[Event], steps: tuple[int, int, int], cache: Path, quick: bool) -> dict[str, Any]:
-    """All runs. Returns the rows of the tables, the losses by number of layers and units, and plain data."""
+    """All runs. Returns the rows of the tables, the losses by number of layers and micro-batches, and plain data."""
     rows, policies, ablation, data = [], [], [], []
     losses: dict[tuple[int, int], list[dict[int, str]]] = {}
     for event in events:
@@ -248,9 +255,12 @@ def measure(events: Sequence[Event], steps: tuple[int, int, int], cache: Path, q
         for name, chosen in axes.items():
             done = run(settings_of(event, chosen, steps), case.costs, cache, steps[0] - 1)
             times = times_of(done, steps)
-            losses.setdefault((len(case.costs.layers), case.placement.num_units), []).append(done.losses)
+            losses.setdefault((len(case.costs.layers), case.placement.num_microbatches), []).append(done.losses)
             ratios[name] = ratio_of(event, times)
-            say(f"{event.name}, {event.mesh}, {event.units} units, {name}: {ratios[name]:.3f}, plan {said['plan']:.3f}")
+            say(
+                f"{event.name}, {event.mesh}, {event.microbatches} micro-batches, {name}: {ratios[name]:.3f}, "
+                f"plan {said['plan']:.3f}"
+            )
             if name == FULL:
                 rows.append(row_of(event, done, times, said))
                 policies.append(policies_of(event, times, said))
@@ -258,7 +268,7 @@ def measure(events: Sequence[Event], steps: tuple[int, int, int], cache: Path, q
             seconds = [line["seconds"] for line in done.metrics]
             data.append({"event": vars(event), "axes": name, **vars(times), "seconds": seconds, "events": told} | said)
         if len(ratios) > 1:
-            shown = [f"{ratios[name]:.3f}" for name in (NEITHER, "units", "layers", FULL, "all")]
+            shown = [f"{ratios[name]:.3f}" for name in (NEITHER, "microbatches", "layers", FULL, "all")]
             ablation.append([*_head(event), *shown])
     return {"rows": rows, "policies": policies, "ablation": ablation, "losses": losses, "data": data}
 
@@ -266,13 +276,13 @@ def measure(events: Sequence[Event], steps: tuple[int, int, int], cache: Path, q
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 1 if losses differ."""
     options = parser(__doc__)
-    options.add_argument("--only", default="", help="only cases whose name, mesh and units contain this")
+    options.add_argument("--only", default="", help="only cases whose name, mesh and micro-batches contain this")
     args = options.parse_args(argv)
     stop_on_signals()
     steps = _QUICK if args.quick else (EVENT_STEP, SETTLE_STEPS, LAST_STEPS)
-    events = [e for e in EVENTS if args.only in f"{e.name}, {e.mesh}, {e.units} units"]
+    events = [e for e in EVENTS if args.only in f"{e.name}, {e.mesh}, {e.microbatches} micro-batches"]
     if args.quick:
-        events = [e for e in events if e.mesh == "dp4_pp2" and e.units == 4]
+        events = [e for e in events if e.mesh == "dp4_pp2" and e.microbatches == 4]
     result = Result(
         "rescheduling", {"layers of a stage": LAYERS, "steps": steps, "only": args.only, "quick": args.quick}
     )
@@ -285,7 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result.table("Emulated: the same ratio by axis", ABLATION, found["ablation"])
     problems = [said for losses in found["losses"].values() for said in different_losses(losses)]
     number = sum(map(len, found["losses"].values()))
-    print(f"losses of {number} runs, of {len(found['losses'])} numbers of layers and units: {len(problems)} differ")
+    print(
+        f"losses of {number} runs, of {len(found['losses'])} numbers of layers and micro-batches: "
+        f"{len(problems)} differ"
+    )
     result.data = {"problems": problems, "runs": found["data"]}
     return result.finish(args.json, problems)
 

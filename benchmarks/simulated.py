@@ -41,17 +41,17 @@ _FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1
 
 @dataclass(frozen=True)
 class Example:
-    """A mesh, the units of a step, and a worker that runs at half speed from the first step on, or -1."""
+    """A mesh, the micro-batches of a step, and a worker that runs at half speed from the first step on, or -1."""
 
     mesh: str
-    units: int
+    microbatches: int
     slow: int = -1
 
     @property
     def placement(self) -> Placement:
         """What the run begins with."""
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
-        return healthy(mesh, costs_of(len(mesh.stages), TIMES), self.units)
+        return healthy(mesh, costs_of(len(mesh.stages), TIMES), self.microbatches)
 
 
 EXAMPLES = (
@@ -73,7 +73,9 @@ def emulate(example: Example, cache: Path, steps: int) -> Run:
     placement, settles = example.placement, example.slow >= 0
     slow: dict[str, object] = {"emulated__slow": f"[{{rank: {example.slow}, speed: 0.5}}]"} if settles else {}
     number = WARM_STEPS + SETTLE_STEPS * settles + steps + 1
-    settings = emulated(placement.mesh, example.units, number, TIMES, **(_FOLLOWS if settles else _STILL), **slow)
+    settings = emulated(
+        placement.mesh, example.microbatches, number, TIMES, **(_FOLLOWS if settles else _STILL), **slow
+    )
     return run(settings, costs_of(len(placement.mesh.stages), TIMES), cache, WARM_STEPS + 3)
 
 
@@ -88,7 +90,7 @@ def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
     told = costs_of(assignment.num_stages, TIMES).with_speeds({example.slow: 0.5} if example.slow >= 0 else {})
     return {
         "mesh": example.mesh + (f", worker {example.slow} at half speed" if example.slow >= 0 else ""),
-        "units": example.units,
+        "microbatches": example.microbatches,
         "placed": placed(assignment.stages, assignment.layer_cuts),
         "emulated_s": statistics.median(means),
         "least_s": min(means),
@@ -108,7 +110,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
     """A line of the table."""
     return [
         found["mesh"],
-        f"{found['units']}",
+        f"{found['microbatches']}",
         found["placed"],
         f"{1e3 * found['emulated_s']:.0f}",
         f"{1e3 * found['least_s']:.0f} - {1e3 * found['most_s']:.0f}",
@@ -120,7 +122,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
     ]
 
 
-COLUMNS = ("mesh", "units", "workers; layers of stages", "emulated step, ms", "least - most")
+COLUMNS = ("mesh", "microbatches", "workers; layers of stages", "emulated step, ms", "least - most")
 COLUMNS += ("simulated, as told, ms", "off by", "simulated, as measured, ms", "off by", "cores busy")
 
 

@@ -12,15 +12,15 @@ from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator import healthy
 
-LAYERS, UNITS, UNIT_SIZE = 6, 8, 2
+LAYERS, MICROBATCHES, MICROBATCH_SIZE = 6, 8, 2
 _WARM_STEPS, _BLOCKS = 4, 5
 _SETTINGS: dict[str, object] = {
     "sharding": "zero1",
     "model.layers": LAYERS,
     "model.d_model": 256,
     "model.heads": 8,
-    "unit.size": UNIT_SIZE,
-    "train.global_batch": UNITS * UNIT_SIZE,
+    "train.microbatch_size": MICROBATCH_SIZE,
+    "train.global_batch": MICROBATCHES * MICROBATCH_SIZE,
     "train.validate_every": 0,
     "schedule.every": 2,
     "schedule.window": 3,
@@ -29,7 +29,7 @@ _SETTINGS: dict[str, object] = {
 }
 REAL_COLUMNS = (
     "mesh",
-    "units",
+    "microbatches",
     "workers; layers of stages",
     "real step, ms",
     "least - most",
@@ -52,14 +52,14 @@ def real_rows(cache: Path, block: int) -> list[list[str]]:
         steps = _WARM_STEPS + _BLOCKS * block
         done = run({**_SETTINGS, "mesh": name, "train.steps": steps + 1}, profile, cache, _WARM_STEPS + 2)
         assert done.costs is not None and not done.last_change, (name, done.events)
-        assignment = Assignment.of(healthy(mesh, profile, UNITS))
+        assignment = Assignment.of(healthy(mesh, profile, MICROBATCHES))
         means = blocks(done.seconds(_WARM_STEPS + 1, steps), _BLOCKS)
         took = statistics.median(means)
         simulated = simulated_step(assignment, done.costs)
         found.append(
             [
                 name,
-                str(UNITS),
+                str(MICROBATCHES),
                 placed(assignment.stages, assignment.layer_cuts),
                 f"{1e3 * took:.0f}",
                 f"{1e3 * min(means):.0f} - {1e3 * max(means):.0f}",

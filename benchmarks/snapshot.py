@@ -2,10 +2,10 @@
 
     python -m benchmarks.snapshot [--quick] [--rows TEXT] [--launches N] [--rounds N] [--json PATH]
 
-All sides are the whole product on real processes and differ in `mirror.count` alone; units stay where they are dealt
-(schedule.dataflow=false). A mirror gets the reduced gradient of its pages in every step and makes the same update as
-the primary: that is the snapshot, one per step. Where parameters are whole on all workers (ZeRO-1, ZeRO-2 in fp32), it
-is not sent the new parameters any more, as it has made them itself, and what it keeps on top are the moments.
+All sides are the whole product on real processes and differ in `mirror.count` alone; micro-batches stay where they are
+dealt (schedule.microbatches=false). A mirror gets the reduced gradient of its pages in every step and makes the same
+update as the primary: that is the snapshot, one per step. Where parameters are whole on all workers (ZeRO-1, ZeRO-2 in
+fp32), it is not sent the new parameters any more, as it has made them itself, and what it keeps on top are the moments.
 
 How it is timed: as in steady_state. All sides are alive at the same time; a gate lets one run a block of steps while
 the others' workers sit in a read, then the next one, each round in another order. Ratio: tokens/s with mirrors over
@@ -61,9 +61,9 @@ class Row:
     def side(self, name: str, directory: Path) -> SideSpec:
         """One of `sides`, that leaves its files in this directory."""
         case = Case(MODEL, self.title, {"dp": self.workers}, self.sharding, "")
-        units = self.tokens // (MODELS[MODEL]["unit"] * SEQ_LEN)
-        own = {"mirror": {"count": self.sides[name]}, "schedule": {"dataflow": False, "graph": False}}
-        return SideSpec("counted", settings_of(case, units, _ENDLESS, directory) | own, self.workers)
+        microbatches = self.tokens // (MODELS[MODEL]["microbatch"] * SEQ_LEN)
+        own = {"mirror": {"count": self.sides[name]}, "schedule": {"microbatches": False, "layers": False}}
+        return SideSpec("counted", settings_of(case, microbatches, _ENDLESS, directory) | own, self.workers)
 
 
 ROWS = tuple(

@@ -39,29 +39,34 @@ class Case:
 MODELS: dict[str, dict[str, Any]] = {
     "1M": {
         "model": {"name": "gpt_1m", "target": "gpt", "layers": 4, "d_model": 128, "heads": 4},
-        "unit": 4,
+        "microbatch": 4,
     },
     "10M": {
         "model": {"name": "gpt_10m", "target": "gpt", "layers": 6, "d_model": 384, "heads": 6},
-        "unit": 2,
+        "microbatch": 2,
     },
 }
 SEQ_LEN = 128
 
 
-def settings_of(case: Case, units: int, steps: int, directory: Path) -> dict[str, Any]:
+def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> dict[str, Any]:
     """The settings of a run, as `Settings.from_dict` takes them; the plain side reads the same.
 
     Without mirrors: the systems that it is compared with have none. Watched, but not for progress: who waits at the
     gate of the benchmark would be taken to hang.
     """
-    unit = MODELS[case.model]["unit"]
+    microbatch = MODELS[case.model]["microbatch"]
     return {
         "mesh": case.mesh,
         "sharding": {"name": case.sharding},
         "model": MODELS[case.model]["model"],
-        "unit": {"size": unit},
-        "train": {"steps": steps, "global_batch": units * unit, "seq_len": SEQ_LEN, "validate_every": 0},
+        "train": {
+            "steps": steps,
+            "global_batch": microbatches * microbatch,
+            "microbatch_size": microbatch,
+            "seq_len": SEQ_LEN,
+            "validate_every": 0,
+        },
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
         "mirror": {"count": 0},
         "timeouts": {"progress": 3600, "start": 7200},
@@ -124,7 +129,7 @@ class Side:
 
 
 def launch(
-    case: Case, units: int, steps: int, sides: tuple[str, ...] = (OURS, PLAIN)
+    case: Case, microbatches: int, steps: int, sides: tuple[str, ...] = (OURS, PLAIN)
 ) -> contextlib.AbstractContextManager[dict[str, Side]]:
     """The sides of a case, all workers before their first step; everything is gone afterwards.
 
@@ -133,7 +138,7 @@ def launch(
     """
 
     def spec_of(side: str, directory: Path) -> SideSpec:
-        return SideSpec(side, settings_of(case, units, steps, directory), case.workers, case.kind)
+        return SideSpec(side, settings_of(case, microbatches, steps, directory), case.workers, case.kind)
 
     return started(f"{case.title}, {case.model}", sides, spec_of)
 

@@ -19,7 +19,7 @@ _MIB = 2**20
 COLUMNS = (
     "model",
     "row",
-    "units a worker",
+    "micro-batches a worker",
     "ours rss",
     "plain rss",
     "rss ratio",
@@ -59,13 +59,13 @@ class AnonSampler:
         return [self._peak[member.pid] - member.anon_at_entry for member in self._members]
 
 
-def measure(case: Case, units_per_worker: int) -> dict[str, Any]:
+def measure(case: Case, microbatches_per_worker: int) -> dict[str, Any]:
     """Peak growth of both sides, bytes, worst worker; the bytes of open tree nodes by formula and as measured."""
     found: dict[str, Any] = {}
     pipelined = case.mesh.get("pp", 1) > 1
-    units = units_per_worker * (1 if pipelined else case.workers)
+    microbatches = microbatches_per_worker * (1 if pipelined else case.workers)
     for name in (OURS, PLAIN):
-        with launch(case, units, _STEPS, (name,)) as sides:
+        with launch(case, microbatches, _STEPS, (name,)) as sides:
             side = sides[name]
             with AnonSampler(side.team.members) as sampler:
                 side.team.block(_STEPS)
@@ -80,16 +80,16 @@ def measure(case: Case, units_per_worker: int) -> dict[str, Any]:
                 state = summary["state_bytes_per_worker"]
                 found["grads"] = max(worker["grads"] for worker in state.values())
                 found["state_bytes_per_worker"] = state
-    found["open_nodes"] = open_node_bytes(case, units)
+    found["open_nodes"] = open_node_bytes(case, microbatches)
     return found
 
 
-def open_node_bytes(case: Case, units: int) -> int:
+def open_node_bytes(case: Case, microbatches: int) -> int:
     """Bytes of tree nodes that the worst worker holds at once, as the placement implies.
 
-    A worker's own sums: the gradient elements of its layers times the nodes open while it adds up its units in the
-    order of its actions. Under time-major dealing (sharded gradients) its leaves leave at once; what stays is its share
-    of the pages, times the nodes open over all units of the step, and one layer's leaf on its way out.
+    A worker's own sums: the gradient elements of its layers times the nodes open while it adds up its micro-batches in
+    the order of its actions. Under time-major dealing (sharded gradients) its leaves leave at once; what stays is its
+    share of the pages, times the nodes open over all micro-batches of the step, and one layer's leaf on its way out.
     """
     from elaswave_spmd.conf.schema import Settings
     from elaswave_spmd.controller.loop import data_spec
@@ -98,7 +98,7 @@ def open_node_bytes(case: Case, units: int) -> int:
     from elaswave_spmd.scheduling.placement import TIME_MAJOR
     from elaswave_spmd.worker.plan_run import plan_run
 
-    settings = Settings.from_dict(settings_of(case, units, _STEPS, Path("unused")))
+    settings = Settings.from_dict(settings_of(case, microbatches, _STEPS, Path("unused")))
     plan = plan_run(settings, prepare_data(data_spec(settings)))
     placement, layers = plan.placement, plan.description.layout.layers
     worst = 0
@@ -107,25 +107,25 @@ def open_node_bytes(case: Case, units: int) -> int:
         sizes = [4 * layers[ly].num_gradient_elements for ly in placement.layers_of_stage(stage)]
         if placement.dealing == TIME_MAJOR and len(placement.mesh.stages[stage]) > 1:
             share = math.ceil(sum(sizes) / len(placement.mesh.stages[stage]))
-            worst = max(worst, share * max_open_nodes(range(units), units) + max(sizes))
+            worst = max(worst, share * max_open_nodes(range(microbatches), microbatches) + max(sizes))
         else:
-            worst = max(worst, sum(sizes) * max_open_nodes(placement.units_of(rank), units))
+            worst = max(worst, sum(sizes) * max_open_nodes(placement.microbatches_of(rank), microbatches))
     return worst
 
 
 def memory_rows(
-    chosen: Sequence[Case], units_per_worker: Sequence[int]
+    chosen: Sequence[Case], microbatches_per_worker: Sequence[int]
 ) -> tuple[Sequence[str], list[list[str]], list[dict[str, Any]]]:
     """(columns, rows, plain data)."""
     rows, data = [], []
     for case in chosen:
-        for units in units_per_worker:
-            found = measure(case, units)
+        for microbatches in microbatches_per_worker:
+            found = measure(case, microbatches)
             ours, plain = found[OURS], found[PLAIN]
             sizes = (ours["rss"], plain["rss"], ours["anon"], plain["anon"], found["open_nodes"], found["grads"])
             a, b, c, d, e, f = (f"{size / _MIB:.1f}" for size in sizes)
             ratios = f"{ours['rss'] / plain['rss']:.2f}", f"{ours['anon'] / plain['anon']:.2f}"
-            rows.append([case.model, case.title, str(units), a, b, ratios[0], c, d, ratios[1], e, f])
-            data.append({"model": case.model, "row": case.title, "units_per_worker": units, **found})
-            say(f"{case.model} {case.title}, {units} units a worker: rss {ratios[0]}, anon {ratios[1]}")
+            rows.append([case.model, case.title, str(microbatches), a, b, ratios[0], c, d, ratios[1], e, f])
+            data.append({"model": case.model, "row": case.title, "microbatches_per_worker": microbatches, **found})
+            say(f"{case.model} {case.title}, {microbatches} micro-batches a worker: rss {ratios[0]}, anon {ratios[1]}")
     return COLUMNS, rows, data

@@ -4,8 +4,8 @@
 
 Ours is the product: its controller, its files of a run, its display, its workers. The only thing added is the gate:
 a worker's port waits after it has reported a step as applied, which is where the step ends. Counted is ours, and tells
-the driver what it sends and holds, too (`snapshot`). Plain is one process per worker from the same kind of zygote, so
-both sides begin with the same imports in memory.
+the driver what it sends and holds, too (`snapshot`). Plain is one process per worker from the same kind of fork server,
+so both sides begin with the same imports in memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from elaswave_spmd.controller import startup
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver
-from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, socket_directory
 from elaswave_spmd.worker import loop as worker
-from elaswave_spmd.worker.channel import LinkPort
+from elaswave_spmd.worker.channel import SocketChannel
 from elaswave_spmd.worker.plan_run import plan_run
 from elaswave_spmd.worker.step import Executor
 
@@ -38,7 +38,7 @@ _PRELOAD = (*startup.PRELOAD, "benchmarks.steady_sides")
 _PLAIN_PRELOAD = (*_PRELOAD, "torch._dynamo", "benchmarks.plain_systems")
 
 
-class GatedPort(LinkPort):
+class GatedChannel(SocketChannel):
     """A worker's port that lets the driver of the benchmark decide when the next steps may begin."""
 
     gate: Gate
@@ -53,14 +53,14 @@ class GatedPort(LinkPort):
         return {}
 
 
-class CountingPort(GatedPort):
+class CountingChannel(GatedChannel):
     """It counts bytes: `sent` in all, `mirrored` of them as payload of entries for mirrors, and those of its state."""
 
     mirrored = 0
     executor: Executor | None = None
 
     def send(self, peer: int, message: m.Message, payload: Any = None) -> None:
-        if isinstance(message, m.Entry) and payload is not None:
+        if isinstance(message, m.ReducedGradient) and payload is not None:
             self.mirrored += payload.nbytes
         super().send(peer, message, payload)
 
@@ -70,17 +70,17 @@ class CountingPort(GatedPort):
         return {"sent": sent, "mirrored": self.mirrored, "state": self.executor.state_bytes()}
 
 
-def our_worker(spec: dict[str, Any], kind: type[GatedPort] = GatedPort) -> int:
+def our_worker(spec: dict[str, Any], kind: type[GatedChannel] = GatedChannel) -> int:
     """Entry of a worker of ours: the product's own, with a gated port."""
     gate = Gate(os.environ[_GATE_PATH], int(spec["rank"]))
 
-    class Port(kind):
+    class Channel(kind):
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             self.gate = gate
             gate.before_first()
 
-    with mock.patch.object(worker, "LinkPort", Port):
+    with mock.patch.object(worker, "SocketChannel", Channel):
         return worker.main(spec)
 
 
@@ -88,18 +88,18 @@ def our_counting_worker(spec: dict[str, Any]) -> int:
     """As `our_worker`, with a port that counts."""
     make = worker.make_executor
 
-    def make_known(plan: Any, rank: int, port: CountingPort, *rest: Any, **named: Any) -> Executor:
+    def make_known(plan: Any, rank: int, port: CountingChannel, *rest: Any, **named: Any) -> Executor:
         port.executor = make(plan, rank, port, *rest, **named)
         return port.executor
 
     with mock.patch.object(worker, "make_executor", make_known):
-        return our_worker(spec, CountingPort)
+        return our_worker(spec, CountingChannel)
 
 
 def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
     """`controller.run` with our own entry of workers."""
     scratch = socket_directory()
-    zygote = Zygote.start(
+    fork_server = ForkServerClient.start(
         f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env={_GATE_PATH: gate_path}
     )
     try:
@@ -109,9 +109,9 @@ def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
             settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
         )
         with RunObserver(run_dir, board=settings.run.tensorboard) as observer:
-            controller.Controller(plan, data, zygote, observer, scratch).run()
+            controller.Controller(plan, data, fork_server, observer, scratch).run()
     finally:
-        zygote.stop(0.0)
+        fork_server.stop(0.0)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -147,13 +147,13 @@ def plain(settings: Settings, gate_path: str, kind: str) -> None:
         "world": settings.mesh.shape.num_workers,
         "store": gate_path + ".store",
     }
-    with Zygote.start("benchmarks.steady_sides:plain_worker", preload=_PLAIN_PRELOAD) as zygote:
+    with ForkServerClient.start("benchmarks.steady_sides:plain_worker", preload=_PLAIN_PRELOAD) as fork_server:
         for rank in range(spec["world"]):
-            zygote.spawn(rank, spec)
+            fork_server.spawn(rank, spec)
         left = spec["world"]
         while left:
-            select.select([zygote], [], [])
-            for exited in zygote.poll():
+            select.select([fork_server], [], [])
+            for exited in fork_server.poll():
                 left -= 1
                 if exited.code != 0:
                     raise SystemExit(str(exited))

@@ -4,8 +4,8 @@
 
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
 plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or Schedule1F1B. Same model
-code, initial values, samples, micro-batch (= unit), global batch, fused AdamW, clipping; one thread per process, gloo.
-Ours runs with mirror.count=0: the others have no mirrors of sharded state either.
+code, initial values, samples, micro-batch (= micro-batch), global batch, fused AdamW, clipping; one thread per process,
+gloo. Ours runs with mirror.count=0: the others have no mirrors of sharded state either.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
 the other's workers sit in a read, then they change places, and every other pair begins with the other side. So a
@@ -18,9 +18,9 @@ step; with several steps per block that is a small part of the time of one step 
 Ratio: tokens/s of ours over plain, per pair; median and 95 % interval over launches and pairs (benchmarks/harness.py).
 The losses of both sides after the warm-up must agree to 1e-3, or the row fails: both did the same work.
 
-Memory: at two units per worker and at eight, per worker, worst worker. `rss`: growth of the resident peak since the
-worker's imports (ru_maxrss); `anon`: growth of anonymous resident memory, sampled every millisecond, which leaves out
-pages of libraries that both sides read in. "open nodes": the partial sums of the canonical tree, by formula: the
+Memory: at two micro-batches per worker and at eight, per worker, worst worker. `rss`: growth of the resident peak since
+the worker's imports (ru_maxrss); `anon`: growth of anonymous resident memory, sampled every millisecond, which leaves
+out pages of libraries that both sides read in. "open nodes": the partial sums of the canonical tree, by formula: the
 gradients of the worker's layers times the nodes that are open at once (scheduling.tree.max_open_nodes).
 """
 
@@ -36,7 +36,7 @@ from benchmarks.harness import Result, estimate, parser, say
 from benchmarks.steady_launch import MODELS, OURS, PLAIN, SEQ_LEN, Case, Side, launch
 from benchmarks.steady_memory import memory_rows
 
-UNITS = 8
+MICROBATCHES = 8
 _WARM_UP = 4
 _BLOCK_S = 1.0
 _ENDLESS = 10**6
@@ -65,7 +65,7 @@ def measure(case: Case, launches: int, pairs: int) -> dict[str, Any]:
     found: dict[str, Any] = {"seconds": {OURS: [], PLAIN: []}, "losses": []}
     steps = 0
     for number in range(launches):
-        with launch(case, UNITS, _ENDLESS) as sides:
+        with launch(case, MICROBATCHES, _ENDLESS) as sides:
             found["losses"].append(_warm_up(case, sides))
             if not steps:
                 seconds = max(side.team.block(2) / 2 for side in sides.values())
@@ -99,7 +99,7 @@ def speed_row(case: Case, found: dict[str, Any]) -> list[str]:
     ours, plain = found["seconds"][OURS], found["seconds"][PLAIN]
     ratios = [[b / a for a, b in zip(*both, strict=True)] for both in zip(ours, plain, strict=True)]
     found["ratio"] = ratio = estimate(ratios)
-    tokens = UNITS * MODELS[case.model]["unit"] * SEQ_LEN
+    tokens = MICROBATCHES * MODELS[case.model]["microbatch"] * SEQ_LEN
     rates = [tokens / statistics.median(itertools.chain.from_iterable(side)) for side in (ours, plain)]
     return [
         case.model,
@@ -124,7 +124,8 @@ def main() -> None:
     words = [word for word in args.rows.split(",") if word]
     chosen = [c for c in cases(list(MODELS)) if all(word in f"{c.model} {c.title}" for word in words)]
     result = Result(
-        "steady_state", {"launches": launches, "pairs_per_launch": pairs, "units": UNITS, "seq_len": SEQ_LEN}
+        "steady_state",
+        {"launches": launches, "pairs_per_launch": pairs, "microbatches": MICROBATCHES, "seq_len": SEQ_LEN},
     )
     if args.part in ("all", "speed"):
         _speed(result, chosen, launches, pairs)

@@ -26,7 +26,7 @@ from benchmarks.recovery import different_losses
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.simulator import healthy
 
-MESH, UNITS, STEPS = "dp4_pp4", 32, 60
+MESH, MICROBATCHES, STEPS = "dp4_pp4", 32, 60
 KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second when pages have mirrors again
 _CHANGES = ("fail", "rebalance", "slow", "recover", "frequency")
 _REASONS = {"rebalance": "copies are complete", "frequency": "hints, or as before a change"}
@@ -53,8 +53,8 @@ def measure(steps: int, cache: Path) -> tuple[Run, Run]:
         "emulated__slow": f"[{{rank: {SLOWED}, speed: 0.5, step: {SLOW_STEP}}}]",
         "run__trace": "true",
     }
-    disturbed = run(emulated(mesh, UNITS, steps, **_FOLLOWING, **events), costs, cache, min(KILLS) - 2)
-    return disturbed, run(emulated(mesh, UNITS, steps), costs, cache, min(KILLS) - 2)
+    disturbed = run(emulated(mesh, MICROBATCHES, steps, **_FOLLOWING, **events), costs, cache, min(KILLS) - 2)
+    return disturbed, run(emulated(mesh, MICROBATCHES, steps), costs, cache, min(KILLS) - 2)
 
 
 def changes(found: Run) -> list[list[str]]:
@@ -81,7 +81,7 @@ def _median(found: Run, first: int, last: int) -> str:
 def expected(found: Run) -> tuple[str, float]:
     """The placement at the end, and the seconds of its step, simulated with the costs that the run measured."""
     mesh = Mesh.initial(MeshShape.parse(MESH))
-    assignment = found.assignment(healthy(mesh, costs_of(len(mesh.stages)), UNITS))
+    assignment = found.assignment(healthy(mesh, costs_of(len(mesh.stages)), MICROBATCHES))
     assert found.costs is not None
     last = [event for event in found.events if event["event"] == "frequency"]
     costs = found.costs
@@ -123,7 +123,8 @@ def draw(found: Run, path: Path) -> None:
         axes.tick_params(axis="y", labelsize=7)
     killed = " and ".join(map(str, KILLS.values()))
     tracks[0].set_title(
-        f"{MESH}, {UNITS} units a step (emulated): workers {killed} are killed (blue: forward, orange: backward)"
+        f"{MESH}, {MICROBATCHES} micro-batches a step (emulated): workers {killed} are killed (blue: forward, "
+        "orange: backward)"
     )
     tracks[-1].set(title=f"The last steps: worker {SLOWED} at half speed, hints set", xlabel="seconds of the run")
     figure.savefig(path, dpi=110)
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     stop_on_signals()
     steps = 40 if args.quick else STEPS
-    result = Result("timeline", {"mesh": MESH, "units": UNITS, "steps": steps, "quick": args.quick})
+    result = Result("timeline", {"mesh": MESH, "microbatches": MICROBATCHES, "steps": steps, "quick": args.quick})
     with new_directory("timeline-data-") as cache:
         disturbed, quiet = measure(steps, cache)
     problems = different_losses([disturbed.losses, quiet.losses])

@@ -5,10 +5,10 @@
 In the environment of `make test-xla` (torch_xla fits one version of torch only); `python tests/xla/environment.py`
 prints the path of its Python, and makes it first where it is missing.
 
-gpt_tiny (4 blocks, width 128, 128 tokens, units of 4 samples, fp32, no dropout) in one process for each kind of
+gpt_tiny (4 blocks, width 128, 128 tokens, micro-batches of 4 samples, fp32, no dropout) in one process for each kind of
 programs; they are started one after another and then take turns, a block of steps each. A step is forward and backward
-of all units through all layers, without an update. Ours leave the gradients in host memory, where links and updates
-take them; eager and torch.compile compute there. The hand-written loop cuts the same model at the same places:
+of all micro-batches through all layers, without an update. Ours leave the gradients in host memory, where links and
+updates take them; eager and torch.compile compute there. The hand-written loop cuts the same model at the same places:
 autograd, and torch_xla.sync after each layer's forward and backward. Fused is that loop without cuts: one graph for
 the step. All programs on XLA have the same environment variables, and send and fetch tensors with the same calls.
 
@@ -72,10 +72,10 @@ def rows_of(with_inductor: bool) -> list[Row]:
 class Member:
     """A process that runs blocks of steps."""
 
-    def __init__(self, process: tuple[str, int], units: int, directory: Path) -> None:
+    def __init__(self, process: tuple[str, int], microbatches: int, directory: Path) -> None:
         self.name = f"{process[0]}-tp{process[1]}"
         self._log = directory / f"{self.name}.log"
-        told = json.dumps({"kind": process[0], "tp": process[1], "units": units})
+        told = json.dumps({"kind": process[0], "tp": process[1], "microbatches": microbatches})
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.xla_members", told],
@@ -119,14 +119,14 @@ class Member:
 
 
 @contextlib.contextmanager
-def started(rows: Sequence[Row], units: int) -> Iterator[tuple[dict[tuple[str, int], Member], dict[str, Any]]]:
+def started(rows: Sequence[Row], microbatches: int) -> Iterator[tuple[dict[tuple[str, int], Member], dict[str, Any]]]:
     """The processes of the rows, each after its first step, and what they said of it; all are gone afterwards."""
     members: dict[tuple[str, int], Member] = {}
     firsts: dict[str, Any] = {}
     with new_directory("xla-") as directory:
         try:
             for process in dict.fromkeys(row.process for row in rows):
-                member = members[process] = Member(process, units, directory)
+                member = members[process] = Member(process, microbatches, directory)
                 firsts[member.name] = member.answer()
                 say(f"{member.name}: first step after {firsts[member.name]['first_s']:.1f} s")
             yield members, firsts
@@ -135,13 +135,13 @@ def started(rows: Sequence[Row], units: int) -> Iterator[tuple[dict[tuple[str, i
                 member.close()
 
 
-def launch(rows: Sequence[Row], units: int, rounds: int, steps: int) -> dict[str, Any]:
+def launch(rows: Sequence[Row], microbatches: int, rounds: int, steps: int) -> dict[str, Any]:
     """Starts all processes and lets them take turns.
 
     Returns: of each process its first step and the programs that it compiled after it; by title of a row the mean ms of
         a step in each block, and of its CPU time; load averages (1 min) before the rounds.
     """
-    with started(rows, units) as (members, firsts):
+    with started(rows, microbatches) as (members, firsts):
         for row in rows:  # what a mode needs besides is compiled here
             members[row.process].block(2, 2, row.mode)
         found: dict[str, list[float]] = {row.title: [] for row in rows}
@@ -159,7 +159,7 @@ def launch(rows: Sequence[Row], units: int, rounds: int, steps: int) -> dict[str
     return {"firsts": firsts, "later": later, "ms": found, "cpu_ms": cpu, "loads": loads}
 
 
-def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[str, Any]], units: int) -> None:
+def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[str, Any]], microbatches: int) -> None:
     """First steps, steady steps, programs compiled."""
     loads = [load for found in launches for load in found["loads"]]
     eager = launches[0]["firsts"]["eager-tp1"]
@@ -181,7 +181,8 @@ def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[s
         times = [f"{statistics.median(ms):.0f}", f"{min(ms):.0f} - {max(ms):.0f}", len(ms), f"{cpu:.0f}"]
         cells.append([row.title, row.tp, *own[:3], *times, own[3]])
     result.table(
-        f"A step of {units} units, forward and backward, no update; gpt_tiny in one process each. First step: from "
+        f"A step of {microbatches} micro-batches, forward and backward, no update; gpt_tiny in one process "
+        "each. First step: from "
         "torch (and torch_xla) imported until its gradients are in host memory, compiling with empty caches included; "
         "step: median of the blocks' means; CPU: of all threads of the process, a step; later: programs compiled after "
         "the first step; apart: loss and gradient norm of the first step from eager's, relative, the larger of both; "
@@ -294,15 +295,21 @@ def main() -> int:
     if lacks_xla():
         return 2
     stop_on_signals()
-    launches, rounds, steps, units = (1, 2, 1, 2) if args.quick else (2, 5, 4, 2)
-    settings = {"launches": launches, "rounds": rounds, "steps a block": steps, "units": units, "quick": args.quick}
+    launches, rounds, steps, microbatches = (1, 2, 1, 2) if args.quick else (2, 5, 4, 2)
+    settings = {
+        "launches": launches,
+        "rounds": rounds,
+        "steps a block": steps,
+        "microbatches": microbatches,
+        "quick": args.quick,
+    }
     result = Result("xla", {**settings, "torch_xla": metadata.version("torch_xla")})
     with_inductor = shutil.which("g++") is not None
     if not with_inductor:
         say("no g++: without torch.compile")
     rows = rows_of(with_inductor)
-    found = result.data["launches"] = [launch(rows, units, rounds, steps) for _ in range(launches)]
-    time_table(result, rows, found, units)
+    found = result.data["launches"] = [launch(rows, microbatches, rounds, steps) for _ in range(launches)]
+    time_table(result, rows, found, microbatches)
     ratio_table(result, rows, found)
     partition_tables(result)
     result.finish(args.json)

@@ -3,7 +3,7 @@
     python -m benchmarks.xla_members JSON
 
 It reads one line of JSON for each block from stdin and answers with one on stdout. A step is forward and backward of
-all units through all layers of gpt_tiny, without an update.
+all micro-batches through all layers of gpt_tiny, without an update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 EAGER, INDUCTOR, XLA, HAND, FUSED = "eager", "inductor", "xla", "hand", "fused"
 STAY, FETCH, SEND = "stay", "fetch", "send"
 """What a step does besides: nothing; it brings the gradients to the host; it sends the parameters anew."""
-UNIT, TOKENS, SEED, THREADS = 4, 128, 3, 1
+MICROBATCH, TOKENS, SEED, THREADS = 4, 128, 3, 1
 _HOST, _WHOLE = torch.device("cpu"), P()
 
 
@@ -43,26 +43,26 @@ class Spec:
     Args:
         kind: EAGER, INDUCTOR, XLA (the project's programs), HAND or FUSED (a loop in plain torch_xla).
         tp: local devices.
-        units: of a step.
+        micro-batches: of a step.
     """
 
     kind: str
     tp: int
-    units: int
+    microbatches: int
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @property
     def loss_scale(self) -> float:
-        return 1.0 / (self.units * UNIT * TOKENS)
+        return 1.0 / (self.microbatches * MICROBATCH * TOKENS)
 
 
 class Side(Protocol):
     """A model in training."""
 
     def step(self, number: int, mode: str) -> float:
-        """Forward and backward of all units; the step's loss. Everything is done when it returns."""
+        """Forward and backward of all micro-batches; the step's loss. Everything is done when it returns."""
         ...
 
     @property
@@ -80,9 +80,9 @@ def make_model(device: str = "meta") -> LayeredModel:
         return build_model("gpt", sizes, {})
 
 
-def batch_of(number: int, unit: int) -> Batch:
-    random = np.random.default_rng([SEED, number, unit])
-    return Batch(*(torch.from_numpy(random.integers(0, 256, (UNIT, TOKENS))) for _ in range(2)))
+def batch_of(number: int, microbatch: int) -> Batch:
+    random = np.random.default_rng([SEED, number, microbatch])
+    return Batch(*(torch.from_numpy(random.integers(0, 256, (MICROBATCH, TOKENS))) for _ in range(2)))
 
 
 def initial(model: LayeredModel) -> dict[str, Tensor]:
@@ -96,9 +96,9 @@ def initial(model: LayeredModel) -> dict[str, Tensor]:
 class Ours:
     """The project's layer programs, of any kind, as a worker that has all layers runs them."""
 
-    def __init__(self, model: LayeredModel, units: int, programs: StagePrograms) -> None:
+    def __init__(self, model: LayeredModel, microbatches: int, programs: StagePrograms) -> None:
         layers = describe(model).layout.layers
-        self._units, self.programs = units, programs
+        self._microbatches, self.programs = microbatches, programs
         self.values = {i: ValueBuffer(layer, model.layers[i], torch.float32, _HOST) for i, layer in enumerate(layers)}
         self._gradients = [GradientBuffer(layer, _HOST) for layer in layers]
         values = initial(model)
@@ -120,15 +120,15 @@ class Ours:
             for buffer in self.values.values():
                 buffer.mark(0, buffer.layout.num_value_pages, self._version)
         run, layers = self.programs, range(len(self.values))
-        for unit in range(self._units):
-            batch = batch_of(number, unit)
-            keys = Keys.make(SEED, number, np.arange(UNIT) + unit * UNIT, 0)
+        for microbatch in range(self._microbatches):
+            batch = batch_of(number, microbatch)
+            keys = Keys.make(SEED, number, np.arange(MICROBATCH) + microbatch * MICROBATCH, 0)
             x: Tensor = batch.tokens
             for layer in layers:
-                x = run.forward(layer, unit, x, keys.at(layer), batch)
+                x = run.forward(layer, microbatch, x, keys.at(layer), batch)
             dy: Tensor | None = None
             for layer in reversed(layers):
-                dy = run.backward(layer, unit, dy, self._gradients[layer], add=unit > 0, batch=batch)
+                dy = run.backward(layer, microbatch, dy, self._gradients[layer], add=microbatch > 0, batch=batch)
         return float(self._gradients[-1].loss)
 
     def gradient_norm(self) -> float:
@@ -161,7 +161,7 @@ class HandWritten:
             self._parameters[name] = there.requires_grad_()
             path, _, leaf = name.rpartition(".")
             self._model.get_submodule(path)._parameters[leaf] = there  # pyright: ignore[reportArgumentType]
-        self._keys = Keys.make(0, 0, [0] * UNIT, 0)  # nothing reads them without dropout
+        self._keys = Keys.make(0, 0, [0] * MICROBATCH, 0)  # nothing reads them without dropout
         self._fetched: list[Tensor] = []
 
     @property
@@ -172,7 +172,7 @@ class HandWritten:
         for parameter in self._parameters.values():
             parameter.grad = None
         run = self._run_whole if self._fused else self._run_cut
-        losses = [run(batch_of(number, unit)) for unit in range(self._spec.units)]
+        losses = [run(batch_of(number, microbatch)) for microbatch in range(self._spec.microbatches)]
         if self._fused:
             self._mark_gradients(self._parameters)
             self._sync()
@@ -242,18 +242,18 @@ def make_side(spec: Spec) -> Side:
         "checkpointing": False,
     }
     if spec.kind == EAGER:
-        return Ours(model, spec.units, StagePrograms(**args))
+        return Ours(model, spec.microbatches, StagePrograms(**args))
     layout = describe(model).layout
     if spec.kind == INDUCTOR:
         compiled = CompiledPrograms(**args, threads=THREADS, place=_HOST)
-        compiled.compile(make_model().layers, layout, (UNIT, TOKENS), torch.float32)
-        return Ours(model, spec.units, compiled)
+        compiled.compile(make_model().layers, layout, (MICROBATCH, TOKENS), torch.float32)
+        return Ours(model, spec.microbatches, compiled)
     from elaswave_spmd.runtime.devices.xla_island import XlaIsland
     from elaswave_spmd.worker.programs.xla import XlaPrograms
 
     programs = XlaPrograms(**args, island=XlaIsland({"tp": spec.tp}), specs=specs_of(model))
-    programs.compile(model.layers, layout, (UNIT, TOKENS), torch.float32)
-    return Ours(model, spec.units, programs)
+    programs.compile(model.layers, layout, (MICROBATCH, TOKENS), torch.float32)
+    return Ours(model, spec.microbatches, programs)
 
 
 def set_environment(kind: str, tp: int) -> None:

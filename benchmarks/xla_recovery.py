@@ -5,9 +5,9 @@
 In the environment of `make test-xla`; `python tests/xla/environment.py` prints the path of its Python. `python train.py
 mesh=dp4` of a small gpt, on islands of one device and on the CPU in turns, torch of the same version; in each run one
 worker is killed (SIGKILL) in the middle of a backward, and later a second one. Told is what events.jsonl says of each:
-detect, edit, and the penalty, the disturbed step beyond the median undisturbed one and beyond the units that had to be
-done again. That all losses are those of the undisturbed run on the same device, bit for bit, is checked, and how many
-programs survivors compiled.
+detect, edit, and the penalty, the disturbed step beyond the median undisturbed one and beyond the micro-batches that
+had to be done again. That all losses are those of the undisturbed run on the same device, bit for bit, is checked, and
+how many programs survivors compiled.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _SETTINGS: dict[str, object] = {
     "model.d_model": 64,
     "model.heads": 2,
     "train.seq_len": 64,
-    "unit.size": 2,
+    "train.microbatch_size": 2,
     "train.global_batch": 32,
     "train.steps": STEPS,
     "train.validate_every": 0,
-    "schedule.dataflow": "false",
-    "schedule.graph": "false",
+    "schedule.microbatches": "false",
+    "schedule.layers": "false",
     "run.tensorboard": "false",
 }
-COLUMNS = ("device", "kills", "step ms", "detect ms", "edit ms", "units redone", "penalty ms", "least - most")
+COLUMNS = ("device", "kills", "step ms", "detect ms", "edit ms", "micro-batches redone", "penalty ms", "least - most")
 COLUMNS += ("penalty / step", "compiled before, each", "compiled later")
 
 
@@ -109,7 +109,7 @@ def row_of(device: str, runs: Sequence[Found]) -> list[str]:
         f"{step_ms:.0f}",
         f"{middle('detect_ms'):.1f}",
         f"{middle('edit_ms'):.1f}",
-        f"{middle('units_redone'):.0f}",
+        f"{middle('microbatches_redone'):.0f}",
         f"{statistics.median(penalties):.0f}",
         f"{min(penalties):.0f} - {max(penalties):.0f}",
         f"{statistics.median(penalties) / step_ms:.2f}",

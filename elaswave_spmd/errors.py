@@ -58,7 +58,7 @@ class ConfigError(UserError):
 
 
 class PlanError(UserError):
-    """A plan (units, stages, actions) that cannot exist as asked."""
+    """A plan (micro-batches, stages, actions) that cannot exist as asked."""
 
 
 class CheckpointError(UserError):

@@ -57,11 +57,11 @@ PARTS = ("runs", "real", "schedules")
 
 # ---- simulated runs
 
-# 5 units of work in a step: no mesh of the list deals them evenly. Both models have dropout; the GPT's head reads its
-# embedding. Steps enough for an event in the first or second of them to come to its end.
+# 5 micro-batches of work in a step: no mesh of the list deals them evenly. Both models have dropout; the GPT's head
+# reads its embedding. Steps enough for an event in the first or second of them to come to its end.
 MODELS = {
-    "gpt_tied_fp32": Run(model="gpt_tied", units=5, steps=6),
-    "llama_bf16": Run(model="llama", dtype="bf16", units=5, steps=6),
+    "gpt_tied_fp32": Run(model="gpt_tied", microbatches=5, steps=6),
+    "llama_bf16": Run(model="llama", dtype="bf16", microbatches=5, steps=6),
 }
 MESHES = ("dp2", "dp3", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2")
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -133,10 +133,14 @@ class SimulatedCase:
 
 
 def is_move(old: Placement, new: Placement) -> bool:
-    """Whether the members stayed, and units, layers or workers went elsewhere."""
+    """Whether the members stayed, and micro-batches, layers or workers went elsewhere."""
     if sorted(old.mesh.members) != sorted(new.mesh.members):
         return False
-    return (old.mesh.stages, old.layer_cuts, old.unit_counts) != (new.mesh.stages, new.layer_cuts, new.unit_counts)
+    return (old.mesh.stages, old.layer_cuts, old.microbatch_counts) != (
+        new.mesh.stages,
+        new.layer_cuts,
+        new.microbatch_counts,
+    )
 
 
 def _bits_of(trained: Trained) -> Bits:
@@ -158,7 +162,9 @@ ARITHMETIC = {  # a model's name -> the settings that the bits may depend on
     "gpt_bf16": ("model=gpt_tiny", "model.dropout=0.1", "runtime.dtype=bf16"),
     "llama_fp32": ("model=llama_tiny", "runtime.dtype=fp32"),
 }
-FIVE_UNITS = "train.global_batch=10"  # in place of SMALL's four: no mesh of more than one worker deals five evenly
+FIVE_MICROBATCHES = (
+    "train.global_batch=10"  # in place of SMALL's four: no mesh of more than one worker deals five evenly
+)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ class RealCase:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_text(folder)
-            done = train(folder, *SMALL, FIVE_UNITS, *ARITHMETIC[self.model], *self.settings, timeout=300)
+            done = train(folder, *SMALL, FIVE_MICROBATCHES, *ARITHMETIC[self.model], *self.settings, timeout=300)
             assert done.code == 0, done.err
             failed = {rank for ranks in Changes.of(folder / "run").ranks("fail") for rank in ranks}
             assert failed >= {*self.killed}, f"workers {self.killed} were to be killed, {failed} were lost"

@@ -1,7 +1,7 @@
 """The one-process reference: what every mesh, sharding and fault history must reproduce bit for bit.
 
-It shares the models and the keyed random numbers with the framework and nothing else: one process, unit by unit, layer
-by layer, the canonical tree by recursion, the optimizer on whole parameters.
+It shares the models and the keyed random numbers with the framework and nothing else: one process, micro-batch by
+micro-batch, layer by layer, the canonical tree by recursion, the optimizer on whole parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Settings:
     seed: int = 0
     steps: int = 1
     global_batch: int = 4
-    unit_size: int = 1
+    microbatch_size: int = 1
     optimizer: str = "adamw"
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -63,7 +63,9 @@ def train(model: LayeredModel, data: Any, s: Settings) -> Result:
         for name, p in parameters.items():
             p.data = masters[owner.get(name, name)].to(s.dtype, copy=True)
         *uses, loss = tree(
-            lambda unit, step=step: unit_leaves(model, data, s, step, unit), 0, s.global_batch // s.unit_size
+            lambda microbatch, step=step: microbatch_leaves(model, data, s, step, microbatch),
+            0,
+            s.global_batch // s.microbatch_size,
         )
         grads: dict[str, Tensor] = {}
         for name, g in zip(parameters, uses, strict=True):  # in layer order, so a tied parameter's uses are too
@@ -80,16 +82,22 @@ def train(model: LayeredModel, data: Any, s: Settings) -> Result:
 
 
 def tree(leaf: Callable[[int], Sequence[Tensor]], lo: int, hi: int) -> list[Tensor]:
-    """The canonical tree over units [lo, hi): split at the largest power of two below the length, left + right."""
+    """The canonical tree over micro-batches [lo, hi): split at the largest power of two below the length, left +
+    right.
+    """
     if hi - lo == 1:
         return list(leaf(lo))
     middle = lo + (1 << ((hi - lo - 1).bit_length() - 1))
     return [left + right for left, right in zip(tree(leaf, lo, middle), tree(leaf, middle, hi), strict=True)]
 
 
-def unit_leaves(model: LayeredModel, data: Any, s: Settings, step: int, unit: int) -> list[Tensor]:
-    """One unit: the fp32 gradient of each parameter, every use of a tied one by itself, and last the scaled loss."""
-    ids = sample_ids(s.seed, step, s.global_batch, len(data))[unit * s.unit_size : (unit + 1) * s.unit_size]
+def microbatch_leaves(model: LayeredModel, data: Any, s: Settings, step: int, microbatch: int) -> list[Tensor]:
+    """One micro-batch: the fp32 gradient of each parameter, every use of a tied one by itself, and last the scaled
+    loss.
+    """
+    ids = sample_ids(s.seed, step, s.global_batch, len(data))[
+        microbatch * s.microbatch_size : (microbatch + 1) * s.microbatch_size
+    ]
     tokens, targets = (torch.as_tensor(np.ascontiguousarray(z)) for z in data.batch(ids))
     ends, x = [], tokens
     for number, layer in enumerate(model.layers):

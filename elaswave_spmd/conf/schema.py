@@ -136,35 +136,27 @@ class OptimSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How long and on what: `global_batch` sequences of `seq_len` tokens per step.
+    """How long and on what: `global_batch` sequences of `seq_len` tokens per step, in micro-batches.
 
-    A validation has `validate_units` units; `validate_every` steps between validations, 0 for none.
-    `resume` is the directory of a run to go on with, from its newest good checkpoint.
+    `microbatch_size` is the number of sequences per micro-batch. It divides `global_batch` and is part of a run's
+    identity. A validation has `validate_microbatches` micro-batches; `validate_every` steps between validations, 0 for
+    none. `resume` is the directory of a run to go on with, from its newest good checkpoint.
     """
 
     steps: int = 400
     global_batch: int = 32
+    microbatch_size: int = 4
     seq_len: int = 128
     validate_every: int = 100
-    validate_units: int = 32
+    validate_microbatches: int = 32
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch", "seq_len", "validate_units"):
+        for name in ("steps", "global_batch", "microbatch_size", "seq_len", "validate_microbatches"):
             checks.whole(f"train.{name}", getattr(self, name), at_least=1)
         checks.whole("train.validate_every", self.validate_every, at_least=0)
         if self.resume is not None:
             checks.put(self, resume=checks.text("train.resume", self.resume))
-
-
-@dataclass(frozen=True)
-class UnitSettings:
-    """`size`: sequences per unit; divides `train.global_batch`. Part of a run's identity."""
-
-    size: int = 4
-
-    def __post_init__(self) -> None:
-        checks.whole("unit.size", self.size, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -282,7 +274,8 @@ class ChaosEvent:
             the process ends; `raise`: an exception; `corrupt`: a bit of its state flips. `join`: a new worker is asked
             for at that moment.
         rank: the worker; a list: each of these; `any`: one of them.
-        point: before a unit's `forward` or `backward`, at its `reduce`, at `norm`, `apply`, `publish`; `any` of these.
+        point: before a micro-batch's `forward` or `backward`, at its `reduce`, at `norm`, `apply`, `publish`; `any` of
+        these.
     """
 
     step: int
@@ -403,7 +396,8 @@ class SlowDevice:
 
 @dataclass(frozen=True)
 class EmulatedSettings:
-    """For `runtime.device=emulated`: a program of a layer of cost 1 takes `forward_ms` or `backward_ms` for one unit.
+    """For `runtime.device=emulated`: a program of a layer of cost 1 takes `forward_ms` or `backward_ms` for one
+    micro-batch.
 
     `layer_costs`: relative cost of each layer (embedding, transformer layers, head); empty: 1 each. `slow`: workers
     that run at another speed for a while; of two that hold at the same time the later one in the list counts.
@@ -704,7 +698,7 @@ _DEVICE_OF = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu", "ascend
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Units follow the measured speeds of workers (`dataflow`), layers the measured costs (`graph`).
+    """Micro-batches follow the measured speeds of workers (`microbatches`), layers the measured costs (`layers`).
 
     `stages`: there may be more or fewer stages than the mesh was begun with, when that is faster. `memory_limit`: bytes
     of state and activations that a worker has room for; None: layers are moved without a look at it.
@@ -722,8 +716,8 @@ class ScheduleSettings:
     normal one; what is lowered stays the part `f_margin` above what the schedule would allow, because times vary.
     """
 
-    dataflow: bool = True
-    graph: bool = True
+    microbatches: bool = True
+    layers: bool = True
     stages: bool = False
     memory_limit: float | None = None
     every: int = 5
@@ -741,7 +735,7 @@ class ScheduleSettings:
     f_margin: float = 0.05
 
     def __post_init__(self) -> None:
-        for name in ("dataflow", "graph", "stages"):
+        for name in ("microbatches", "layers", "stages"):
             checks.flag(f"schedule.{name}", getattr(self, name))
         if self.memory_limit is not None:
             checks.put(self, memory_limit=checks.number("schedule.memory_limit", self.memory_limit, above=0))
@@ -799,7 +793,6 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
-    unit: UnitSettings = field(default_factory=UnitSettings)
     page: PageSettings = field(default_factory=PageSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     run: RunSettings = field(default_factory=RunSettings)
@@ -815,21 +808,22 @@ class Settings:
         checks.whole("seed", self.seed, at_least=0)
         check_elastic(self.elastic, self.chaos, self.mesh.shape.num_workers, self.train.steps)
         self.schedule.check_device(self.runtime.device, self.runtime.agents)
-        batch, size = self.train.global_batch, self.unit.size
+        batch, size = self.train.global_batch, self.train.microbatch_size
         if batch % size:
             sizes = [n for n in range(1, min(batch, 64) + 1) if batch % n == 0]
             raise ConfigError(
-                "unit.size divides train.global_batch: a batch is a whole number of units",
-                got=f"{size} sequences per unit, {batch} per batch",
-                where=f"{checks.override('unit.size', size)} train.global_batch={batch}",
-                exists=f"unit.size of {', '.join(map(str, sizes))}",
-                fix=f"unit.size={max(n for n in sizes if n <= size)}, or train.global_batch={-(-batch // size) * size}",
+                "train.microbatch_size divides train.global_batch: a batch is a whole number of micro-batches",
+                got=f"{size} sequences per micro-batch, {batch} per batch",
+                where=f"{checks.override('train.microbatch_size', size)} train.global_batch={batch}",
+                exists=f"train.microbatch_size of {', '.join(map(str, sizes))}",
+                fix=f"train.microbatch_size={max(n for n in sizes if n <= size)}, "
+                f"or train.global_batch={-(-batch // size) * size}",
             )
 
     @property
-    def num_units(self) -> int:
-        """Units of a step."""
-        return self.train.global_batch // self.unit.size
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        return self.train.global_batch // self.train.microbatch_size
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` inverts it."""

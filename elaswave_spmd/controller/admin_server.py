@@ -93,7 +93,7 @@ class Control:
         """How far the run is and who takes part, JSON-ready; docs/run_files.md lists the fields."""
         protocol, observer = self._protocol, self._observer
         mesh, last = protocol.placement.mesh, observer.last
-        holders = protocol.placement.holder_runs(protocol.layout)
+        replicas = protocol.placement.replica_map(protocol.layout)
         pids = self._workers
         return {
             "run_dir": str(observer.run_dir.path),
@@ -116,8 +116,8 @@ class Control:
             "newcomers": [{"rank": rank, "pid": pids[rank]} for rank in sorted(pids) if rank not in mesh],
             "leaving": protocol.leaving,
             "changing": protocol.changing,
-            "learners": sorted({rank for run in all_runs(holders) for rank in run.learners}),
-            "unsurvived": unsurvived_text(holders, protocol.members) if len(protocol.members) > 1 else "",
+            "learners": sorted({rank for run in all_runs(replicas) for rank in run.learners}),
+            "unsurvived": unsurvived_text(replicas, protocol.members) if len(protocol.members) > 1 else "",
             "events": list(observer.recent_events),
         }
 

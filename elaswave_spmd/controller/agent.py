@@ -19,12 +19,12 @@ from typing import Any
 
 from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.loop import data_spec
-from elaswave_spmd.controller.startup import start_zygote
+from elaswave_spmd.controller.startup import start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve
 from elaswave_spmd.runtime.transport.links import CONTROLLER, AgentLinks, Links, make_room, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     address = None if options.host is None else resolve(options.host, where=f"--host {options.host}")
     scratch = socket_directory()
     # Started first: it imports what workers need while this process looks for the controller.
-    zygote = start_zygote(WorkerStart(), scratch, _ORPHAN_GRACE_S, here=True)
+    fork_server = start_fork_server(WorkerStart(), scratch, _ORPHAN_GRACE_S, here=True)
     try:
         found = find_controller(host, port, secret, options.timeout)
         address = address or found.local_host
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str], program: str) -> int:
             links.connect(CONTROLLER, found.address)
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
                 raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
-            agent = Agent(links, mailbox, zygote, {"directory": scratch, "host": address, "latch": None})
+            agent = Agent(links, mailbox, fork_server, {"directory": scratch, "host": address, "latch": None})
             agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
         finally:
             links.close(_FAREWELL_MS)
             mailbox.close()
     finally:
-        zygote.stop(0.0)
+        fork_server.stop(0.0)
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
@@ -77,8 +77,10 @@ class Agent:
         own: what the spec of each worker here has of its own: directory, host, no latch (it is one host's).
     """
 
-    def __init__(self, links: Links, mailbox: SelectableMailbox, zygote: Zygote, own: dict[str, Any]) -> None:
-        self._links, self._mailbox, self._zygote, self._own = links, mailbox, zygote, own
+    def __init__(
+        self, links: Links, mailbox: SelectableMailbox, fork_server: ForkServerClient, own: dict[str, Any]
+    ) -> None:
+        self._links, self._mailbox, self._fork_server, self._own = links, mailbox, fork_server, own
 
     def serve(self, name: str, capacity: int, rendezvous: str) -> None:
         """Offers `capacity` places on machine `name` and serves until the run is over. Leaves no worker.
@@ -95,10 +97,10 @@ class Agent:
             while not self._turn():
                 pass
         except _ControllerGoneError:
-            self._zygote.release()  # its workers are told in the same way, and may have something to save
+            self._fork_server.release()  # its workers are told in the same way, and may have something to save
             raise RunError("the controller is gone; no worker is left here") from None
         except BaseException as error:
-            self._zygote.stop(0.0)
+            self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.of(error, _report(error))))  # the cause; how its workers end is none
             self._until_told_to_stop()
             raise
@@ -115,10 +117,10 @@ class Agent:
 
     def _turn(self) -> bool:
         """Waits for something and answers it; True when the run is over."""
-        select.select([self._mailbox, self._zygote], [], [])
+        select.select([self._mailbox, self._fork_server], [], [])
         if any([self._take(item) for item in self._mailbox.take_all()]):
             return True
-        self._report_exits(self._zygote.poll())
+        self._report_exits(self._fork_server.poll())
         return False
 
     def _take(self, item: Item) -> bool:
@@ -130,17 +132,17 @@ class Agent:
             case am.Prepare(num_workers, settings, data):
                 self._prepare(num_workers, Settings.from_dict(settings), PreparedData.from_dict(data))
             case am.Spawn(rank, spec):
-                self._zygote.spawn(rank, spec | self._own)
+                self._fork_server.spawn(rank, spec | self._own)
             case am.Signal(rank, number):
-                self._zygote.signal(rank, number)
+                self._fork_server.signal(rank, number)
             case am.Look():
-                self._zygote.signal(-1, 0)  # nobody; its answer comes after the notices of all who have ended
-                self._report_exits(self._zygote.poll())
+                self._fork_server.signal(-1, 0)  # nobody; its answer comes after the notices of all who have ended
+                self._report_exits(self._fork_server.poll())
                 self._send(am.Looked())
             case am.Refused(problem):
                 raise problem.error("the controller")
             case am.Stop(grace_s):
-                self._report_exits(self._zygote.stop(grace_s))
+                self._report_exits(self._fork_server.stop(grace_s))
                 return True
             case message:
                 raise AssertionError(f"an agent got {message}")
@@ -148,23 +150,25 @@ class Agent:
 
     def _prepare(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         make_room(num_workers)
-        self._restart_zygote(worker_start(settings), settings.timeouts.orphan_grace)
-        if hasattr(resource, "prlimit"):  # Linux; the zygote runs already, and its children inherit its limits
-            resource.prlimit(self._zygote.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+        self._restart_fork_server(worker_start(settings), settings.timeouts.orphan_grace)
+        if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
+            resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         ours = prepare_data(data_spec(settings))
         check_same_data(ours, theirs)
         self._own["data"] = ours.to_dict()
-        self._zygote.ready()
-        self._zygote.set_orphan_grace(settings.timeouts.orphan_grace)
+        self._fork_server.ready()
+        self._fork_server.set_orphan_grace(settings.timeouts.orphan_grace)
         self._send(am.Prepared())
 
-    def _restart_zygote(self, start: WorkerStart, orphan_grace_s: float) -> None:
-        """The zygote was started before the run's device was known: it lacks that device's variables and modules."""
+    def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
+        """The fork server was started before the run's device was known: it lacks that device's variables and
+        modules.
+        """
         if start == WorkerStart():
             return
-        self._zygote.stop(0.0)
-        os.makedirs(self._own["directory"], mode=0o700, exist_ok=True)  # it goes with a zygote
-        self._zygote = start_zygote(start, self._own["directory"], orphan_grace_s)
+        self._fork_server.stop(0.0)
+        os.makedirs(self._own["directory"], mode=0o700, exist_ok=True)  # it goes with a fork server
+        self._fork_server = start_fork_server(start, self._own["directory"], orphan_grace_s)
 
     def _report_exits(self, exits: Sequence[Exited]) -> None:
         for exited in exits:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaswave_spmd.controller.resume import Start
+from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_identity import identity_of
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, RunError, UserError
@@ -53,7 +53,7 @@ class _Outcome:
     error: str = ""
 
 
-class Durability:
+class CheckpointCoordinator:
     """One controller's checkpoints.
 
     Args:
@@ -66,7 +66,7 @@ class Durability:
     """
 
     def __init__(
-        self, plan: RunPlan, data: PreparedData, observer: RunObserver, start: Start, wake: Callable[[], None]
+        self, plan: RunPlan, data: PreparedData, observer: RunObserver, start: ResumePoint, wake: Callable[[], None]
     ) -> None:
         self._plan, self._observer, self._start, self._wake = plan, observer, start, wake
         self._run_dir = observer.run_dir.path

@@ -122,7 +122,7 @@ class Frequencies:
 
         Nothing happens if this very placement had its hints.
         """
-        key = placement.mesh.stages, placement.layer_cuts, placement.unit_counts, costs.speeds
+        key = placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, costs.speeds
         if self._guard is None or self._orders or key == self._hinted:
             return
         self._hinted = key
@@ -255,7 +255,7 @@ def worker_frequencies(
     Returns: the plan, and rank -> frequency, rounded up.
     """
     num_workers = sum(map(len, assignment.stages))
-    if num_workers > MOST_ROWS or 2 * assignment.num_stages * assignment.num_units > _EXACT_ACTIONS:
+    if num_workers > MOST_ROWS or 2 * assignment.num_stages * assignment.num_microbatches > _EXACT_ACTIONS:
         plan, hints = frequency_hints(assignment, costs, limits, power)
         found = {rank: max(hint.frequencies) for hint in hints for rank in hint.ranks}
     else:
@@ -289,9 +289,9 @@ def modelled_energy(
     """Of a step that takes so long, with one frequency for each worker (1 where none is named); see PowerModel."""
     forward, backward, _ = stage_seconds(assignment.layer_cuts, costs)
     ranks = [rank for members in assignment.stages for rank in members]
-    units = np.concatenate([np.array(counts, np.float64) for counts in assignment.unit_counts])
+    microbatches = np.concatenate([np.array(counts, np.float64) for counts in assignment.microbatch_counts])
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
-    work = units * (forward + backward)[stage] / costs.speeds_of(ranks)
+    work = microbatches * (forward + backward)[stage] / costs.speeds_of(ranks)
     of = np.array([frequencies.get(rank, 1.0) for rank in ranks])
     return power.energy(work[:, None], np.ones(len(ranks)), of[:, None], seconds)
 

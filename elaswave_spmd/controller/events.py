@@ -115,10 +115,10 @@ class EpochEvents:
                 detect_ms=latest.detect_ms if latest else None,
                 detect_from=latest.detect_from if latest else None,
                 edit_ms=None if seen_at is None else round(1e3 * (now - seen_at), 3),
-                units_redone=epoch.units_redone,
+                microbatches_redone=epoch.microbatches_redone,
                 stages=mesh.stages,
                 layer_cuts=epoch.placement.layer_cuts,
-                unit_counts=epoch.placement.unit_counts,
+                microbatch_counts=epoch.placement.microbatch_counts,
                 copies=epoch.learners,
                 bytes_moved=moved,
                 bytes_bound=bound,
@@ -132,11 +132,11 @@ class EpochEvents:
 
     def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
         """Bytes of state that are copied because of an epoch, and the least that could be. After its PLACE is sent."""
-        holders = epoch.placement.holders
-        if epoch.target is None or holders is None:
+        replicas = epoch.placement.replicas
+        if epoch.target is None or replicas is None:
             return 0, 0
-        least = least_elements(holders, epoch.target, self._layout)
-        return self._element_bytes * moved_elements(holders, self._layout), self._element_bytes * least
+        least = least_elements(replicas, epoch.target, self._layout)
+        return self._element_bytes * moved_elements(replicas, self._layout), self._element_bytes * least
 
     def committed(self, line: MetricsLine) -> None:
         """A step has committed; the first one after an event tells what the event cost."""
@@ -147,8 +147,10 @@ class EpochEvents:
             usual = statistics.median(self._usual)
             placement, workers = epoch.placement, len(epoch.placement.mesh.members)
             before = workers + sum({"join": -1, "link": 0}.get(kind, 1) for kind in epoch.kinds.values())
-            unit = usual * before / (placement.num_units * placement.num_stages)  # one unit through one stage
-            redo = epoch.units_redone * unit / workers
+            microbatch = (
+                usual * before / (placement.num_microbatches * placement.num_stages)
+            )  # one micro-batch through one stage
+            redo = epoch.microbatches_redone * microbatch / workers
             penalty = 1e3 * (line.seconds - usual - redo)
             fields: dict[str, object] = {
                 "step": line.step,
@@ -183,7 +185,7 @@ def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) ->
     if epoch.why and not ranks:
         who, what = "placement", "is being changed, state is copied" if epoch.learners else "changed"
     why = f" ({'; '.join(reasons)})" if reasons else ""
-    again = f", {epoch.units_redone} units again" if epoch.units_redone else ""
+    again = f", {epoch.microbatches_redone} micro-batches again" if epoch.microbatches_redone else ""
     return f"{who} {what}{why}: {mesh.shape.name}, mesh epoch {mesh.epoch}, after step {epoch.version}{again}"
 
 

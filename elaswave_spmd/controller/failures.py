@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, Settings
-from elaswave_spmd.controller.checkpoints import Durability
+from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import EpochEvents
 from elaswave_spmd.controller.supervision import Loss, Supervision
 from elaswave_spmd.errors import CheckpointError, RunError, WorkerError
@@ -22,17 +22,17 @@ from elaswave_spmd.recovery.failure_detector import BrokenLinks
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import Checkpoint, load_newest_good
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
 _LOOK_S = 0.02
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-class Losses:
+class FailureHandler:
     """Part of the controller, in its thread.
 
     Args:
@@ -47,7 +47,7 @@ class Losses:
         protocol: ControllerProtocol,
         supervision: Supervision,
         mailbox: Mailbox,
-        launcher: Launcher | Zygote,
+        launcher: Launcher | ForkServerClient,
         events: EpochEvents,
         workers: dict[int, int | None],
         spawn: Callable[[int], object],
@@ -255,13 +255,13 @@ def begin_again(
     observer: RunObserver,
     protocol: ControllerProtocol,
     settings: Settings,
-    lost: Sequence[HolderRun],
+    lost: Sequence[ReplicaSet],
     reason: str,
 ) -> str:
     """Has the run begin again with the workers that are left, if there is a good checkpoint and they are enough.
 
     Args:
-        lost: runs of pages that nobody holds any more.
+        lost: page ranges that nobody holds any more.
 
     Returns:
         If it does not: what the user can do.
@@ -340,7 +340,9 @@ class Stopping:
         seconds: how long the last checkpoint may take (timeouts.shutdown).
     """
 
-    def __init__(self, durability: Durability, losses: Losses, run_dir: Path, seconds: float) -> None:
+    def __init__(
+        self, durability: CheckpointCoordinator, losses: FailureHandler, run_dir: Path, seconds: float
+    ) -> None:
         self._durability, self._losses, self._run_dir, self._seconds = durability, losses, run_dir, seconds
         self._save: Save | None = None
         self._until = 0.0

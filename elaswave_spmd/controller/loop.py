@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.admin_server import Control
-from elaswave_spmd.controller.checkpoints import Durability
+from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import Compilations, CopyWatch, EpochEvents, GroupWatch, SkippedSteps
-from elaswave_spmd.controller.failures import Losses, RestartError, Restarts, Stopping, begin_again
+from elaswave_spmd.controller.failures import FailureHandler, RestartError, Restarts, Stopping, begin_again
 from elaswave_spmd.controller.rescheduler import Rescheduler
-from elaswave_spmd.controller.resume import Start, open_run, run_info
+from elaswave_spmd.controller.resume import ResumePoint, open_run, run_info
 from elaswave_spmd.controller.startup import data_spec, gather, listen_host, start_launcher
 from elaswave_spmd.controller.summary import RunRecord, make_summary
 from elaswave_spmd.controller.supervision import Supervision
@@ -41,11 +41,11 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Polic
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
 from elaswave_spmd.run_dir.checkpoints import remove_unfinished
 from elaswave_spmd.run_dir.trace import merge_trace
-from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, make_room, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -54,7 +54,8 @@ _POLL_S = 0.1  # how long a worker's end can go unnoticed
 
 
 def run(settings: Settings, *, here: bool = False) -> int:
-    """Trains as the settings say. Returns the exit code. `here`: as for Zygote.start, if this is a command's process.
+    """Trains as the settings say. Returns the exit code. `here`: as for ForkServerClient.start, if this is a command's
+    process.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
@@ -72,7 +73,8 @@ def _run(settings: Settings, here: bool) -> int:
     """Raises RestartError when it is to be called again."""
     make_room(settings.mesh.shape.num_workers)
     scratch = socket_directory()
-    # Started first: this process has one thread now, and the zygote imports the rest while this one finds the data.
+    # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
+    # data.
     launcher = start_launcher(settings, scratch, here=here)
     try:
         data = prepare_data(data_spec(settings))
@@ -121,40 +123,42 @@ class Controller:
         self,
         plan: RunPlan,
         data: PreparedData,
-        zygote: Zygote | Launcher,
+        fork_server: ForkServerClient | Launcher,
         observer: RunObserver,
         scratch: str,
         *,
         start_timeout_s: float | None = None,
-        start: Start | None = None,
+        start: ResumePoint | None = None,
         frequencies: Frequencies | None = None,
     ) -> None:
-        self._plan, self._data, self._zygote, self._observer = plan, data, zygote, observer
+        self._plan, self._data, self._fork_server, self._observer = plan, data, fork_server, observer
         settings, elastic, mirror = plan.settings, plan.settings.elastic, plan.settings.mirror
         self._start_timeout_s = settings.timeouts.start if start_timeout_s is None else start_timeout_s
         self._scratch = scratch
         self._start_until: float | None = None  # while workers are missing
         self._token = secrets.token_bytes(16)
         self._mailbox = Mailbox()
-        self._start_at = start or Start.fresh(observer.run_dir.path)
+        self._start_at = start or ResumePoint.fresh(observer.run_dir.path)
         transport = cast(Transport, settings.runtime.transport)
         self._host = listen_host(settings.runtime)
         self._links = Links(
             CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
         )
         self._groups = GroupWatch(settings, self._host, observer)
-        self._durability = Durability(plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk"))
+        self._durability = CheckpointCoordinator(
+            plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk")
+        )
         self._protocol = ControllerProtocol(
             plan.placement,
             plan.description.layout,
             plan.job.steps,
-            plan.job.validation_units,
+            plan.job.validation_microbatches,
             plan.job.validates_at,
             Policy(mirror.count, mirror.scatter, elastic.min_workers),
-            domain_of=zygote.domain_of if isinstance(zygote, Launcher) else lambda _: None,
+            domain_of=fork_server.domain_of if isinstance(fork_server, Launcher) else lambda _: None,
         )
         self._supervision = Supervision(
-            zygote, scratch, self._mailbox, settings.timeouts, lambda rank: rank in self._protocol.free_to_leave
+            fork_server, scratch, self._mailbox, settings.timeouts, lambda rank: rank in self._protocol.free_to_leave
         )
         self._record = RunRecord(plan.description.layout)
         self._compilations = Compilations(observer, self._record)
@@ -166,12 +170,12 @@ class Controller:
         self._committed_at = 0.0
         self._next_rank = max(plan.placement.mesh.members) + 1
         self._workers: dict[int, int | None] = {}  # started, neither lost nor let go; process id, None: elsewhere
-        self._losses = Losses(
+        self._losses = FailureHandler(
             elastic,
             self._protocol,
             self._supervision,
             self._mailbox,
-            zygote,
+            fork_server,
             self._events,
             self._workers,
             self._spawn,
@@ -244,7 +248,7 @@ class Controller:
         return ranks
 
     def _start_worker(self, rank: int) -> None:
-        self._workers[rank] = self._zygote.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
+        self._workers[rank] = self._fork_server.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
 
     def _wait(self) -> None:
         """Takes what has come; looks after the workers' processes."""
@@ -279,7 +283,7 @@ class Controller:
             case m.Heartbeat():
                 self._supervision.heartbeat(message)
                 self._losses.lives(message.rank)
-            case m.Status():
+            case m.StepReport():
                 self._events.answered()
                 self._perform(protocol.status(message))
             case m.Applied():
@@ -287,7 +291,7 @@ class Controller:
                 self._events.applied(message.rank, message.step)
             case m.Measured():
                 self._rescheduler.measured(message)
-            case m.Learned():
+            case m.CaughtUp():
                 self._perform(protocol.learned(message))
             case m.ValidationLoss():
                 self._perform(protocol.validation(message))
@@ -321,7 +325,7 @@ class Controller:
         for effect in effects:
             match effect:
                 case Send(rank, message):
-                    if isinstance(message, m.Place) and self._start_until is not None:
+                    if isinstance(message, m.Reconfigure) and self._start_until is not None:
                         self._start_until, self._committed_at = None, time.monotonic()
                     self._durability.sending(message)
                     if isinstance(message, m.Prepare):
@@ -348,7 +352,7 @@ class Controller:
                 case Unrecoverable(runs, reason):
                     self._losses.give_up(reason, lambda: self._last_resort(runs, reason))
 
-    def _last_resort(self, runs: Sequence[HolderRun], reason: str) -> str:
+    def _last_resort(self, runs: Sequence[ReplicaSet], reason: str) -> str:
         self._durability.drain()
         return begin_again(self._observer, self._protocol, self._plan.settings, runs, reason)
 
@@ -374,7 +378,7 @@ class Controller:
 
     def _validated(self, step: int, total: float) -> None:
         job = self._plan.job
-        loss = total / (job.validation_units * job.unit_size * job.seq_len)
+        loss = total / (job.validation_microbatches * job.microbatch_size * job.seq_len)
         self._record.validation_loss = loss
         self._durability.validated(step, loss)
         self._observer.on_validation(step, loss)

@@ -1,7 +1,8 @@
-"""What the controller makes of measured times: units and layers go where they take least, while training goes on.
+"""What the controller makes of measured times: micro-batches and layers go where they take least, while training goes
+on.
 
-Nothing here changes a bit: what is moved are units, layers and state, by planned changes of the mesh epoch. When there
-is nothing to move, frequencies follow.
+Nothing here changes a bit: what is moved are micro-batches, layers and state, by planned changes of the mesh epoch.
+When there is nothing to move, frequencies follow.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Rescheduler:
         self._content = 0  # looks in a row that asked for nothing
         self._slow: set[int] = set()
         self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> looks in a row
-        if settings.dataflow:
+        if settings.microbatches:
             protocol.deal = self._deal
 
     @classmethod
@@ -91,7 +92,9 @@ class Rescheduler:
     ) -> Rescheduler:
         """That of a run."""
         settings, elastic = plan.settings, plan.settings.elastic
-        following = settings.schedule if elastic.enabled else replace(settings.schedule, dataflow=False, graph=False)
+        following = (
+            settings.schedule if elastic.enabled else replace(settings.schedule, microbatches=False, layers=False)
+        )
         return cls(
             following,
             plan.costs,
@@ -139,7 +142,9 @@ class Rescheduler:
         if self._epoch != self._protocol.placement.mesh.epoch:
             self._epoch, self._observed, self._asked, self._content = self._protocol.placement.mesh.epoch, 0, None, 0
         self._frequencies.committed(step)
-        following = self._settings.dataflow or self._settings.graph or self._evict_below or self._frequencies.active
+        following = (
+            self._settings.microbatches or self._settings.layers or self._evict_below or self._frequencies.active
+        )
         if (
             following
             and self._observed >= self._settings.window
@@ -175,7 +180,7 @@ class Rescheduler:
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
         self._asked = goal, times
-        # Each change has to be asked for twice as long as the one before: noise cannot drive units to and fro.
+        # Each change has to be asked for twice as long as the one before: noise cannot drive micro-batches to and fro.
         if times >= self._settings.patience * 2 ** min(self._changes, _MOST_DOUBLINGS):
             self._asked, self._changes = None, self._changes + 1
             self._perform(self._protocol.rebalance(goal))
@@ -185,7 +190,7 @@ class Rescheduler:
 
         Other groupings take up to a second to look at: once, as long as the mesh and the costs stay as they are.
         """
-        stages = self._settings.graph and self._settings.stages
+        stages = self._settings.layers and self._settings.stages
         seconds = tuple(round(math.log2(max(layer.seconds, 1e-9)) * 8) for layer in costs.layers)
         known = self._protocol.placement.mesh.epoch, costs.speeds, seconds
         if stages and self._planned is not None and self._planned[0] == known:
@@ -208,11 +213,11 @@ class Rescheduler:
         return decision
 
     def _goal(self, decision: Decision) -> Goal | None:
-        """Where to go: units first, which move no state; layers when that is done."""
+        """Where to go: micro-batches first, which move no state; layers when that is done."""
         before, now, later = decision.before.seconds, decision.now, decision.later
-        if self._settings.dataflow and now.time.seconds <= before * (1 - self._settings.min_gain):
-            return self._goal_of(now.assignment, before, now.time.seconds, "units dealt by speed")
-        if self._settings.graph and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
+        if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
+            return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches dealt by speed")
+        if self._settings.layers and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(later.assignment, before, later.time.seconds, "layers by cost")
         return None
 
@@ -220,15 +225,17 @@ class Rescheduler:
         here = self._protocol.placement
         why = f"{what}: {1e3 * before:.0f} to {1e3 * after:.0f} ms a step expected"
         blocking = self._settings.moves == "blocking"
-        goal = Goal(there.stages, there.layer_cuts, there.unit_counts, why, blocking)
-        same = (here.mesh.stages, here.layer_cuts, here.unit_counts)
-        return None if (goal.stages, goal.layer_cuts, goal.unit_counts) == same else goal
+        goal = Goal(there.stages, there.layer_cuts, there.microbatch_counts, why, blocking)
+        same = (here.mesh.stages, here.layer_cuts, here.microbatch_counts)
+        return None if (goal.stages, goal.layer_cuts, goal.microbatch_counts) == same else goal
 
-    def _deal(self, stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
-        """Units of each worker after members have come or gone: as `plan_change` would deal them, where layers stay."""
+    def _deal(self, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches of each worker after members have come or gone: as `plan_change` would deal them, where layers
+        stay.
+        """
         costs, placement = self.costs, self._protocol.placement
         dealing, cuts = placement.dealing, placement.layer_cuts
-        dealt = redealt(Assignment.of(placement), num_units, stages, costs, placement.mesh.topology)
+        dealt = redealt(Assignment.of(placement), num_microbatches, stages, costs, placement.mesh.topology)
         found = [one.counts for one in dealt]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
@@ -242,7 +249,7 @@ class Rescheduler:
             speed = costs.speed(rank)
             if rank not in self._slow and speed < _SLOW:
                 self._slow.add(rank)
-                why = f"worker {rank} is slow: its units take {1 / speed:.2f} times as long"
+                why = f"worker {rank} is slow: its micro-batches take {1 / speed:.2f} times as long"
                 self._say("slow", step, rank, speed, why)
             elif rank in self._slow and speed > _FAST:
                 self._slow.discard(rank)
@@ -267,5 +274,5 @@ class Rescheduler:
 
 
 def _alike(one: Goal, other: Goal) -> bool:
-    """Whether two looks ask for the same kind of change, if not for the very same units."""
+    """Whether two looks ask for the same kind of change, if not for the very same micro-batches."""
     return (one.stages, one.layer_cuts) == (other.stages, other.layer_cuts)

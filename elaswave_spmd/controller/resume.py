@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run begins.
 
     Args:
@@ -58,7 +58,7 @@ class Start:
     locks: tuple[RunLock, ...] = ()
 
     @classmethod
-    def fresh(cls, run_dir: Path) -> Start:
+    def fresh(cls, run_dir: Path) -> ResumePoint:
         """A run that begins at nothing, in a directory of its own."""
         return cls(_new_id(), 1, locks=(lock_run_dir(run_dir),))
 
@@ -106,7 +106,7 @@ class Start:
             lock.close()
 
 
-def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
+def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
     """The run's directory, open and locked, and where the run begins.
 
     Raises:
@@ -119,7 +119,7 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
         run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
         with contextlib.ExitStack() as undo:
             undo.callback(run_dir.discard)
-            start = Start.fresh(run_dir.path)
+            start = ResumePoint.fresh(run_dir.path)
             undo.pop_all()
         return run_dir, start
     source = Path(settings.train.resume).expanduser()
@@ -146,11 +146,11 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, Start]:
         if same:
             remove_unfinished(source)
             run_dir = RunDir.reopen(source)
-            start = Start(manifest.run, next_incarnation(source), locks=(lock,), **known)
+            start = ResumePoint(manifest.run, next_incarnation(source), locks=(lock,), **known)
         else:
             run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
             undo.callback(run_dir.discard)
-            start = Start(_new_id(), 1, locks=(lock, lock_run_dir(run_dir.path)), **known)
+            start = ResumePoint(_new_id(), 1, locks=(lock, lock_run_dir(run_dir.path)), **known)
             for line in lines.values():
                 if line.step <= checkpoint.step:
                     run_dir.write_metrics(line)
@@ -163,7 +163,7 @@ def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> Run
     placement, layout = plan.placement, plan.description.layout
     mesh, unsurvived = placement.mesh, ""
     if plan.settings.elastic.enabled and mesh.num_workers > 1:
-        unsurvived = unsurvived_text(placement.holder_runs(layout), mesh.members)
+        unsurvived = unsurvived_text(placement.replica_map(layout), mesh.members)
     return RunInfo(
         model=plan.settings.model.label,
         mesh=mesh.shape.name,
@@ -205,7 +205,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
     """Writes the manifest of the newest checkpoint that lacks one and whose shards hold everything.
 
     The lines of metrics.jsonl that its controller did not live to write come from the workers' own reports. Only the
-    holder of the run's lock may call this.
+    replica of the run's lock may call this.
 
     Args:
         plan: of the run that is to go on, for the learning rate and the tokens of a step. That it has the same bits is

@@ -49,8 +49,12 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
         versions["cxx"] = compiler_version(cxx(ThisMachine()))
     return {
         "seed": settings.seed,
-        "unit": {"size": settings.unit.size},
-        "train": {"steps": train.steps, "global_batch": train.global_batch, "seq_len": train.seq_len},
+        "train": {
+            "steps": train.steps,
+            "global_batch": train.global_batch,
+            "microbatch_size": train.microbatch_size,
+            "seq_len": train.seq_len,
+        },
         "model": model,
         "optim": optim,
         "runtime": numbers,

@@ -1,4 +1,6 @@
-"""From settings to the launcher of a run: this machine's zygote and, where the settings say so, agents on others."""
+"""From settings to the launcher of a run: this machine's fork server and, where the settings say so, agents on
+others.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from elaswave_spmd.mesh import Topology
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
 from elaswave_spmd.runtime.processes.agents import Agents
-from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, read_secret, resolve
 from elaswave_spmd.runtime.transport.links import make_room
@@ -38,29 +40,31 @@ def data_spec(settings: Settings) -> DataSpec:
 
 
 def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> Launcher:
-    """Opens the rendezvous, if there is one, and starts the zygote, which imports what workers need meanwhile.
+    """Opens the rendezvous, if there is one, and starts the fork server, which imports what workers need meanwhile.
 
     Args:
         scratch: directory of the sockets; removed with the last worker, and where this raises.
-        here: as for Zygote.start.
+        here: as for ForkServerClient.start.
 
     Raises:
         ConfigError: a device that cannot be used here; a token file, an address or a number of workers that cannot be.
     """
     try:
         agents = _open(settings)
-        local = start_zygote(worker_start(settings), scratch, settings.timeouts.orphan_grace, here=here)
+        local = start_fork_server(worker_start(settings), scratch, settings.timeouts.orphan_grace, here=here)
         return Launcher(local, agents)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
 
-def start_zygote(start: WorkerStart, scratch: str, orphan_grace_s: float, *, here: bool = False) -> Zygote:
-    """Starts the zygote of a machine's workers, and says which variables they get."""
+def start_fork_server(
+    start: WorkerStart, scratch: str, orphan_grace_s: float, *, here: bool = False
+) -> ForkServerClient:
+    """Starts the fork server of a machine's workers, and says which variables they get."""
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
-    return Zygote.start(
+    return ForkServerClient.start(
         TARGET,
         preload=(*PRELOAD, *start.preload),
         method=start.method,

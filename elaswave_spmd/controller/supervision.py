@@ -16,7 +16,7 @@ from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.recovery.failure_detector import Liveness
 from elaswave_spmd.recovery.messages import Heartbeat
 from elaswave_spmd.runtime.processes import death_watch
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.transport.mailbox import Mailbox
 
@@ -52,7 +52,7 @@ class Supervision:
 
     def __init__(
         self,
-        launcher: Launcher | Zygote,
+        launcher: Launcher | ForkServerClient,
         scratch: str,
         mailbox: Mailbox,
         timeouts: Timeouts,
@@ -64,7 +64,7 @@ class Supervision:
         self._ticked = time.monotonic()
         self._losses: list[Loss] = []
         self._lock = threading.Lock()
-        self._board = death_watch.LatchBoard(scratch) if death_watch.available() else None
+        self._board = death_watch.RobustMutexTable(scratch) if death_watch.available() else None
         self._watcher = death_watch.Watcher(self._board, self._died) if self._board is not None else None
 
     def seat(self, rank: int) -> tuple[str, int] | None:

@@ -70,10 +70,10 @@ def materialize(init: Init, seed: int, name: str, start: int, stop: int) -> NDAr
 
 def _chunk(init: Normal | Uniform, key: Key, base: int) -> NDArray[np.float32]:
     # One word per element; + 0.5 keeps both ends of (0, 1) out, so that the logarithm is finite.
-    unit = (fast_words(key, base, CHUNK).astype(np.float64) + 0.5) * 2.0**-32
+    microbatch = (fast_words(key, base, CHUNK).astype(np.float64) + 0.5) * 2.0**-32
     if isinstance(init, Uniform):
-        return ((2.0 * unit - 1.0) * init.bound).astype(np.float32)
-    first, second = unit[: CHUNK // 2], unit[CHUNK // 2 :]
+        return ((2.0 * microbatch - 1.0) * init.bound).astype(np.float32)
+    first, second = microbatch[: CHUNK // 2], microbatch[CHUNK // 2 :]
     radius, angle = np.sqrt(-2.0 * np.log(first)) * init.std, (2.0 * math.pi) * second
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
 

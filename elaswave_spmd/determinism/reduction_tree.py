@@ -1,8 +1,8 @@
-"""The canonical tree: the one order in which the contributions of a step's units are added.
+"""The canonical tree: the one order in which the contributions of a step's micro-batches are added.
 
-Units are numbered 0..U-1 by slot. The tree over [lo, hi) splits at lo + k, k the largest power of two below hi - lo;
-its value is left + right, elementwise, in fp32. Who computes a unit, and when its gradient arrives, may change; the
-tree never does (protocol.md, "Canonical tree"). A node is written (lo, hi).
+Micro-batches are numbered 0..U-1 by slot. The tree over [lo, hi) splits at lo + k, k the largest power of two below hi
+- lo; its value is left + right, elementwise, in fp32. Who computes a micro-batch, and when its gradient arrives, may
+change; the tree never does (protocol.md, "Canonical tree"). A node is written (lo, hi).
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ Node = tuple[int, int]
 
 
 def split(node: Node) -> int:
-    """Where a node of at least two units is split: lo + the largest power of two below its length."""
+    """Where a node of at least two micro-batches is split: lo + the largest power of two below its length."""
     lo, hi = node
     assert hi - lo >= 2, node
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
 
 
-def path(node: Node, num_units: int) -> list[Node]:
+def path(node: Node, num_microbatches: int) -> list[Node]:
     """The nodes from the root down to `node`, both included."""
-    at: Node = (0, num_units)
-    assert 0 <= node[0] < node[1] <= num_units, (node, num_units)
+    at: Node = (0, num_microbatches)
+    assert 0 <= node[0] < node[1] <= num_microbatches, (node, num_microbatches)
     found: list[Node] = [at]
     while at != node:
         middle = split(at)
         at = (at[0], middle) if node[1] <= middle else (middle, at[1])
-        assert at[0] <= node[0] and node[1] <= at[1], f"{node} is not a node of the tree over {num_units} units"
+        assert at[0] <= node[0] and node[1] <= at[1], (
+            f"{node} is not a node of the tree over {num_microbatches} micro-batches"
+        )
         found.append(at)
     return found
 
@@ -39,15 +41,17 @@ def sibling_in(parent: Node, half: Node) -> Node:
     return (middle, parent[1]) if half[0] == parent[0] else (parent[0], middle)
 
 
-def parent_and_sibling(node: Node, num_units: int) -> tuple[Node, Node] | None:
+def parent_and_sibling(node: Node, num_microbatches: int) -> tuple[Node, Node] | None:
     """The node above and the other half of it; None for the root."""
-    above = path(node, num_units)
+    above = path(node, num_microbatches)
     return (above[-2], sibling_in(above[-2], node)) if len(above) > 1 else None
 
 
-def maximal_nodes(units: Iterable[int], num_units: int) -> tuple[Node, ...]:
-    """The largest nodes whose units are all in `units`: what a worker can add up by itself, left to right."""
-    have = set(units)
+def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[Node, ...]:
+    """The largest nodes whose micro-batches are all in `microbatches`: what a worker can add up by itself, left to
+    right.
+    """
+    have = set(microbatches)
 
     def walk(node: Node) -> Iterator[Node]:
         lo, hi = node
@@ -58,14 +62,16 @@ def maximal_nodes(units: Iterable[int], num_units: int) -> tuple[Node, ...]:
             yield from walk((lo, middle))
             yield from walk((middle, hi))
 
-    return tuple(walk((0, num_units)))
+    return tuple(walk((0, num_microbatches)))
 
 
-def max_open_nodes(order: Iterable[int], num_units: int) -> int:
-    """How many partial sums a worker holds at most while it adds up its units in this order (the memory it needs)."""
-    sums, most = Reduction(num_units), 0
-    for unit in order:
-        added = sums.add((unit, unit + 1))
+def max_open_nodes(order: Iterable[int], num_microbatches: int) -> int:
+    """How many partial sums a worker holds at most while it adds up its micro-batches in this order (the memory it
+    needs).
+    """
+    sums, most = Reduction(num_microbatches), 0
+    for microbatch in order:
+        added = sums.add((microbatch, microbatch + 1))
         # The new leaf is added straight into its sibling when that is open (the first level costs no buffer).
         most = max(most, len(sums.held) + max(0, len(added.merges) - 1 if added else 0))
     return most
@@ -95,19 +101,20 @@ class Reduction:
     Duplicates, and nodes inside a held node, are ignored: contributions are pure functions of their id.
     """
 
-    num_units: int
+    num_microbatches: int
     held: set[Node] = field(default_factory=set)
 
     @property
     def done(self) -> bool:
-        return (0, self.num_units) in self.held
+        return (0, self.num_microbatches) in self.held
 
     def add(self, node: Node) -> Added | None:
-        """Files a node. None, and nothing filed, if a held node covers it already. O(log num_units) for a single unit.
+        """Files a node. None, and nothing filed, if a held node covers it already. O(log num_microbatches) for a single
+        micro-batch.
 
         Held nodes are disjoint: a node is covered exactly if one on its path from the root is held.
         """
-        above = path(node, self.num_units)
+        above = path(node, self.num_microbatches)
         if not self.held.isdisjoint(above):
             return None
         superseded: tuple[Node, ...] = ()

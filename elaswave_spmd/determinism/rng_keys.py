@@ -22,9 +22,9 @@ class Keys:
 
     Attributes:
         seed, step, layer: int64 scalars.
-        sample_ids: int64 [B], the sample in each row of the unit.
+        sample_ids: int64 [B], the sample in each row of the micro-batch.
         uses: site -> how often it was used in this layer call.
-        source: makes words of random bits; shared by the keys of a unit's layers, so these belong to one thread.
+        source: makes words of random bits; shared by the keys of a micro-batch's layers, so these belong to one thread.
     """
 
     seed: Tensor

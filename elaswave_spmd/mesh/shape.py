@@ -205,6 +205,8 @@ def _check_stages(stages: Iterable[int], sizes: dict[str, int]) -> tuple[int, ..
 
 
 def even_counts(total: int, parts: int) -> tuple[int, ...]:
-    """`total` units over `parts` workers, as evenly as whole units allow; the first ones get one more."""
+    """`total` micro-batches over `parts` workers, as evenly as whole micro-batches allow; the first ones get one
+    more.
+    """
     base, extra = divmod(total, parts)
     return tuple(base + (part < extra) for part in range(parts))

@@ -1,4 +1,4 @@
-"""The layer contract: `LayeredModel` is an ordered list of layers, each called `layer(x, keys)` on one unit."""
+"""The layer contract: `LayeredModel` is an ordered list of layers, each called `layer(x, keys)` on one micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elaswave_spmd.sharding import Shardings, Tie
 
 @dataclass(frozen=True)
 class Batch:
-    """One unit of samples: `tokens` int64 [B, T] go in, `targets` int64 [B, T] are to be predicted."""
+    """One micro-batch of samples: `tokens` int64 [B, T] go in, `targets` int64 [B, T] are to be predicted."""
 
     tokens: Tensor
     targets: Tensor
@@ -26,9 +26,9 @@ class Batch:
 class LayeredModel(nn.Module):
     """An ordered stack of layers. Subclasses build the layers and hand them to `super().__init__`.
 
-    A layer maps (x, keys) of one unit to one contiguous tensor; the first gets int64 tokens [B, T]. A layer reads its
-    parameters through attributes at every call, because the framework replaces them by views of a flat buffer. Names of
-    parameters are "<layer>.<path>", such as "block0.attn.qkv.weight".
+    A layer maps (x, keys) of one micro-batch to one contiguous tensor; the first gets int64 tokens [B, T]. A layer
+    reads its parameters through attributes at every call, because the framework replaces them by views of a flat
+    buffer. Names of parameters are "<layer>.<path>", such as "block0.attn.qkv.weight".
 
     Args:
         layers: name -> module, first to last.
@@ -148,7 +148,7 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
         isinstance(module, norms) and module.track_running_stats
     ):
         return (
-            "a unit's result does not depend on other units; running or batch statistics do",
+            "a micro-batch's result does not depend on other micro-batches; running or batch statistics do",
             "use nn.LayerNorm, nn.RMSNorm or nn.GroupNorm",
         )
     return None

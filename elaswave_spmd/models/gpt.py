@@ -1,6 +1,7 @@
 """GPT: learned positions, pre-norm blocks, GELU, dropout.
 
-Shape suffixes: B samples of a unit, T tokens, D model width, H heads, K width of a head, F hidden width, V vocabulary.
+Shape suffixes: B samples of a micro-batch, T tokens, D model width, H heads, K width of a head, F hidden width, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
-Shape suffixes: B samples of a unit, T tokens, D model width, H query heads, G key/value heads, K width of a head,
-F hidden width, V vocabulary.
+Shape suffixes: B samples of a micro-batch, T tokens, D model width, H query heads, G key/value heads, K width of a
+head, F hidden width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A causal language model of multi-layer perceptrons: each token sees a window of the tokens before it, layer by layer.
 
-Shape suffixes: B samples of a unit, T tokens, D model width, W window, F hidden width, V vocabulary.
+Shape suffixes: B samples of a micro-batch, T tokens, D model width, W window, F hidden width, V vocabulary.
 """
 
 from __future__ import annotations

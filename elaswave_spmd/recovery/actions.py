@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from elaswave_spmd.recovery.messages import Applied, Message
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class ValidationDone:
-    """All units of a validation: the exactly rounded sum of their losses."""
+    """All micro-batches of a validation: the exactly rounded sum of their losses."""
 
     step: int
     total: float
@@ -48,17 +48,17 @@ class EpochBegun:
 
     Args:
         kinds: rank -> "fail", "leave", "join" or "link"; empty when only state changed hands.
-        units_redone: (unit, stage) pairs that are computed again, or by another worker than planned.
-        learners: runs of pages that are being copied now.
-        why: of a move of units, layers or workers.
-        target: what they are copied for, with the holders that it is to have; None: nothing is copied.
+        microbatches_redone: (micro-batch, stage) pairs that are computed again, or by another worker than planned.
+        learners: page ranges that are being copied now.
+        why: of a move of micro-batches, layers or workers.
+        target: what they are copied for, with the replicas that it is to have; None: nothing is copied.
     """
 
     placement: Placement
     kinds: Mapping[int, str]
     reasons: Mapping[int, str]
     version: int
-    units_redone: int
+    microbatches_redone: int
     learners: int
     why: str = ""
     target: Placement | None = None
@@ -85,9 +85,9 @@ class Done:
 
 @dataclass(frozen=True)
 class Unrecoverable:
-    """Pages of state have no holder left, or no worker is left: only a checkpoint helps."""
+    """Pages of state have no replica left, or no worker is left: only a checkpoint helps."""
 
-    runs: tuple[HolderRun, ...]
+    runs: tuple[ReplicaSet, ...]
     reason: str
 
 

@@ -27,29 +27,29 @@ from elaswave_spmd.recovery.actions import (
 )
 from elaswave_spmd.recovery.messages import (
     Applied,
+    CaughtUp,
     Damaged,
     Finished,
-    Learned,
     Message,
-    Place,
     Prepare,
     Ready,
-    Status,
+    Recompute,
+    Reconfigure,
+    StepReport,
     Stop,
     Validated,
     ValidationLoss,
-    Work,
 )
-from elaswave_spmd.recovery.partial_step import salvage_plan
+from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, deal_evenly, dispensable, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, RunKey, adopt, promote, with_learners
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, adopt, promote, with_learners
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run reacts. `mirror_count`, `mirror_scatter`: of holders. Below `min_workers` it is saved and stops."""
+    """How a run reacts. `mirror_count`, `mirror_scatter`: of replicas. Below `min_workers` it is saved and stops."""
 
     mirror_count: int = 1
     mirror_scatter: int = 0
@@ -62,7 +62,7 @@ class _Change:
 
     epoch: int
     after: int
-    statuses: dict[int, Status] = field(default_factory=dict)
+    statuses: dict[int, StepReport] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,15 +73,16 @@ class ControllerProtocol:
         placement: of the first epoch.
         layout: the pages.
         steps: of the run.
-        num_validation_units, validates_at: of validations.
+        num_validation_microbatches, validates_at: of validations.
         domain_of: the failure domains of a newcomer; None: those of all the others.
-        deal: (stages, number of units) -> the units of each worker, by stage, after a change of members.
+        deal: (stages, number of micro-batches) -> the micro-batches of each worker, by stage, after a change of
+        members.
     """
 
     placement: Placement
     layout: ModelLayout
     steps: int
-    num_validation_units: int = 0
+    num_validation_microbatches: int = 0
     validates_at: Callable[[int], bool] = lambda _: False
     policy: Policy = field(default_factory=Policy)
     addresses: dict[int, str] = field(default_factory=dict)
@@ -99,13 +100,13 @@ class ControllerProtocol:
     _leaving: dict[int, str] = field(default_factory=dict)
     _newcomers: list[int] = field(default_factory=list)
     _learned: set[int] = field(default_factory=set)
-    _damaged: dict[int, set[RunKey]] = field(default_factory=dict)
+    _damaged: dict[int, set[PageRange]] = field(default_factory=dict)
     _forgot: set[int] = field(default_factory=set)  # members that have nothing of undecided steps any more
     _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
     _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
     _paused: bool = False  # training stands still in this epoch, until all have learned
-    _target: HolderMap | None = None  # what the learners of this epoch learn for
+    _target: ReplicaMap | None = None  # what the learners of this epoch learn for
     _goal: Goal | None = None  # where to go when they have; given up when members come or go
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ class ControllerProtocol:
         """Members that are to leave and have nothing that nobody else has. None once the run is about to stop."""
         if not self._leaving or self._saving:
             return ()
-        return dispensable(self._holders(), self._gone, sorted(self._leaving))
+        return dispensable(self._replicas(), self._gone, sorted(self._leaving))
 
     @property
     def settled(self) -> bool:
@@ -199,21 +200,21 @@ class ControllerProtocol:
         self._relinked[ends] = reason
         return self._begin(after=-1)
 
-    def learned(self, message: Learned) -> list[Effect]:
+    def learned(self, message: CaughtUp) -> list[Effect]:
         """A learner has caught up. When all have, they are promoted by a planned change."""
         if message.epoch != self.placement.mesh.epoch:
             return []
         self._learned.add(message.rank)
         if self._change is not None:
             return []
-        learners = {r for runs in self._holders().values() for run in runs for r in run.learners}
+        learners = {r for runs in self._replicas().values() for run in runs for r in run.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._learned else []
 
     def rebalance(self, goal: Goal) -> list[Effect]:
-        """Units, layers or workers are to be elsewhere, while training goes on.
+        """Micro-batches, layers or workers are to be elsewhere, while training goes on.
 
-        Units change at the next boundary. Where layers or workers change their stage, state is learned there first, and
-        the change comes when all of it is. Ignored while anything else changes.
+        Micro-batches change at the next boundary. Where layers or workers change their stage, state is learned there
+        first, and the change comes when all of it is. Ignored while anything else changes.
         """
         assert sorted(r for members in goal.stages for r in members) == sorted(self.placement.mesh.members), goal
         if not self._started or not self.settled or self._leaving or self._newcomers or self._gone:
@@ -230,7 +231,7 @@ class ControllerProtocol:
             self._forgot.add(message.rank)
         return self._begin(after=-1)
 
-    def status(self, message: Status) -> list[Effect]:
+    def status(self, message: StepReport) -> list[Effect]:
         """An answer to PREPARE; one for another epoch is void [m]."""
         if self._change is None or message.epoch != self._change.epoch or message.rank not in self.members:
             return []
@@ -254,8 +255,8 @@ class ControllerProtocol:
 
     # ---- the new epoch
 
-    def _holders(self) -> HolderMap:
-        return self.placement.holder_runs(self.layout)
+    def _replicas(self) -> ReplicaMap:
+        return self.placement.replica_map(self.layout)
 
     def _finish_change(self) -> list[Effect]:
         """All have answered: a PLACE to each member of the new epoch."""
@@ -266,33 +267,33 @@ class ControllerProtocol:
         clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
         stops = self._stops(version)
         learned = self._learned - self._gone.keys()
-        holders, alone = reconfiguration.good_holders(self._holders(), learned, self._damaged)
-        free = dispensable(holders, self._gone, () if stops else self._leaving)
+        replicas, alone = reconfiguration.good_replicas(self._replicas(), learned, self._damaged)
+        free = dispensable(replicas, self._gone, () if stops else self._leaving)
         leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
         gone = {**self._gone, **leaving}
-        holders, homeless = promote(holders, gone)
+        replicas, homeless = promote(replicas, gone)
         if homeless := (*alone, *homeless):
-            return [Unrecoverable(homeless, f"all holders of {len(homeless)} runs of pages are lost")]
+            return [Unrecoverable(homeless, f"all replicas of {len(homeless)} page ranges are lost")]
         if stops and not version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         stages = next_stages(old.mesh.stages, gone, newcomers, self._wanted_stages)
         placement = reconfiguration.next_placement(old, self.layout, change.epoch, stages, self.domain_of, self.deal)
-        work: tuple[Work, ...] | None = ()
+        work: tuple[Recompute, ...] | None = ()
         learners, same_members = 0, not gone and not newcomers and not self._damaged
         self._goal = self._goal if same_members and not stops else None
         why, target = self._goal.why if self._goal else "", None
         if not stops:
-            # Who was asked to leave and has pages that nobody else has goes when they have another holder.
+            # Who was asked to leave and has pages that nobody else has goes when they have another replica.
             copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
             aim = reconfiguration.placement_at(self._goal, placement)
-            holders, learners = self._share_out(aim, holders, copies, adoptable=clean and same_members)
-            target = replace(aim, holders=self._target) if learners else None
+            replicas, learners = self._share_out(aim, replicas, copies, adoptable=clean and same_members)
+            target = replace(aim, replicas=self._target) if learners else None
             if self._goal is not None and self._target is None:  # nothing has to be learned for it any more
                 placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
-            placement = replace(placement, holders=holders)
+            placement = replace(placement, replicas=replicas)
             old_layers = {r: reconfiguration.layers_of(old, r) for r in old.mesh.members}
-            work = None if clean else salvage_plan(version + 1, placement, self.layout, held, old_layers)
-        self.placement = placement = replace(placement, holders=holders)
+            work = None if clean else recovery_plan(version + 1, placement, self.layout, held, old_layers)
+        self.placement = placement = replace(placement, replicas=replicas)
         kinds, reasons = reconfiguration.what_happens(self._gone, leaving, newcomers, self._relinked)
         begun = EpochBegun(
             placement, kinds, reasons, version, reconfiguration.redone(work, held), learners, why, target
@@ -321,7 +322,9 @@ class ControllerProtocol:
         staying = len(self.members) - len(self._leaving) + len(self._newcomers)
         return reconfiguration.too_few(staying, sorted(self._leaving), max(1, self.policy.min_workers)) or self._saving
 
-    def _share_out(self, aim: Placement, current: HolderMap, copies: int, *, adoptable: bool) -> tuple[HolderMap, int]:
+    def _share_out(
+        self, aim: Placement, current: ReplicaMap, copies: int, *, adoptable: bool
+    ) -> tuple[ReplicaMap, int]:
         """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
         target = self._target if adoptable else None
         if target is None:
@@ -332,7 +335,7 @@ class ControllerProtocol:
         self._target = None if settled else target
         return (adopt(found, target), 0) if settled else (found, learners)
 
-    def _place_message(self, version: int, work: tuple[Work, ...] | None) -> Place:
+    def _place_message(self, version: int, work: tuple[Recompute, ...] | None) -> Reconfigure:
         again = version and not self._saving and self.validates_at(version) and self._validated < version
         validate = version if again else -1
         forgot = tuple(sorted(self._forgot & {*self.placement.mesh.members}))
@@ -368,12 +371,12 @@ class ControllerProtocol:
         return [Committed(message)]
 
     def validation(self, message: ValidationLoss) -> list[Effect]:
-        """When all units have been reported, training may go on."""
+        """When all micro-batches have been reported, training may go on."""
         if message.step <= self._validated:
             return []
         found = self._validation.setdefault(message.step, {})
-        found.update(zip(message.units, message.losses, strict=True))
-        if len(found) < self.num_validation_units:
+        found.update(zip(message.microbatches, message.losses, strict=True))
+        if len(found) < self.num_validation_microbatches:
             return []
         del self._validation[message.step]
         self._validated = message.step

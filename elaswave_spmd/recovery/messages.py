@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 # What messages have as fields, where that is more than numbers and words.
-HolderRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
+ReplicaRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
 """(layer, first page, stop page, primary, mirrors, learners): scheduling.holders.to_rows."""
 
 
@@ -20,13 +20,13 @@ class StepHeld(msgspec.Struct, frozen=True, array_like=True):
     """What one worker has of one step that is not decided. Everything in it is a pure function of (run, step, id).
 
     Args:
-        assigned: units that it regards as its own on its stage.
-        computed: units whose backward it has done, through all layers of its stage.
-        forwarded: units with a saved forward whose backward is not done.
-        activations: (layer, unit): outgoing activations that it keeps; `layer` is the consumer's first.
-        gradients: (layer, unit): outgoing gradients that it keeps, of the output of `layer`, the consumer's last.
-        nodes: layer -> tree nodes whose sum it keeps for the whole layer, but for pages that it is the primary of.
-        trees: (layer, first, stop, use, nodes): of runs that it is the primary of, the nodes held of `use`'s tree.
+        assigned: micro-batches that it regards as its own on its stage.
+        computed: micro-batches whose backward it has done, through all layers of its stage.
+        forwarded: micro-batches with a saved forward whose backward is not done.
+        activations: (layer, micro-batch): outgoing activations that it keeps; `layer` is the consumer's first.
+        gradients: (layer, micro-batch): outgoing gradients that it keeps, of the output of `layer`, the consumer's
+        last. nodes: layer -> tree nodes whose sum it keeps for the whole layer, but for pages that it is the primary
+        of. trees: (layer, first, stop, use, nodes): of runs that it is the primary of, the nodes held of `use`'s tree.
         entries: runs (layer, first, stop) whose entry it holds.
     """
 
@@ -41,15 +41,15 @@ class StepHeld(msgspec.Struct, frozen=True, array_like=True):
     entries: tuple[tuple[int, int, int], ...] = ()
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True):
-    """One line of a salvage plan: `worker` runs `unit` through `stage`.
+class Recompute(msgspec.Struct, frozen=True, array_like=True):
+    """One line of a salvage plan: `worker` runs `microbatch` through `stage`.
 
     `forward`: it has to run forward (else the saved one serves). `backward`: 0 none, 1 for the gradient of its input
     only, 2 in full.
     """
 
     stage: int
-    unit: int
+    microbatch: int
     worker: int
     forward: bool
     backward: int
@@ -63,28 +63,28 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Activation(Message, frozen=True):
-    """Payload: what `layer`, the receiver's first, takes for a unit.
+    """Payload: what `layer`, the receiver's first, takes for a micro-batch.
 
-    `validation`: of a validation unit, at version `step`.
+    `validation`: of a validation micro-batch, at version `step`.
     """
 
     step: int
-    unit: int
+    microbatch: int
     layer: int
     shape: tuple[int, ...]
     validation: bool = False
 
 
 class ActivationGradient(Message, frozen=True):
-    """Payload: the gradient of the loss by the output of `layer`, the receiver's last, for a unit."""
+    """Payload: the gradient of the loss by the output of `layer`, the receiver's last, for a micro-batch."""
 
     step: int
-    unit: int
+    microbatch: int
     layer: int
     shape: tuple[int, ...]
 
 
-class NodeSum(Message, frozen=True):
+class PartialSum(Message, frozen=True):
     """NODE: payload, fp32, is the tree node (lo, hi) for pages [first, stop) of `layer`'s gradient buffer."""
 
     step: int
@@ -95,7 +95,7 @@ class NodeSum(Message, frozen=True):
     hi: int
 
 
-class Entry(Message, frozen=True):
+class ReducedGradient(Message, frozen=True):
     """ENTRY: payload, fp32, is the reduced gradient g(p, step) of state pages [first, stop) of `layer`.
 
     `norms`: the norm value of each of these pages, little-endian fp32.
@@ -178,7 +178,7 @@ class Ready(Message, frozen=True):
     compiled: int = 0
 
 
-class Status(Message, frozen=True):
+class StepReport(Message, frozen=True):
     """STATUS: the answer to PREPARE(epoch), and to no other. `held`: of the steps version + 1 and version + 2."""
 
     epoch: int
@@ -210,10 +210,10 @@ class Prepare(Message, frozen=True):
     after: int = -1
 
 
-class Place(Message, frozen=True):
+class Reconfigure(Message, frozen=True):
     """PLACE(epoch): members by stage with their addresses, and all that makes the placement.
 
-    `holders` are rows of scheduling.holders (empty: the healthy deal of the mesh). `version` is the highest of any
+    `replicas` are rows of scheduling.holders (empty: the healthy deal of the mesh). `version` is the highest of any
     member, and `work` says who runs what of step version + 1 (None: nothing of it was begun, and the placement holds
     for it too). `validate`: the version whose validation is to be run again, or -1. `save`: the run is about to stop:
     write the state of `version` and begin no other step. `pause`: begin none before the next PREPARE, as training
@@ -223,18 +223,18 @@ class Place(Message, frozen=True):
     epoch: int
     stages: tuple[tuple[int, ...], ...]
     layer_cuts: tuple[int, ...]
-    unit_counts: tuple[tuple[int, ...], ...]
+    microbatch_counts: tuple[tuple[int, ...], ...]
     addresses: dict[int, str]
-    holders: tuple[HolderRow, ...] = ()
+    replicas: tuple[ReplicaRow, ...] = ()
     version: int = 0
-    work: tuple[Work, ...] | None = None
+    work: tuple[Recompute, ...] | None = None
     validate: int = -1
     save: bool = False
     pause: bool = False
     forgot: tuple[int, ...] = ()
 
 
-class Learned(Message, frozen=True):
+class CaughtUp(Message, frozen=True):
     """Worker to controller: it has caught up with all runs that it learns in this epoch."""
 
     rank: int
@@ -295,8 +295,8 @@ class Applied(Message, frozen=True):
 
 class Measured(Message, frozen=True):
     """Worker to controller: what its layer programs took in `step`, `rows` as runtime.layer_times has them. `memory`:
-    what units keep of layers that are new to it, as in runtime.layer_memory. `compiled`: programs that it has compiled
-    so far. `link`, once known: (latency in s, bytes per s) of its link to a neighbour (runtime.link_probe)."""
+    what micro-batches keep of layers that are new to it, as in runtime.layer_memory. `compiled`: programs that it has
+    compiled so far. `link`, once known: (latency in s, bytes per s) of its link to a neighbour (runtime.link_probe)."""
 
     rank: int
     step: int
@@ -307,11 +307,11 @@ class Measured(Message, frozen=True):
 
 
 class ValidationLoss(Message, frozen=True):
-    """Last-stage worker to controller: token-sum losses of its validation units at version `step`."""
+    """Last-stage worker to controller: token-sum losses of its validation micro-batches at version `step`."""
 
     step: int
     rank: int
-    units: tuple[int, ...]
+    microbatches: tuple[int, ...]
     losses: tuple[float, ...]
 
 
@@ -371,8 +371,8 @@ class Stop(Message, frozen=True):
 AnyMessage: TypeAlias = (
     Activation
     | ActivationGradient
-    | NodeSum
-    | Entry
+    | PartialSum
+    | ReducedGradient
     | Publish
     | PageState
     | Need
@@ -380,9 +380,9 @@ AnyMessage: TypeAlias = (
     | GroupLost
     | Ready
     | Prepare
-    | Status
-    | Place
-    | Learned
+    | StepReport
+    | Reconfigure
+    | CaughtUp
     | Fingerprints
     | Damaged
     | LinkClosed

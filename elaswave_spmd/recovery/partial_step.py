@@ -1,33 +1,34 @@
 """Salvage: who runs what of a step that was under way when the mesh changed. A pure function of what members say.
 
-**Covered.** A contribution (unit u, layer l) goes into every run r of pages whose gradient includes l: r is of layer l
-itself, or of a parameter that l reads. It is covered for r exactly if
+**Covered.** A contribution (micro-batch u, layer l) goes into every run r of pages whose gradient includes l: r is of
+layer l itself, or of a parameter that l reads. It is covered for r exactly if
 
 1. a member that holds r under the new map reports the entry of r; or
-2. a member, holder or not, reports a tree node with u, of use l, of r; or
+2. a member, replica or not, reports a tree node with u, of use l, of r; or
 3. a member that reports neither a tree nor an entry of r keeps a local node of layer l with u.
 
 Members are those of the new mesh. Reports name runs of older epochs: "of r" means of a run that contains r, since runs
 are only ever split. In 3 a tree of any use, or an entry, excludes the member: it may have been the primary of r, whose
 local sums of these pages are overwritten as its trees are added up. A newly promoted primary reports neither, and uses
-its own sums. A mirror that has the entry is excluded needlessly only if it is no holder any more.
+its own sums. A mirror that has the entry is excluded needlessly only if it is no replica any more.
 
 **What workers have to do for it.** A STATUS is given between two actions, and from then until the next PLACE nothing is
 thrown away: sums, boundary tensors sent, those received and used. `trees` name also the local sums that a primary has
 not filed yet. Who hands trees to another primary goes on reporting them, or reports no sum that went into them.
-`forwarded` leaves out units that are run for their input's gradient only. At PLACE everybody sends what it has kept to
-where the new map and the plan want it: sums to primaries, those included that no line completes, entries to holders,
-boundary tensors to the lines that take them. A primary passes on an entry that reaches it late. `forward` of a unit
-whose forward was reported means that its output is wanted again.
+`forwarded` leaves out micro-batches that are run for their input's gradient only. At PLACE everybody sends what it has
+kept to where the new map and the plan want it: sums to primaries, those included that no line completes, entries to
+replicas, boundary tensors to the lines that take them. A primary passes on an entry that reaches it late. `forward` of
+a micro-batch whose forward was reported means that its output is wanted again.
 
-**Run again.** A unit that is not covered for some run and use of a stage is run there in full, by the member that
-claims it: one that regards it as its own and whose stage has the layers that it had. Units that nobody claims are dealt
-to the stage. The plan names also what a survivor would do anyway, so that it is complete: whoever follows it, in any
-order, finishes the step. A unit may come again to the worker that has computed it, if its sums went with a primary.
+**Run again.** A micro-batch that is not covered for some run and use of a stage is run there in full, by the member
+that claims it: one that regards it as its own and whose stage has the layers that it had. Micro-batches that nobody
+claims are dealt to the stage. The plan names also what a survivor would do anyway, so that it is complete: whoever
+follows it, in any order, finishes the step. A micro-batch may come again to the worker that has computed it, if its
+sums went with a primary.
 
-**Inputs.** A backward needs the gradient of its output. If no member keeps it, the stage above runs the unit too, for
-its input's gradient only where nothing else is missing. A backward without a saved forward, and any forward, needs the
-activation from the stage below: kept by a member, or computed again.
+**Inputs.** A backward needs the gradient of its output. If no member keeps it, the stage above runs the micro-batch
+too, for its input's gradient only where nothing else is missing. A backward without a saved forward, and any forward,
+needs the activation from the stage below: kept by a member, or computed again.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from functools import cached_property, reduce
 from operator import or_
 
 from elaswave_spmd.determinism.reduction_tree import Node
-from elaswave_spmd.recovery.messages import StepHeld, Work
-from elaswave_spmd.scheduling.placement import Placement, deal_units
+from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.scheduling.placement import Placement, deal_microbatches
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 INPUT_GRADIENT, FULL = 1, 2
 """Values of Work.backward; 0 is none."""
 
 
-def salvage_plan(
+def recovery_plan(
     step: int,
     placement: Placement,
     layout: ModelLayout,
@@ -58,62 +59,63 @@ def salvage_plan(
     *,
     boundaries_kept: bool = True,
     undisturbed: bool = False,
-) -> tuple[Work, ...]:
-    """The lines of a salvaged step, by stage and unit: all that is still to run of it, on the new mesh.
+) -> tuple[Recompute, ...]:
+    """The lines of a salvaged step, by stage and micro-batch: all that is still to run of it, on the new mesh.
 
     Args:
         step: the step, the only one that `held` may speak of.
-        placement: of the new mesh epoch; its holder map says who needs what.
+        placement: of the new mesh epoch; its replica map says who needs what.
         layout: the pages.
         held: rank -> what that member said of the step; None, or no key: it has nothing. Others than members of the new
             mesh are ignored.
         old_layers: rank -> layers [first, stop) of the stage that it was on when it said so.
         boundaries_kept: senders keep boundary tensors until the step is decided. Else what was sent counts as received
-            only with `undisturbed`, and only by the one claimer of the unit, if it has not used it up.
+            only with `undisturbed`, and only by the one claimer of the micro-batch, if it has not used it up.
         undisturbed: no PLACE was sent since a member could begin this step, so what a survivor has sent went to the
-            worker that claims the unit now. Matters only without kept boundaries; False is always safe.
+            worker that claims the micro-batch now. Matters only without kept boundaries; False is always safe.
 
-    Returns: at most one line per stage and unit; empty if everything is covered. Nothing done and everybody alive: the
+    Returns: at most one line per stage and micro-batch; empty if everything is covered. Nothing done and everybody
+    alive: the
         assignment of the placement. A stage without parameters has nothing to cover: only what other stages need of it
         is run.
     """
     said = {rank: report for rank in placement.mesh.members if (report := held.get(rank)) is not None}
     assert all(report.step == step for report in said.values()), (step, said)
     survey = _Survey(placement, said, old_layers, boundaries_kept, undisturbed)
-    levels = _backward_levels(survey, _missing_units(placement, layout, said))
+    levels = _backward_levels(survey, _missing_microbatches(placement, layout, said))
     workers = [_deal(survey, stage, level, ()) for stage, level in enumerate(levels)]
-    lines: list[Work] = []
-    wanted: set[int] = set()  # units whose output of this stage the one above needs again
+    lines: list[Recompute] = []
+    wanted: set[int] = set()  # micro-batches whose output of this stage the one above needs again
     for stage in reversed(range(placement.num_stages)):
         level, worker = levels[stage], workers[stage]
         worker |= _deal(survey, stage, wanted - level.keys(), worker.values())
         found = [
-            Work(stage, u, worker[u], u in wanted or not survey.has_forward(stage, u, worker[u]), level.get(u, 0))
+            Recompute(stage, u, worker[u], u in wanted or not survey.has_forward(stage, u, worker[u]), level.get(u, 0))
             for u in sorted(worker)
         ]
         lines += found
-        wanted = {w.unit for w in found if w.forward and not survey.has_activation(stage, w.unit, w.worker)}
+        wanted = {w.microbatch for w in found if w.forward and not survey.has_activation(stage, w.microbatch, w.worker)}
     assert not wanted, "the first stage takes data, not activations"
     return tuple(sorted(lines, key=_place_of))
 
 
-def executor_view(plan: Sequence[Work], stage: int, rank: int) -> tuple[Work, ...]:
-    """One worker's lines, by unit."""
+def executor_view(plan: Sequence[Recompute], stage: int, rank: int) -> tuple[Recompute, ...]:
+    """One worker's lines, by micro-batch."""
     return tuple(w for w in _of_stage(plan, stage) if w.worker == rank)
 
 
-def peer_of(plan: Sequence[Work], placement: Placement, stage: int, unit: int) -> int | None:
-    """Who runs a unit on a stage in this step; None: nobody, what is made for it is not sent."""
-    assert 0 <= stage < placement.num_stages and 0 <= unit < placement.num_units, (stage, unit)
-    at = bisect_left(plan, (stage, unit), key=_place_of)
-    return plan[at].worker if at < len(plan) and _place_of(plan[at]) == (stage, unit) else None
+def peer_of(plan: Sequence[Recompute], placement: Placement, stage: int, microbatch: int) -> int | None:
+    """Who runs a micro-batch on a stage in this step; None: nobody, what is made for it is not sent."""
+    assert 0 <= stage < placement.num_stages and 0 <= microbatch < placement.num_microbatches, (stage, microbatch)
+    at = bisect_left(plan, (stage, microbatch), key=_place_of)
+    return plan[at].worker if at < len(plan) and _place_of(plan[at]) == (stage, microbatch) else None
 
 
-def _place_of(line: Work) -> tuple[int, int]:
-    return line.stage, line.unit
+def _place_of(line: Recompute) -> tuple[int, int]:
+    return line.stage, line.microbatch
 
 
-def _of_stage(plan: Sequence[Work], stage: int) -> Sequence[Work]:
+def _of_stage(plan: Sequence[Recompute], stage: int) -> Sequence[Recompute]:
     return plan[bisect_left(plan, (stage,), key=_place_of) : bisect_left(plan, (stage + 1,), key=_place_of)]
 
 
@@ -122,7 +124,7 @@ def _of_stage(plan: Sequence[Work], stage: int) -> Sequence[Work]:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What members have, asked by stage and unit of the new placement."""
+    """What members have, asked by stage and micro-batch of the new placement."""
 
     placement: Placement
     said: Mapping[int, StepHeld]
@@ -131,8 +133,10 @@ class _Survey:
     undisturbed: bool
 
     @cached_property
-    def _units(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:
-        """Rank -> units with a saved forward, units computed; of members whose stage has the layers that it had."""
+    def _microbatches(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:
+        """Rank -> micro-batches with a saved forward, micro-batches computed; of members whose stage has the layers
+        that it had.
+        """
         found = {}
         for stage, members in enumerate(self.placement.mesh.stages):
             layers = self.placement.layers_of_stage(stage)
@@ -144,13 +148,13 @@ class _Survey:
 
     @cached_property
     def claims(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
-        """Per stage: unit -> the members that claim it, lowest rank first."""
+        """Per stage: micro-batch -> the members that claim it, lowest rank first."""
         found = []
         for members in self.placement.mesh.stages:
             claims: dict[int, tuple[int, ...]] = {}
-            for rank in sorted(set(members) & self._units.keys()):
-                for unit in self.said[rank].assigned:
-                    claims[unit] = (*claims.get(unit, ()), rank)
+            for rank in sorted(set(members) & self._microbatches.keys()):
+                for microbatch in self.said[rank].assigned:
+                    claims[microbatch] = (*claims.get(microbatch, ()), rank)
             found.append(claims)
         return tuple(found)
 
@@ -162,40 +166,44 @@ class _Survey:
     def _activations(self) -> frozenset[tuple[int, int]]:
         return frozenset(at for report in self.said.values() for at in report.activations)
 
-    def has_forward(self, stage: int, unit: int, rank: int) -> bool:
-        """Whether the member has a saved forward of the unit through all layers of the stage."""
+    def has_forward(self, stage: int, microbatch: int, rank: int) -> bool:
+        """Whether the member has a saved forward of the micro-batch through all layers of the stage."""
         assert self.placement.mesh.stage_of(rank) == stage, (stage, rank)
-        return rank in self._units and unit in self._units[rank][0]
+        return rank in self._microbatches and microbatch in self._microbatches[rank][0]
 
-    def has_gradient(self, stage: int, unit: int) -> bool:
+    def has_gradient(self, stage: int, microbatch: int) -> bool:
         """Whether a backward on the stage finds the gradient of its output; the last stage has the loss."""
         cuts = self.placement.layer_cuts
-        if stage == self.placement.num_stages - 1 or (cuts[stage + 1] - 1, unit) in self._gradients:
+        if stage == self.placement.num_stages - 1 or (cuts[stage + 1] - 1, microbatch) in self._gradients:
             return True
-        if self.boundaries_kept or not self.undisturbed or len(claimers := self.claims[stage].get(unit, ())) != 1:
+        if self.boundaries_kept or not self.undisturbed or len(claimers := self.claims[stage].get(microbatch, ())) != 1:
             return False
-        used = unit in self._units[claimers[0]][1]
-        return not used and any(unit in self._units[r][1] for r in self.claims[stage + 1].get(unit, ()))
+        used = microbatch in self._microbatches[claimers[0]][1]
+        return not used and any(
+            microbatch in self._microbatches[r][1] for r in self.claims[stage + 1].get(microbatch, ())
+        )
 
-    def has_activation(self, stage: int, unit: int, rank: int) -> bool:
+    def has_activation(self, stage: int, microbatch: int, rank: int) -> bool:
         """Whether a forward of this member on the stage finds its input; the first stage has the data."""
-        if stage == 0 or (self.placement.layer_cuts[stage], unit) in self._activations:
+        if stage == 0 or (self.placement.layer_cuts[stage], microbatch) in self._activations:
             return True
-        if self.boundaries_kept or not self.undisturbed or self.claims[stage].get(unit) != (rank,):
+        if self.boundaries_kept or not self.undisturbed or self.claims[stage].get(microbatch) != (rank,):
             return False
-        used = any(unit in units for units in self._units[rank])
-        senders = self.claims[stage - 1].get(unit, ())
-        return not used and any(unit in units for r in senders for units in self._units[r])
+        used = any(microbatch in microbatches for microbatches in self._microbatches[rank])
+        senders = self.claims[stage - 1].get(microbatch, ())
+        return not used and any(microbatch in microbatches for r in senders for microbatches in self._microbatches[r])
 
 
 # ---- what is missing
 
 
-def _missing_units(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld]) -> list[list[int]]:
-    """Per stage the units that are not covered for some run and use of its layers, ascending. See the module."""
-    runs = placement.holder_runs(layout)
+def _missing_microbatches(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld]) -> list[list[int]]:
+    """Per stage the micro-batches that are not covered for some run and use of its layers, ascending. See the
+    module.
+    """
+    runs = placement.replica_map(layout)
     reports = _Reports.of(runs, said)
-    everything = (1 << placement.num_units) - 1
+    everything = (1 << placement.num_microbatches) - 1
     found = []
     for stage in range(placement.num_stages):
         missing = 0
@@ -205,59 +213,59 @@ def _missing_units(placement: Placement, layout: ModelLayout, said: Mapping[int,
             for run in _runs_of_use(layout, runs, layer):
                 if missing == everything:
                     break
-                if not run.holders.isdisjoint(reports.with_entry.get(run.key, ())):
+                if not run.replicas.isdisjoint(reports.with_entry.get(run.key, ())):
                     continue
                 excluded = reports.excluded.get(run.key, frozenset())
                 usable = everybody
                 if not excluded.isdisjoint(local):
                     usable = reduce(or_, (mask for rank, mask in local.items() if rank not in excluded), 0)
                 missing |= everything & ~(usable | reports.in_trees.get((run.key, layer), 0))
-        found.append(_units_in(missing))
+        found.append(_microbatches_in(missing))
     return found
 
 
-def _runs_of_use(layout: ModelLayout, holder_runs: HolderMap, layer: int) -> Iterator[HolderRun]:
+def _runs_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> Iterator[ReplicaSet]:
     """The runs whose gradient includes that of a layer: its own, and those of the parameters that it reads."""
-    yield from holder_runs[layer]
+    yield from replica_map[layer]
     for block in layout.layers[layer].reader_blocks:
         assert block.source is not None
         owner, first = block.source
-        yield from (run for run in holder_runs[owner] if first <= run.first < first + block.num_pages)
+        yield from (run for run in replica_map[owner] if first <= run.first < first + block.num_pages)
 
 
 @dataclass(frozen=True)
 class _Reports:
-    """Trees and entries that members report, by runs of the new map. Sets of units are bit masks.
+    """Trees and entries that members report, by runs of the new map. Sets of micro-batches are bit masks.
 
     Args:
         with_entry: run -> members that have its entry.
         excluded: run -> members that have its entry or a tree of it.
-        in_trees: (run, use) -> units in nodes of trees.
+        in_trees: (run, use) -> micro-batches in nodes of trees.
     """
 
-    with_entry: Mapping[RunKey, Collection[int]]
-    excluded: Mapping[RunKey, frozenset[int]]
-    in_trees: Mapping[tuple[RunKey, int], int]
+    with_entry: Mapping[PageRange, Collection[int]]
+    excluded: Mapping[PageRange, frozenset[int]]
+    in_trees: Mapping[tuple[PageRange, int], int]
 
     @classmethod
-    def of(cls, holder_runs: HolderMap, said: Mapping[int, StepHeld]) -> _Reports:
-        with_entry: dict[RunKey, set[int]] = {}
-        excluded: dict[RunKey, set[int]] = {}
-        in_trees: dict[tuple[RunKey, int], int] = {}
+    def of(cls, replica_map: ReplicaMap, said: Mapping[int, StepHeld]) -> _Reports:
+        with_entry: dict[PageRange, set[int]] = {}
+        excluded: dict[PageRange, set[int]] = {}
+        in_trees: dict[tuple[PageRange, int], int] = {}
         for rank, report in said.items():
             for layer, first, stop in report.entries:
-                for key in _keys_inside(holder_runs[layer], first, stop):
+                for key in _keys_inside(replica_map[layer], first, stop):
                     with_entry.setdefault(key, set()).add(rank)
                     excluded.setdefault(key, set()).add(rank)
             for layer, first, stop, use, nodes in report.trees:
                 mask = _mask(nodes)
-                for key in _keys_inside(holder_runs[layer], first, stop):
+                for key in _keys_inside(replica_map[layer], first, stop):
                     excluded.setdefault(key, set()).add(rank)
                     in_trees[key, use] = in_trees.get((key, use), 0) | mask
         return cls(with_entry, {key: frozenset(ranks) for key, ranks in excluded.items()}, in_trees)
 
 
-def _keys_inside(runs: Sequence[HolderRun], first: int, stop: int) -> Iterator[RunKey]:
+def _keys_inside(runs: Sequence[ReplicaSet], first: int, stop: int) -> Iterator[PageRange]:
     """The runs, in page order, that lie within pages [first, stop)."""
     at = bisect_left(runs, first, key=lambda run: run.first)
     while at < len(runs) and runs[at].stop <= stop:
@@ -266,42 +274,44 @@ def _keys_inside(runs: Sequence[HolderRun], first: int, stop: int) -> Iterator[R
 
 
 def _mask(nodes: Iterable[Node]) -> int:
-    """The units of tree nodes, as bits."""
+    """The micro-batches of tree nodes, as bits."""
     return reduce(or_, (((1 << (hi - lo)) - 1) << lo for lo, hi in nodes), 0)
 
 
-def _units_in(mask: int) -> list[int]:
-    return [unit for unit, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
+def _microbatches_in(mask: int) -> list[int]:
+    return [microbatch for microbatch, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
 
 
 # ---- who runs it
 
 
 def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[dict[int, int]]:
-    """Per stage: unit -> FULL where its contribution is missing, INPUT_GRADIENT where only the stage below lacks it."""
+    """Per stage: micro-batch -> FULL where its contribution is missing, INPUT_GRADIENT where only the stage below
+    lacks it.
+    """
     levels: list[dict[int, int]] = []
     asked: Iterable[int] = ()
-    for stage, units in enumerate(missing):
-        level = dict.fromkeys(asked, INPUT_GRADIENT) | dict.fromkeys(units, FULL)
+    for stage, microbatches in enumerate(missing):
+        level = dict.fromkeys(asked, INPUT_GRADIENT) | dict.fromkeys(microbatches, FULL)
         levels.append(level)
         asked = [u for u in level if not survey.has_gradient(stage, u)]
     return levels
 
 
-def _deal(survey: _Survey, stage: int, units: Collection[int], busy: Iterable[int]) -> dict[int, int]:
-    """Unit -> worker: its first claimer; unclaimed units so that the number of lines becomes even.
+def _deal(survey: _Survey, stage: int, microbatches: Collection[int], busy: Iterable[int]) -> dict[int, int]:
+    """Micro-batch -> worker: its first claimer; unclaimed micro-batches so that the number of lines becomes even.
 
-    `busy`: a rank for each line that the stage has already. Unclaimed units keep the placement's way of dealing, so
-    that neighbours in the tree stay together where it is contiguous.
+    `busy`: a rank for each line that the stage has already. Unclaimed micro-batches keep the placement's way of
+    dealing, so that neighbours in the tree stay together where it is contiguous.
     """
     members, claims = survey.placement.mesh.stages[stage], survey.claims[stage]
-    found = {unit: claims[unit][0] for unit in units if unit in claims}
-    rest = sorted(set(units) - found.keys())
+    found = {microbatch: claims[microbatch][0] for microbatch in microbatches if microbatch in claims}
+    rest = sorted(set(microbatches) - found.keys())
     lines = dict.fromkeys(members, 0)
     for rank in (*busy, *found.values()):
         lines[rank] += 1
     counts = _fill(list(lines.values()), len(rest))
-    return found | dict(zip(rest, deal_units(members, counts, survey.placement.dealing), strict=True))
+    return found | dict(zip(rest, deal_microbatches(members, counts, survey.placement.dealing), strict=True))
 
 
 def _fill(loads: Sequence[int], more: int) -> list[int]:

@@ -9,21 +9,21 @@ from itertools import pairwise
 
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.messages import Place, Status, StepHeld, Work
+from elaswave_spmd.recovery.messages import Recompute, Reconfigure, StepHeld, StepReport
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.redeal import redeal
 from elaswave_spmd.sharding.layout import INTERLEAVED, LOSS, ModelLayout
 from elaswave_spmd.sharding.replica_rebalance import refill
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey, all_runs, to_rows
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, all_runs, to_rows
 
 # What the mesh becomes when workers go or come: pure functions of the mesh and the event.
 Stages = tuple[tuple[int, ...], ...]
 
 
-def deal_evenly(stages: Stages, num_units: int) -> tuple[tuple[int, ...], ...]:
-    """The units of each worker, by stage, when all are equally fast."""
-    return tuple(even_counts(num_units, len(members)) for members in stages)
+def deal_evenly(stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of each worker, by stage, when all are equally fast."""
+    return tuple(even_counts(num_microbatches, len(members)) for members in stages)
 
 
 def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:
@@ -61,38 +61,40 @@ def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
     return min(able, key=lambda s: (abs(s - empty), -len(stages[s]), s), default=None)
 
 
-def graduate(holders: HolderMap, learned: Collection[int]) -> HolderMap:
-    """The map in which these learners, who have caught up, are holders. Primaries stay."""
+def graduate(replicas: ReplicaMap, learned: Collection[int]) -> ReplicaMap:
+    """The map in which these learners, who have caught up, are replicas. Primaries stay."""
 
-    def after(layer: int) -> tuple[HolderRun, ...]:
+    def after(layer: int) -> tuple[ReplicaSet, ...]:
         return tuple(
-            replace(run, holders=run.holders | ready, learners=run.learners - ready)
+            replace(run, replicas=run.replicas | ready, learners=run.learners - ready)
             if (ready := run.learners & frozenset(learned))
             else run
-            for run in holders[layer]
+            for run in replicas[layer]
         )
 
-    return {layer: after(layer) for layer in holders}
+    return {layer: after(layer) for layer in replicas}
 
 
-def disown(holders: HolderMap, rank: int, runs: Collection[tuple[int, int, int]]) -> tuple[HolderMap, list[HolderRun]]:
+def disown(
+    replicas: ReplicaMap, rank: int, runs: Collection[tuple[int, int, int]]
+) -> tuple[ReplicaMap, list[ReplicaSet]]:
     """The map in which a worker does not hold these runs any more, and the runs that nobody else holds.
 
     Where it was the primary, a mirror becomes the primary.
     """
 
-    def hit(run: HolderRun) -> bool:
+    def hit(run: ReplicaSet) -> bool:
         return any(run.layer == ly and first <= run.first and run.stop <= stop for ly, first, stop in runs)
 
-    found: dict[int, tuple[HolderRun, ...]] = {}
-    homeless: list[HolderRun] = []
-    for layer, of_layer in holders.items():
+    found: dict[int, tuple[ReplicaSet, ...]] = {}
+    homeless: list[ReplicaSet] = []
+    for layer, of_layer in replicas.items():
         kept = []
         for run in of_layer:
-            left = run.holders - {rank}
-            if rank in run.holders and hit(run):
+            left = run.replicas - {rank}
+            if rank in run.replicas and hit(run):
                 if left:
-                    run = replace(run, primary=min(left) if run.primary == rank else run.primary, holders=left)
+                    run = replace(run, primary=min(left) if run.primary == rank else run.primary, replicas=left)
                 else:
                     homeless.append(run)
             kept.append(run)
@@ -100,9 +102,9 @@ def disown(holders: HolderMap, rank: int, runs: Collection[tuple[int, int, int]]
     return found, homeless
 
 
-def dispensable(holders: HolderMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
-    """Those of `leaving` who may go at once, without `gone`: every page that has a holder keeps one."""
-    left = {run.holders.difference(gone) for run in all_runs(holders)} - {frozenset()}
+def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
+    """Those of `leaving` who may go at once, without `gone`: every page that has a replica keeps one."""
+    left = {run.replicas.difference(gone) for run in all_runs(replicas)} - {frozenset()}
     found = []
     for rank in leaving:
         without = {held - {rank} for held in left}
@@ -112,35 +114,35 @@ def dispensable(holders: HolderMap, gone: Collection[int], leaving: Iterable[int
     return tuple(found)
 
 
-# How much state a change of the mesh makes move, and the least that it could: pure functions of holder maps.
-def moved_elements(holders: HolderMap, layout: ModelLayout) -> int:
+# How much state a change of the mesh makes move, and the least that it could: pure functions of replica maps.
+def moved_elements(replicas: ReplicaMap, layout: ModelLayout) -> int:
     """Elements of the pages that learners get, one kind of state, once for each learner. The loss page is no state.
 
     Promoting a mirror moves nothing.
     """
-    return sum(_elements(run, layout) * len(run.learners) for run in all_runs(holders) if run.learners)
+    return sum(_elements(run, layout) * len(run.learners) for run in all_runs(replicas) if run.learners)
 
 
-def least_elements(holders: HolderMap, target: Placement, layout: ModelLayout) -> int:
-    """Lower bound for `moved_elements`, for any map that gives pages as many holders and primaries as even a share.
+def least_elements(replicas: ReplicaMap, target: Placement, layout: ModelLayout) -> int:
+    """Lower bound for `moved_elements`, for any map that gives pages as many replicas and primaries as even a share.
 
-    The larger one of two: the holders that each page lacks by number, whoever they are; and what the members lack of
+    The larger one of two: the replicas that each page lacks by number, whoever they are; and what the members lack of
     their share as primaries.
 
     Args:
-        holders: of the new mesh epoch, with learners.
-        target: what they learn for; its holders are those on the same runs when all have caught up.
+        replicas: of the new mesh epoch, with learners.
+        target: what they learn for; its replicas are those on the same runs when all have caught up.
     """
-    assert target.holders is not None
+    assert target.replicas is not None
     missing = 0
-    for layer, runs in holders.items():
-        for now, then in zip(runs, target.holders[layer], strict=True):
-            if len(then.holders) > len(now.holders):
-                missing += _elements(now, layout) * (len(then.holders) - len(now.holders))
-    return max(missing, _missing_shares(target, holders, layout))
+    for layer, runs in replicas.items():
+        for now, then in zip(runs, target.replicas[layer], strict=True):
+            if len(then.replicas) > len(now.replicas):
+                missing += _elements(now, layout) * (len(then.replicas) - len(now.replicas))
+    return max(missing, _missing_shares(target, replicas, layout))
 
 
-def _missing_shares(target: Placement, holders: HolderMap, layout: ModelLayout) -> int:
+def _missing_shares(target: Placement, replicas: ReplicaMap, layout: ModelLayout) -> int:
     """A member is to be the primary of as many pages of its stage as the others, within one, and so to hold them.
 
     Which pages it would get is open; the last one of a block may be short. So it gets the smallest.
@@ -151,35 +153,36 @@ def _missing_shares(target: Placement, holders: HolderMap, layout: ModelLayout) 
         share = sum(block.num_pages for block in blocks) // len(members)
         last = sorted(b.stop - b.start - (b.num_pages - 1) * layout.page_size for b in blocks)
         held = dict.fromkeys(members, 0)
-        for run in (run for layer in range(first, stop) for run in holders[layer] if not _is_loss(run, layout)):
-            for rank in run.holders & held.keys():
+        for run in (run for layer in range(first, stop) for run in replicas[layer] if not _is_loss(run, layout)):
+            for rank in run.replicas & held.keys():
                 held[rank] += run.num_pages
         for missing in (share - num_pages for num_pages in held.values() if num_pages < share):
             found += sum(last[:missing]) + max(0, missing - len(last)) * layout.page_size
     return found
 
 
-def _elements(run: HolderRun, layout: ModelLayout) -> int:
+def _elements(run: ReplicaSet, layout: ModelLayout) -> int:
     if _is_loss(run, layout):
         return 0
     start, stop = layout.layers[run.layer].span(run.first, run.stop)
     return stop - start
 
 
-def _is_loss(run: HolderRun, layout: ModelLayout) -> bool:
+def _is_loss(run: ReplicaSet, layout: ModelLayout) -> bool:
     return layout.layers[run.layer].block_of(run.first).kind == LOSS
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Where units, layers and workers are to be, of the members that there are: fields as in `Placement`. And why.
+    """Where micro-batches, layers and workers are to be, of the members that there are: fields as in `Placement`. And
+    why.
 
     `blocking`: training stands still while state is learned there.
     """
 
     stages: Stages
     layer_cuts: tuple[int, ...]
-    unit_counts: tuple[tuple[int, ...], ...]
+    microbatch_counts: tuple[tuple[int, ...], ...]
     why: str = ""
     blocking: bool = False
 
@@ -192,13 +195,13 @@ def next_placement(
     domain_of: Callable[[int], Path | None],
     deal: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = deal_evenly,
 ) -> Placement:
-    """The placement on these stages, without holders.
+    """The placement on these stages, without replicas.
 
-    Layers stay where they are unless the number of stages changes, and units unless members have changed.
+    Layers stay where they are unless the number of stages changes, and micro-batches unless members have changed.
 
     Args:
         domain_of: the failure domains of a newcomer; None: those of all the others.
-        deal: (stages, number of units) -> the units of each worker, by stage.
+        deal: (stages, number of micro-batches) -> the micro-batches of each worker, by stage.
     """
     ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
     domains = {rank: path for rank in ranks if (path := domain_of(rank)) is not None}
@@ -207,21 +210,25 @@ def next_placement(
     if len(stages) != old.num_stages:
         costs = [max(1.0, float(layer.num_value_elements)) for layer in layout.layers]
         cuts = balance_layers(costs, [len(members) for members in stages])
-    counts = old.unit_counts if stages == old.mesh.stages else deal(stages, old.num_units)
-    return replace(old, mesh=mesh, layer_cuts=cuts, unit_counts=counts, holders=None)
+    counts = old.microbatch_counts if stages == old.mesh.stages else deal(stages, old.num_microbatches)
+    return replace(old, mesh=mesh, layer_cuts=cuts, microbatch_counts=counts, replicas=None)
 
 
 def placement_at(goal: Goal | None, placement: Placement) -> Placement:
-    """The same epoch with units, layers and workers where they are to be, without holders. No goal: as it is."""
+    """The same epoch with micro-batches, layers and workers where they are to be, without replicas. No goal: as it
+    is.
+    """
     if goal is None:
         return placement
     mesh = placement.mesh if goal.stages == placement.mesh.stages else placement.mesh.with_stages(goal.stages)
     mesh = replace(mesh, epoch=placement.mesh.epoch)
-    return replace(placement, mesh=mesh, layer_cuts=goal.layer_cuts, unit_counts=goal.unit_counts, holders=None)
+    return replace(
+        placement, mesh=mesh, layer_cuts=goal.layer_cuts, microbatch_counts=goal.microbatch_counts, replicas=None
+    )
 
 
-def target_of(aim: Placement, current: HolderMap, layout: ModelLayout, mirror_count: int, scatter: int) -> HolderMap:
-    """The holders to go to for a placement, from those that there are."""
+def target_of(aim: Placement, current: ReplicaMap, layout: ModelLayout, mirror_count: int, scatter: int) -> ReplicaMap:
+    """The replicas to go to for a placement, from those that there are."""
     deal = refill if aim.page_layout == INTERLEAVED else partial(redeal, page_layout=aim.page_layout)
     return deal(
         current,
@@ -235,15 +242,15 @@ def target_of(aim: Placement, current: HolderMap, layout: ModelLayout, mirror_co
     )
 
 
-def good_holders(
-    holders: HolderMap, learned: Iterable[int], damaged: Mapping[int, Collection[RunKey]]
-) -> tuple[HolderMap, list[HolderRun]]:
+def good_replicas(
+    replicas: ReplicaMap, learned: Iterable[int], damaged: Mapping[int, Collection[PageRange]]
+) -> tuple[ReplicaMap, list[ReplicaSet]]:
     """The map with those who have caught up and without damaged copies; and the runs of which no copy is good.
 
     Args:
         damaged: rank -> runs of which its copy is not what it had written.
     """
-    found, alone = graduate(holders, set(learned)), []
+    found, alone = graduate(replicas, set(learned)), []
     for rank, runs in damaged.items():
         found, lost = disown(found, rank, runs)
         alone += lost
@@ -254,23 +261,23 @@ def place_message(
     placement: Placement,
     addresses: Mapping[int, str],
     version: int,
-    work: tuple[Work, ...] | None,
+    work: tuple[Recompute, ...] | None,
     validate: int,
     *,
     saves: bool,
     pauses: bool,
     forgot: tuple[int, ...] = (),
-) -> Place:
+) -> Reconfigure:
     """The PLACE of an epoch; arguments as its fields."""
     mesh = placement.mesh
-    # Of the first epoch everybody has worked the holders out alone, but only we know of several failure domains.
+    # Of the first epoch everybody has worked the replicas out alone, but only we know of several failure domains.
     known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
-    rows = to_rows(placement.holders) if placement.holders is not None and not known else ()
-    of_mesh = mesh.stages, placement.layer_cuts, placement.unit_counts, dict(addresses)
-    return Place(mesh.epoch, *of_mesh, rows, version, work, validate, saves, pauses, forgot)
+    rows = to_rows(placement.replicas) if placement.replicas is not None and not known else ()
+    of_mesh = mesh.stages, placement.layer_cuts, placement.microbatch_counts, dict(addresses)
+    return Reconfigure(mesh.epoch, *of_mesh, rows, version, work, validate, saves, pauses, forgot)
 
 
-def of_step(status: Status, step: int) -> StepHeld | None:
+def of_step(status: StepReport, step: int) -> StepHeld | None:
     """What a worker said of a step; None: it has nothing of it."""
     return next((held for held in status.held if held.step == step), None)
 
@@ -281,10 +288,10 @@ def layers_of(placement: Placement, rank: int) -> tuple[int, int]:
     return layers.start, layers.stop
 
 
-def redone(work: tuple[Work, ...] | None, held: Mapping[int, StepHeld | None]) -> int:
+def redone(work: tuple[Recompute, ...] | None, held: Mapping[int, StepHeld | None]) -> int:
     """Lines of a salvage plan that are not what their worker was to do anyway."""
     normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
-    return sum((line.worker, line.unit) not in normal for line in work or ())
+    return sum((line.worker, line.microbatch) not in normal for line in work or ())
 
 
 def what_happens(

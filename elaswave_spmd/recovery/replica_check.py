@@ -1,4 +1,4 @@
-"""Do the copies of state agree? Hashes of all holders, compared as they come, off the path of any step."""
+"""Do the copies of state agree? Hashes of all replicas, compared as they come, off the path of any step."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 from elaswave_spmd.recovery.messages import Fingerprints
 
-RunKey = tuple[int, int, int]
+PageRange = tuple[int, int, int]
 
 _KEPT_VERSIONS = 4
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Holders of a run that wrote different states at a version, each of which is what its writer wrote.
+    """Replicas of a run that wrote different states at a version, each of which is what its writer wrote.
 
     `minority`: those to distrust where a majority agrees; empty where there is none.
     """
 
     step: int
-    run: RunKey
+    run: PageRange
     ranks: tuple[int, ...]
     minority: tuple[int, ...]
 
@@ -28,7 +28,7 @@ class Disagreement:
 class Copies:
     """The hashes of the newest versions, by run and worker."""
 
-    _hashes: dict[int, dict[RunKey, dict[int, bytes]]] = field(default_factory=dict)
+    _hashes: dict[int, dict[PageRange, dict[int, bytes]]] = field(default_factory=dict)
 
     def add(self, message: Fingerprints) -> list[Disagreement]:
         """Files a worker's hashes. Returns the runs whose copies are seen to differ now."""
@@ -44,7 +44,7 @@ class Copies:
         return found
 
 
-def _judge(step: int, run: RunKey, known: dict[int, bytes]) -> Disagreement:
+def _judge(step: int, run: PageRange, known: dict[int, bytes]) -> Disagreement:
     votes = sorted(known.values(), key=lambda digest: (list(known.values()).count(digest), digest))
     best = votes[-1]
     agree = [rank for rank, digest in known.items() if digest == best]

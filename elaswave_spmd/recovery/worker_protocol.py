@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.recovery.messages import Publish, Vote
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WorkerProtocol:
         rank: this worker.
         epoch: the mesh epoch that fences control messages.
         members: all workers of the epoch.
-        held: the runs of pages whose entries this worker gets: as primary, mirror or learner.
+        held: the page ranges whose entries this worker gets: as primary, mirror or learner.
         loss_run: the run of the loss page, if among them.
         version: the step last applied.
     """
@@ -68,16 +68,16 @@ class WorkerProtocol:
     rank: int
     epoch: int
     members: Sequence[int]
-    held: Sequence[HolderRun]
-    loss_run: RunKey | None = None
+    held: Sequence[ReplicaSet]
+    loss_run: PageRange | None = None
     version: int = 0
     restored: int = 0  # the version of the checkpoint that all began with: nobody is behind it, nobody votes for it
     promised: int = -1  # the highest epoch whose PREPARE was answered
     group_ready: bool = False  # the driver has a group of its stage in this epoch
     _computed: int = 0
     _entered_at: int = 0  # the highest version of any member when this epoch began
-    _missing: dict[int, set[RunKey]] = field(default_factory=dict)
-    _norms: dict[int, dict[RunKey, tuple[float, ...]]] = field(default_factory=dict)
+    _missing: dict[int, set[PageRange]] = field(default_factory=dict)
+    _norms: dict[int, dict[PageRange, tuple[float, ...]]] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
     _votes: dict[int, dict[int, Vote]] = field(default_factory=dict)
     _later_epochs: list[Vote] = field(default_factory=list)
@@ -95,16 +95,18 @@ class WorkerProtocol:
     # ---- the step
 
     def computed(self, step: int) -> list[Effect]:
-        """This worker has done its units of the step, and its compute buffers are all at step - 1.
+        """This worker has done its micro-batches of the step, and its compute buffers are all at step - 1.
 
         A vote says that too: only then may a primary overwrite, at its next Apply, memory that a published page is
-        still being sent from. It matters for workers that have no unit and would not have waited for parameters.
+        still being sent from. It matters for workers that have no micro-batch and would not have waited for parameters.
         """
         assert step == self.version + 1, (step, self.version)
         self._computed = step
         return self._vote_if_complete(step)
 
-    def entry_complete(self, step: int, run: RunKey, norms: Sequence[float], loss: float | None = None) -> list[Effect]:
+    def entry_complete(
+        self, step: int, run: PageRange, norms: Sequence[float], loss: float | None = None
+    ) -> list[Effect]:
         """A held run's entry is here: reduced to the root, or received from its primary. Duplicates are ignored."""
         assert run in self._holds, (run, "is not held by worker", self.rank)
         if step <= self.version:
@@ -115,11 +117,11 @@ class WorkerProtocol:
         self._missing_of(step).discard(run)
         return self._vote_if_complete(step)
 
-    def has_entry(self, step: int, run: RunKey) -> bool:
+    def has_entry(self, step: int, run: PageRange) -> bool:
         """Whether the entry of a held run is here."""
         return run not in self._missing_of(step)
 
-    def norms_at(self, step: int, run: RunKey) -> tuple[float, ...]:
+    def norms_at(self, step: int, run: PageRange) -> tuple[float, ...]:
         """Norm values of a held run's entry; empty where there is none: before the first step, or of the loss page."""
         return self._norms.get(step, {}).get(run, ())
 
@@ -127,7 +129,7 @@ class WorkerProtocol:
         """The loss of a step whose loss page is held here."""
         return self._losses.get(step)
 
-    def learned(self, step: int, run: RunKey, norms: Sequence[float], loss: float | None) -> None:
+    def learned(self, step: int, run: PageRange, norms: Sequence[float], loss: float | None) -> None:
         """A learner got the state of a run at `step`, and with it what it needs to vote for that step as primary."""
         if step:
             self._norms.setdefault(step, {}).setdefault(run, tuple(norms))
@@ -187,8 +189,8 @@ class WorkerProtocol:
         self,
         epoch: int,
         members: Sequence[int],
-        held: Sequence[HolderRun],
-        loss_run: RunKey | None,
+        held: Sequence[ReplicaSet],
+        loss_run: PageRange | None,
         highest_version: int,
     ) -> None:
         """Takes its place in a newer epoch. The driver asks for `votes_again` when everything else is in place.
@@ -235,7 +237,7 @@ class WorkerProtocol:
 
     # ---- rules
 
-    def _missing_of(self, step: int) -> set[RunKey]:
+    def _missing_of(self, step: int) -> set[PageRange]:
         return self._missing.setdefault(step, set(self._holds))
 
     def _vote_if_complete(self, step: int) -> list[Effect]:
@@ -278,7 +280,9 @@ class WorkerProtocol:
                 del table[old]
 
 
-def _resplit(norms: dict[RunKey, tuple[float, ...]], held: frozenset[RunKey]) -> dict[RunKey, tuple[float, ...]]:
+def _resplit(
+    norms: dict[PageRange, tuple[float, ...]], held: frozenset[PageRange]
+) -> dict[PageRange, tuple[float, ...]]:
     """The norm values of the held runs, each of which is one of those known, or a part of one, or not known."""
     found = {key: norms[key] for key in held if key in norms}
     for key in held - found.keys():
@@ -289,8 +293,8 @@ def _resplit(norms: dict[RunKey, tuple[float, ...]], held: frozenset[RunKey]) ->
     return found
 
 
-def held_runs(holder_runs: HolderMap, rank: int) -> tuple[HolderRun, ...]:
-    """The runs whose entries a worker gets, as holder or learner, in layer and page order."""
+def held_runs(replica_map: ReplicaMap, rank: int) -> tuple[ReplicaSet, ...]:
+    """The runs whose entries a worker gets, as replica or learner, in layer and page order."""
     return tuple(
-        run for _, runs in sorted(holder_runs.items()) for run in runs if rank in run.holders or rank in run.learners
+        run for _, runs in sorted(replica_map.items()) for run in runs if rank in run.replicas or rank in run.learners
     )

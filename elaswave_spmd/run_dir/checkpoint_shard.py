@@ -1,6 +1,6 @@
 """Shards: the state pages that one worker writes for a durable checkpoint (docs/run_files.md).
 
-A shard is a safetensors file of flat fp32 arrays, one for each run of pages and each kind of state, named
+A shard is a safetensors file of flat fp32 arrays, one for each page range and each kind of state, named
 `<layer>.<first>.<stop>.<kind>`: any page of it can be read alone. Its metadata says whose it is and carries the sha256
 of the file with that hash written as 64 zeros; so a shard is written and hashed in one pass, and proves itself.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.files import replacing, write_all, writing
 from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.sharding.replicas import RunKey
+from elaswave_spmd.sharding.replicas import PageRange
 
 CHECKPOINTS = "checkpoints"
 _ZEROS = b"0" * 64
@@ -53,7 +53,7 @@ class ShardInfo:
     rank: int
     num_bytes: int
     sha256: str
-    runs: tuple[RunKey, ...]
+    runs: tuple[PageRange, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON's own types; what all shards of a checkpoint share is left out."""
@@ -84,9 +84,9 @@ class Shard:
 
     path: Path
     info: ShardInfo
-    arrays: Mapping[tuple[RunKey, str], tuple[int, int]]
+    arrays: Mapping[tuple[PageRange, str], tuple[int, int]]
 
-    def read_into(self, target: np.ndarray, run: RunKey, kind: str, start: int) -> None:
+    def read_into(self, target: np.ndarray, run: PageRange, kind: str, start: int) -> None:
         """Fill `target`, fp32, flat, with elements [start, start + target.size) of one array.
 
         Raises:
@@ -139,7 +139,7 @@ def write_shard(
     step: int,
     ballot: Ballot,
     rank: int,
-    arrays: Mapping[RunKey, Mapping[str, np.ndarray]],
+    arrays: Mapping[PageRange, Mapping[str, np.ndarray]],
     *,
     run: str,
 ) -> ShardInfo:
@@ -252,7 +252,7 @@ def _parse(path: Path, start: int, header: dict[str, Any]) -> tuple[Shard, int]:
         ValueError, KeyError, TypeError, AttributeError: not a header of ours.
     """
     metadata = header.pop("__metadata__")
-    arrays: dict[tuple[RunKey, str], tuple[int, int]] = {}
+    arrays: dict[tuple[PageRange, str], tuple[int, int]] = {}
     end = start
     for name, entry in header.items():
         layer, first, stop, kind = name.split(".", 3)

@@ -21,7 +21,7 @@ from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
 from elaswave_spmd.run_dir.files import sync_directory, writing
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
-from elaswave_spmd.sharding.replicas import RunKey
+from elaswave_spmd.sharding.replicas import PageRange
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -37,7 +37,7 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    runs: tuple[tuple[tuple[RunKey, Shard], ...], ...]
+    runs: tuple[tuple[tuple[PageRange, Shard], ...], ...]
 
     @property
     def step(self) -> int:

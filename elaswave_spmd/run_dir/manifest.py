@@ -20,7 +20,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.files import replacing, sync_directory, write_all, writing
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, RunKey, all_runs
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, all_runs
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -94,7 +94,7 @@ class Manifest:
         identity: the settings and versions that are part of the run's bits; see `check_identity`.
         layout: see `layout_fingerprint`.
         kinds: of state, "master" and the optimizer's.
-        shards: a run of pages may lie in several; the first serves.
+        shards: a page range may lie in several; the first serves.
         validation: what is known of a validation, or None.
 
     Raises:
@@ -135,7 +135,7 @@ class Manifest:
         return tuple(SavedLayer(size, tuple(tuple(b) for b in layer["blocks"])) for layer in self.layout["layers"])
 
     @cached_property
-    def sources(self) -> Mapping[RunKey, ShardInfo]:
+    def sources(self) -> Mapping[PageRange, ShardInfo]:
         """Run of pages -> the shard to read it from."""
         return {run: shard for shard in reversed(self.shards) for run in shard.runs}
 
@@ -257,7 +257,7 @@ def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, _compact(value)
 
 
-def _uncovered(layers: tuple[SavedLayer, ...], runs: Mapping[RunKey, ShardInfo]) -> Iterator[str]:
+def _uncovered(layers: tuple[SavedLayer, ...], runs: Mapping[PageRange, ShardInfo]) -> Iterator[str]:
     """What keeps runs from holding every state page once, in words."""
     at = dict.fromkeys(range(len(layers)), 0)
     for layer, first, stop in sorted(runs):
@@ -284,16 +284,16 @@ def _hash(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# Who writes which pages of a durable checkpoint: a pure function of the holder map.
-def writers_of(holders: HolderMap, layout: ModelLayout) -> dict[RunKey, int]:
+# Who writes which pages of a durable checkpoint: a pure function of the replica map.
+def writers_of(replicas: ReplicaMap, layout: ModelLayout) -> dict[PageRange, int]:
     """Run of state pages -> the worker that writes it: a mirror where there is one, else the primary.
 
     Pages are spread evenly: the largest runs first, each to whoever has the fewest pages so far. The loss page is no
     state. Whoever knows the map of a mesh epoch knows the writers, without a word.
     """
     loads: Counter[int] = Counter()
-    found: dict[RunKey, int] = {}
-    for run in sorted(all_runs(holders), key=lambda r: (-r.num_pages, r.key)):
+    found: dict[PageRange, int] = {}
+    for run in sorted(all_runs(replicas), key=lambda r: (-r.num_pages, r.key)):
         if layout.layers[run.layer].block_of(run.first).kind == LOSS:
             continue
         writer = min(run.mirrors or (run.primary,), key=lambda rank: (loads[rank], rank))

@@ -56,9 +56,9 @@ class TracePart:
         self._rows.append({"rank": rank, "pid": os.getpid(), "zero": day - counter})
         self.flush()
 
-    def action(self, step: int, unit: int, layer: int, backward: bool, began: float, ended: float) -> None:
+    def action(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
         """A layer's program has run."""
-        self._add([BACKWARD if backward else FORWARD, began, ended, step, unit, layer])
+        self._add([BACKWARD if backward else FORWARD, began, ended, step, microbatch, layer])
 
     def wait(self, what: str, began: float, ended: float) -> None:
         """The training thread had nothing to do; `what` in words."""
@@ -245,7 +245,7 @@ def _of_row(row: list[Any], process: int, zero: float) -> TraceEvent:
         _, _, _, peer, message, num_bytes = row
         to = "controller" if peer < 0 else f"worker {peer}"
         return slice_of((process, 2), f"{message} to {to}", "send", began, ended, bytes=num_bytes, to=peer)
-    _, _, _, step, unit, layer = row
-    name = f"{kind} unit {unit}, layer {layer}"
+    _, _, _, step, microbatch, layer = row
+    name = f"{kind} micro-batch {microbatch}, layer {layer}"
     word = "forward" if kind == FORWARD else "backward"
-    return slice_of((process, 1), name, word, began, ended, step=step, unit=unit, layer=layer)
+    return slice_of((process, 1), name, word, began, ended, step=step, microbatch=microbatch, layer=layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Interrupted, Item, Mailbox, PeerClosed
 
@@ -11,11 +11,11 @@ __all__ = [
     "ControllerGone",
     "Envelope",
     "Exited",
+    "ForkServerClient",
     "Interrupted",
     "Item",
     "Links",
     "Mailbox",
     "PeerClosed",
-    "Zygote",
     "socket_directory",
 ]

@@ -5,15 +5,15 @@ from elaswave_spmd.determinism.reduction_tree import Merge, Node, Reduction, max
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import Action, Schedule, schedule
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 __all__ = [
     "Action",
-    "HolderRun",
     "Merge",
     "Node",
     "Placement",
     "Reduction",
+    "ReplicaSet",
     "Schedule",
     "balance_layers",
     "exact_sum",

@@ -1,7 +1,8 @@
 """The cost model that plans rest on: what layers, workers and links take, as measured in the running job.
 
-Seconds are of one unit on a worker of speed 1; a worker of speed v takes 1/v of them. Everything here is a value: it
-prints, compares, hashes, and goes to and from JSON, so that a profile saved with a run can be planned with elsewhere.
+Seconds are of one micro-batch on a worker of speed 1; a worker of speed v takes 1/v of them. Everything here is a
+value: it prints, compares, hashes, and goes to and from JSON, so that a profile saved with a run can be planned with
+elsewhere.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class LayerCost:
 
     Args:
         name: for readers.
-        forward_s, backward_s: seconds of one unit at speed 1.
+        forward_s, backward_s: seconds of one micro-batch at speed 1.
         state_bytes: one copy of its optimizer state (master parameters and moments): what moves with the layer.
         value_bytes: its parameters as they are computed with, which each worker of its stage has.
         gradient_bytes: its summed gradients.
-        activation_bytes: what one unit keeps between its forward and its backward.
-        boundary_bytes: its output for one unit, and the gradient of that: what crosses a link if a stage ends here.
+        activation_bytes: what one micro-batch keeps between its forward and its backward.
+        boundary_bytes: its output for one micro-batch, and the gradient of that: what crosses a link if a stage ends
+        here.
 
     Raises:
         PlanError: seconds that are negative or not finite, bytes that are negative or not whole.
@@ -67,7 +69,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one unit."""
+        """Forward and backward of one micro-batch."""
         return self.forward_s + self.backward_s
 
 
@@ -189,16 +191,16 @@ class CostModel:
         return {}  # by field, worked out when first asked for
 
     def stage_s(self, first: int, stop: int) -> tuple[float, float]:
-        """Seconds of one unit's forward and backward through layers [first, stop) at speed 1."""
+        """Seconds of one micro-batch's forward and backward through layers [first, stop) at speed 1."""
         forward, backward = self.prefix("forward_s"), self.prefix("backward_s")
         return float(forward[stop] - forward[first]), float(backward[stop] - backward[first])
 
-    def unit_s(self, first: int, stop: int, rank: int) -> float:
-        """Seconds of one unit's forward and backward through layers [first, stop) on a worker."""
+    def microbatch_s(self, first: int, stop: int, rank: int) -> float:
+        """Seconds of one micro-batch's forward and backward through layers [first, stop) on a worker."""
         return sum(self.stage_s(first, stop)) / self.speed(rank)
 
     def message_s(self, layer: int) -> float:
-        """Seconds until a unit's output of a layer, or the gradient of it, has crossed a link."""
+        """Seconds until a micro-batch's output of a layer, or the gradient of it, has crossed a link."""
         return self.latency_s + self.layers[layer].boundary_bytes / self.bandwidth
 
     # ---- JSON
@@ -234,14 +236,14 @@ class CostModel:
     def __str__(self) -> str:
         total = sum(layer.seconds for layer in self.layers)
         lines = [
-            f"costs: {len(self.layers)} layers, {total:.4g} s a unit; links {self.bandwidth:.4g} B/s, "
+            f"costs: {len(self.layers)} layers, {total:.4g} s a micro-batch; links {self.bandwidth:.4g} B/s, "
             f"{self.latency_s:.3g} s latency"
         ]
         for i, layer in enumerate(self.layers[:_SHOWN]):
             state, kept, sent = layer.state_bytes, layer.activation_bytes, layer.boundary_bytes
             lines.append(
                 f"  {i} {layer.name}: {layer.forward_s:.4g} + {layer.backward_s:.4g} s, state {state:,} B, "
-                f"{kept:,} B a unit in flight, boundary {sent:,} B"
+                f"{kept:,} B a micro-batch in flight, boundary {sent:,} B"
             )
         lines += [f"  ... {len(self.layers) - _SHOWN} more"] if len(self.layers) > _SHOWN else []
         slow = [f"{rank}: {speed:.3g}" for rank, speed in self.speeds if speed != 1.0]
@@ -272,21 +274,21 @@ class MemoryRule:
         """Part of a stage's gradient sums that one of `size` workers has."""
         return 1.0 if self.zero_level < 2 else 1.0 / size
 
-    def stage_bytes(self, costs: CostModel, *, size: int, units: int, in_flight: int) -> np.ndarray:
+    def stage_bytes(self, costs: CostModel, *, size: int, microbatches: int, in_flight: int) -> np.ndarray:
         """float64[layers + 1, layers + 1]: bytes of a worker of a stage with layers [row, column).
 
-        Values, gradients, state, activations of the units in flight, and the tensors that its units send over the
-        stage's two ends, which are kept until the step is decided. Only row < column means anything.
+        Values, gradients, state, activations of the micro-batches in flight, and the tensors that its micro-batches
+        send over the stage's two ends, which are kept until the step is decided. Only row < column means anything.
 
         Args:
             size: workers of the stage.
-            units: units of the worker in a step.
-            in_flight: units that it may have between forward and backward.
+            micro-batches: micro-batches of the worker in a step.
+            in_flight: micro-batches that it may have between forward and backward.
         """
         whole = costs.prefix("value_bytes") + self.gradient_share(size) * costs.prefix("gradient_bytes")
         whole = whole + self.state_share(size) * costs.prefix("state_bytes")
-        whole = whole + min(units, in_flight) * costs.prefix("activation_bytes")
-        ends = np.array([0, *(layer.boundary_bytes for layer in costs.layers[:-1]), 0]) * units
+        whole = whole + min(microbatches, in_flight) * costs.prefix("activation_bytes")
+        ends = np.array([0, *(layer.boundary_bytes for layer in costs.layers[:-1]), 0]) * microbatches
         return whole[None, :] - whole[:, None] + ends[None, :] + ends[:, None]
 
 

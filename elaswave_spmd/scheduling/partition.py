@@ -21,7 +21,7 @@ def balance_layers(costs: Sequence[float], workers: Sequence[int]) -> tuple[int,
 
     Args:
         costs: cost of each layer, non-negative.
-        workers: workers of each stage; a stage's units are dealt over them.
+        workers: workers of each stage; a stage's micro-batches are dealt over them.
 
     Returns: stages + 1 cuts; stage s has layers [cuts[s], cuts[s + 1]).
     """
@@ -52,15 +52,15 @@ class StageWorkers:
 
     Args:
         size: how many there are.
-        load: units / speed of the one that takes longest, for the units as they will be dealt (dataflow.least_load).
-        units: the most units of one of them.
-        in_flight: units that one may have between forward and backward.
+        load: micro-batches / speed of the one that takes longest, for the micro-batches as they will be dealt
+        (dataflow.least_load). micro-batches: the most micro-batches of one of them.
+        in_flight: micro-batches that one may have between forward and backward.
         memory_limit: bytes that each of them has.
     """
 
     size: int
     load: float
-    units: int = 1
+    microbatches: int = 1
     in_flight: int = 1
     memory_limit: float = math.inf
 
@@ -152,15 +152,15 @@ def partition(
 def _seconds(costs: CostModel, stages: Sequence[StageWorkers]) -> list[np.ndarray]:
     """Per stage, float64[layers + 1, layers + 1]: seconds if it has layers [row, column); inf if it would have none."""
     total = costs.prefix("forward_s") + costs.prefix("backward_s")
-    unit = np.where(np.tri(len(total), dtype=bool), math.inf, total[None, :] - total[:, None])
-    by_load = {stage.load: unit * stage.load for stage in stages}
+    microbatch = np.where(np.tri(len(total), dtype=bool), math.inf, total[None, :] - total[:, None])
+    by_load = {stage.load: microbatch * stage.load for stage in stages}
     return [by_load[stage.load] for stage in stages]
 
 
 def _memory(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) -> list[np.ndarray]:
     """Per stage, float64[layers + 1, layers + 1]: bytes of one worker."""
-    keys = [(stage.size, stage.units, min(stage.units, stage.in_flight)) for stage in stages]
-    known = {key: rule.stage_bytes(costs, size=key[0], units=key[1], in_flight=key[2]) for key in set(keys)}
+    keys = [(stage.size, stage.microbatches, min(stage.microbatches, stage.in_flight)) for stage in stages]
+    known = {key: rule.stage_bytes(costs, size=key[0], microbatches=key[1], in_flight=key[2]) for key in set(keys)}
     return [known[key] for key in keys]
 
 
@@ -218,5 +218,5 @@ def _no_room(costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[
         where="the partition into " + f"{len(stages)} stages that lacks least",
         exists=f"{len(costs.layers)} layers, {sum(s.size for s in stages)} workers",
         fix=f"it fits with {excess:,.0f} B more for each worker; or use more stages, more workers or a higher ZeRO "
-        "level, or smaller units",
+        "level, or smaller micro-batches",
     )

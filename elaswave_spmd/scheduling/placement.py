@@ -1,6 +1,6 @@
 """A placement: what runs where, for one mesh epoch, as an immutable value (principle 1).
 
-It holds counts, one number per stage or worker; owner maps and unit lists are functions of it, made on demand.
+It holds counts, one number per stage or worker; owner maps and micro-batch lists are functions of it, made on demand.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, deal_primaries
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, deal_primaries
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Layers on stages, units on workers, pages on holders.
+    """Layers on stages, micro-batches on workers, pages on replicas.
 
     Args:
         mesh: the workers, by stage.
-        num_units: units of a step (constant for a run).
+        num_microbatches: micro-batches of a step (constant for a run).
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        unit_counts: per stage, the units of each worker, in stage order; each stage's counts add up to num_units.
-        shardings: which of parameters, gradients and optimizer state lie on dp.
+        microbatch_counts: per stage, the micro-batches of each worker, in stage order; each stage's counts add up to
+        num_microbatches. shardings: which of parameters, gradients and optimizer state lie on dp.
         page_layout: "interleaved" or "contiguous" (sharding.pages.deal_pages).
-        holders: who holds which pages, all layers; None: as dealt to a new mesh.
+        replicas: who holds which pages, all layers; None: as dealt to a new mesh.
     """
 
     mesh: Mesh
-    num_units: int
+    num_microbatches: int
     layer_cuts: tuple[int, ...]
-    unit_counts: tuple[tuple[int, ...], ...]
+    microbatch_counts: tuple[tuple[int, ...], ...]
     shardings: Shardings
     page_layout: str = "interleaved"
-    holders: HolderMap | None = field(default=None, hash=False, compare=True)
+    replicas: ReplicaMap | None = field(default=None, hash=False, compare=True)
 
     def __post_init__(self) -> None:
         cuts, stages = self.layer_cuts, self.mesh.stages
         assert len(cuts) == len(stages) + 1 and cuts[0] == 0 and all(map(lt, cuts, cuts[1:]))
-        for members, counts in zip(stages, self.unit_counts, strict=True):
-            assert len(members) == len(counts) and sum(counts) == self.num_units, (members, counts)
+        for members, counts in zip(stages, self.microbatch_counts, strict=True):
+            assert len(members) == len(counts) and sum(counts) == self.num_microbatches, (members, counts)
 
     @cached_property
     def dealing(self) -> str:
@@ -64,62 +64,65 @@ class Placement:
     def stage_of_layer(self, layer: int) -> int:
         return next(s for s in range(self.num_stages) if layer < self.layer_cuts[s + 1])
 
-    def _workers_of_units(self, stage: int) -> tuple[int, ...]:
+    def _workers_of_microbatches(self, stage: int) -> tuple[int, ...]:
         if stage not in self._dealt:
-            self._dealt[stage] = deal_units(self.mesh.stages[stage], self.unit_counts[stage], self.dealing)
+            self._dealt[stage] = deal_microbatches(self.mesh.stages[stage], self.microbatch_counts[stage], self.dealing)
         return self._dealt[stage]
 
     @cached_property
     def _dealt(self) -> dict[int, tuple[int, ...]]:
         return {}  # by stage, worked out when first asked for
 
-    def worker_of_unit(self, stage: int, unit: int) -> int:
-        return self._workers_of_units(stage)[unit]
+    def worker_of_microbatch(self, stage: int, microbatch: int) -> int:
+        return self._workers_of_microbatches(stage)[microbatch]
 
-    def units_of(self, rank: int) -> tuple[int, ...]:
-        """The units of one worker, ascending."""
+    def microbatches_of(self, rank: int) -> tuple[int, ...]:
+        """The micro-batches of one worker, ascending."""
         stage, position = self.mesh.coordinate(rank)
-        counts = self.unit_counts[stage]
+        counts = self.microbatch_counts[stage]
         if self.dealing == CONTIGUOUS:
             first = sum(counts[:position])
             return tuple(range(first, first + counts[position]))
-        if counts == even_counts(self.num_units, len(counts)):
-            return tuple(range(position, self.num_units, len(counts)))
-        return tuple(u for u, worker in enumerate(self._workers_of_units(stage)) if worker == rank)
+        if counts == even_counts(self.num_microbatches, len(counts)):
+            return tuple(range(position, self.num_microbatches, len(counts)))
+        return tuple(u for u, worker in enumerate(self._workers_of_microbatches(stage)) if worker == rank)
 
-    def holder_runs(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> HolderMap:
+    def replica_map(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
         """Layer -> the runs of its state pages (and of its loss page), in page order; of some stages, or of all.
 
-        Those of `holders`; without it the pages as dealt to a new mesh, sharded ones without mirrors.
+        Those of `replicas`; without it the pages as dealt to a new mesh, sharded ones without mirrors.
         """
-        found: dict[int, tuple[HolderRun, ...]] = {}
+        found: dict[int, tuple[ReplicaSet, ...]] = {}
         for stage in range(self.num_stages) if stages is None else stages:
             layers, members = self.layers_of_stage(stage), self.mesh.stages[stage]
-            if self.holders is not None:
-                found |= {layer: self.holders[layer] for layer in layers}
+            if self.replicas is not None:
+                found |= {layer: self.replicas[layer] for layer in layers}
                 continue
             everybody = None if self.shardings.optim.axes else frozenset(members)
-            runs: dict[int, list[HolderRun]] = {layer: [] for layer in layers}
+            runs: dict[int, list[ReplicaSet]] = {layer: [] for layer in layers}
             for layer, first, stop, primary in deal_primaries(layout, layers, members, self.page_layout):
-                runs[layer].append(HolderRun(layer, first, stop, primary, everybody or frozenset((primary,))))
+                runs[layer].append(ReplicaSet(layer, first, stop, primary, everybody or frozenset((primary,))))
             found |= {layer: tuple(of_layer) for layer, of_layer in runs.items()}
         return found
 
     def __str__(self) -> str:
-        lines = [f"placement of mesh epoch {self.mesh.epoch}: {self.num_units} units, dealt {self.dealing}"]
-        for s, (members, counts) in enumerate(zip(self.mesh.stages, self.unit_counts, strict=True)):
+        lines = [
+            f"placement of mesh epoch {self.mesh.epoch}: {self.num_microbatches} micro-batches, dealt {self.dealing}"
+        ]
+        for s, (members, counts) in enumerate(zip(self.mesh.stages, self.microbatch_counts, strict=True)):
             layers = self.layers_of_stage(s)
             lines.append(
-                f"  stage {s}: layers {layers.start}..{layers.stop - 1}, workers {list(members)}, units {list(counts)}"
+                f"  stage {s}: layers {layers.start}..{layers.stop - 1}, workers {list(members)}, "
+                f"micro-batches {list(counts)}"
             )
         return "\n".join(lines)
 
 
-def deal_units(members: Sequence[int], counts: Sequence[int], dealing: str) -> tuple[int, ...]:
-    """The worker of every unit of a stage.
+def deal_microbatches(members: Sequence[int], counts: Sequence[int], dealing: str) -> tuple[int, ...]:
+    """The worker of every micro-batch of a stage.
 
-    contiguous: the first counts[0] units to the first member, and so on. time-major: one unit to each member in turn,
-    round after round, members that have had their count left out.
+    contiguous: the first counts[0] micro-batches to the first member, and so on. time-major: one micro-batch to each
+    member in turn, round after round, members that have had their count left out.
     """
     if dealing == CONTIGUOUS:
         return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
@@ -131,18 +134,18 @@ def place(
     mesh: Mesh,
     layout: ModelLayout,
     shardings: Shardings,
-    num_units: int,
+    num_microbatches: int,
     *,
     layer_costs: Sequence[float] | None = None,
     page_layout: str = "interleaved",
 ) -> Placement:
-    """The healthy placement of a mesh: layers balanced over stages, units dealt evenly.
+    """The healthy placement of a mesh: layers balanced over stages, micro-batches dealt evenly.
 
     Args:
         layer_costs: relative compute cost of each layer; by default its number of elements, at least 1.
 
     Raises:
-        PlanError: more stages than layers, or no unit.
+        PlanError: more stages than layers, or no micro-batch.
     """
     num_layers, num_stages = len(layout.layers), len(mesh.stages)
     if num_stages > num_layers:
@@ -153,9 +156,13 @@ def place(
             exists=f"{num_layers} layers (model.layers plus embedding and head)",
             fix=f"use at most pp{num_layers}, or a larger model.layers",
         )
-    if num_units < 1:
-        raise PlanError("a step has at least one unit", got=num_units, where="train.global_batch / unit.size")
+    if num_microbatches < 1:
+        raise PlanError(
+            "a step has at least one micro-batch",
+            got=num_microbatches,
+            where="train.global_batch / train.microbatch_size",
+        )
     costs = list(layer_costs) if layer_costs else [max(1.0, float(ly.num_value_elements)) for ly in layout.layers]
     cuts = balance_layers(costs, [len(members) for members in mesh.stages])
-    counts = tuple(even_counts(num_units, len(members)) for members in mesh.stages)
-    return Placement(mesh, num_units, cuts, counts, shardings, page_layout)
+    counts = tuple(even_counts(num_microbatches, len(members)) for members in mesh.stages)
+    return Placement(mesh, num_microbatches, cuts, counts, shardings, page_layout)

@@ -17,12 +17,12 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
 
 _Seconds = tuple[float, float]
-"""(forward, backward) of one unit."""
+"""(forward, backward) of one micro-batch."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """What a worker measured of a layer in one step: seconds of a unit, best the median over its units.
+    """What a worker measured of a layer in one step: seconds of a micro-batch, best the median over its micro-batches.
 
     Raises:
         PlanError: seconds that are negative or not finite.

@@ -17,7 +17,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
-from elaswave_spmd.scheduling.microbatch_assignment import Dataflow, dealings, first_units, host_numbers
+from elaswave_spmd.scheduling.microbatch_assignment import Dataflow, dealings, first_microbatches, host_numbers
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.stage_search import Groupings, Move, Moves, Stages, old_stages_of, stage_workers
@@ -60,7 +60,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class Variant:
-    """An assignment, what its units come to, what a step of it takes, and what it takes to get there."""
+    """An assignment, what its micro-batches come to, what a step of it takes, and what it takes to get there."""
 
     assignment: Assignment
     dataflow: Dataflow
@@ -79,7 +79,7 @@ class Decision:
 
     Args:
         before: a step as it was, with the costs as they are now.
-        now: to run at once: the layers as they lie, where that is possible, and units dealt by speed.
+        now: to run at once: the layers as they lie, where that is possible, and micro-batches dealt by speed.
         later: to run once its state has moved in the background; None: `now` is best.
         hints: frequencies for `later`, or else for `now`; empty where none are asked for.
         frequency: what the hints come to.
@@ -161,12 +161,12 @@ def plan_change(
 
 
 def redealt(
-    old: Assignment, num_units: int, stages: Sequence[Sequence[int]], costs: CostModel, topology: Topology
+    old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel, topology: Topology
 ) -> tuple[Dataflow, ...]:
-    """Units by speed over workers of whom some had units before, in `old`; as dataflow.dealings."""
+    """Micro-batches by speed over workers of whom some had micro-batches before, in `old`; as dataflow.dealings."""
     speeds, hosts = [costs.speeds_of(members) for members in stages], host_numbers(stages, topology)
-    starts = first_units(stages, old.stages, old.unit_counts)
-    return dealings(num_units, speeds, dealing=old.dealing, hosts=hosts, starts=starts)
+    starts = first_microbatches(stages, old.stages, old.microbatch_counts)
+    return dealings(num_microbatches, speeds, dealing=old.dealing, hosts=hosts, starts=starts)
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,13 @@ class _Planner:
     topology: Topology
 
     def crew(self, stages: Stages) -> _Crew:
-        """Units dealt by all aims, and by the first alone where that is another dealing."""
+        """Micro-batches dealt by all aims, and by the first alone where that is another dealing."""
         speeds = [self.costs.speeds_of(members) for members in stages]
-        rows, _ = stage_workers(speeds, self.old.num_units, [self.memory_limit] * len(stages))
+        rows, _ = stage_workers(speeds, self.old.num_microbatches, [self.memory_limit] * len(stages))
         moves = Moves(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        return _Crew(stages, rows, moves, redealt(self.old, self.old.num_units, stages, self.costs, self.topology))
+        return _Crew(
+            stages, rows, moves, redealt(self.old, self.old.num_microbatches, stages, self.costs, self.topology)
+        )
 
     def now(self, crew: _Crew) -> tuple[Variant, list[str]]:
         """What can run at once: the old layers on the stages that are there, if they fit in memory."""
@@ -201,7 +203,7 @@ class _Planner:
         if len(crew.stages) == self.old.num_stages:
             kept = self.variant(crew, self.old.layer_cuts)
             if self.fits(kept):
-                return kept, [f"units dealt by speed over {workers:,} workers, {kept.dataflow}; no state moves"]
+                return kept, [f"micro-batches dealt by speed over {workers:,} workers, {kept.dataflow}; no state moves"]
             why = "the layers as they lie do not fit in memory any more"
         else:
             why = f"{len(crew.stages)} of {self.old.num_stages} stages are left"
@@ -242,7 +244,7 @@ class _Planner:
         groupings = Groupings(
             self.costs,
             crew.stages,
-            old.num_units,
+            old.num_microbatches,
             old.stages,
             old.layer_cuts,
             self.remaining_steps,
@@ -288,7 +290,9 @@ class _Planner:
         return _seconds(variant, exact) * self.remaining_steps + variant.move.seconds
 
     def variant(self, crew: _Crew, cuts: Sequence[int]) -> Variant:
-        """These cuts, with the units dealt by all aims, unless the pipeline takes longer with these than without."""
+        """These cuts, with the micro-batches dealt by all aims, unless the pipeline takes longer with these than
+        without.
+        """
         found, move = [], crew.moves.of(cuts, self.rule)
         for dealt in crew.dealings:
             assignment = Assignment(crew.stages, tuple(cuts), dealt.counts, self.old.dealing)
@@ -315,7 +319,7 @@ def frequency_hints(
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
     """Frequencies of all workers: on the action lists of small meshes, by class of workers on large ones."""
     num_workers = sum(map(len, assignment.stages))
-    if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_units <= _EXACT_ACTIONS:
+    if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_microbatches <= _EXACT_ACTIONS:
         graph, seconds, delays = timed_graph(assignment, costs)
         work = graph.work(seconds)
         plan = plan_frequencies(
@@ -330,11 +334,13 @@ def frequency_hints(
 def _hints_by_class(
     assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel, goal_s: float | None
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """Workers of a stage with equal speed and equally many units are one row; the makespan is the lower bound."""
+    """Workers of a stage with equal speed and equally many micro-batches are one row; the makespan is the lower
+    bound.
+    """
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     forward_s, backward_s, counts, groups = [], [], [], []
     for s, members in enumerate(assignment.stages):
-        kinds = np.stack([assignment.unit_counts[s], costs.speeds_of(members)], axis=1)
+        kinds = np.stack([assignment.microbatch_counts[s], costs.speeds_of(members)], axis=1)
         alike, which = np.unique(kinds, axis=0, return_inverse=True)
         order, ranks = np.argsort(which.ravel(), kind="stable"), np.array(members)
         sizes = np.bincount(which.ravel())

@@ -124,9 +124,9 @@ def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence
 
 
 def stage_workers(
-    speeds: Sequence[np.ndarray], num_units: int, memory_limits: Sequence[float]
+    speeds: Sequence[np.ndarray], num_microbatches: int, memory_limits: Sequence[float]
 ) -> tuple[list[StageWorkers], list[np.ndarray]]:
-    """What the partition needs to know of each stage, and units by worker as dataflow's first aim deals them.
+    """What the partition needs to know of each stage, and micro-batches by worker as dataflow's first aim deals them.
 
     Args:
         speeds: per stage, float64[workers].
@@ -136,7 +136,7 @@ def stage_workers(
     counts = []
     for v in speeds:
         if (key := v.tobytes()) not in known:
-            known[key] = fewest_possible(num_units, v)
+            known[key] = fewest_possible(num_microbatches, v)
         counts.append(known[key])
     limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
     rows = zip(speeds, counts, limits, memory_limits, strict=True)
@@ -193,7 +193,7 @@ class Groupings:
 
     Args:
         stages: who is there now, in which stage; if more than there are layers, they have to be regrouped.
-        num_units: units of a step.
+        num_microbatches: micro-batches of a step.
         old_stages, old_cuts: where the layers' state lies.
         remaining_steps: steps until the run ends.
         memory_limit: bytes of each worker.
@@ -201,7 +201,7 @@ class Groupings:
 
     costs: CostModel
     stages: Sequence[Sequence[int]]
-    num_units: int
+    num_microbatches: int
     old_stages: Sequence[Sequence[int]]
     old_cuts: Sequence[int]
     remaining_steps: int
@@ -315,18 +315,21 @@ class Groupings:
     def least_seconds(self, num_stages: int) -> float:
         """A step of so many even stages takes at least this long.
 
-        A stage of n workers has a load of at least ceil(units / n) / the highest speed, and all loads together at least
-        that of all speeds. A stage's compute begins and ends after the way of a unit through the stages before it: with
-        P its part of the unit's whole way, stage s has at most (bound - P_s) / load_s of it. Summed up over the stages,
-        the whole way W is at most bound x (1 - product over stages of (1 - 1 / (load x highest speed))).
+        A stage of n workers has a load of at least ceil(micro-batches / n) / the highest speed, and all loads together
+        at least that of all speeds. A stage's compute begins and ends after the way of a micro-batch through the stages
+        before it: with P its part of the micro-batch's whole way, stage s has at most (bound - P_s) / load_s of it.
+        Summed up over the stages, the whole way W is at most bound x (1 - product over stages of (1 - 1 / (load x
+        highest speed))).
         """
-        fastest, units, layers = float(self.speeds.max()), self.num_units, self.costs.layers
+        fastest, microbatches, layers = float(self.speeds.max()), self.num_microbatches, self.costs.layers
         base, extra = divmod(len(self.order), num_stages)
-        loads = [-(-units // (base + 1)) / fastest] * extra + [-(-units // base) / fastest] * (num_stages - extra)
-        together = min(sum(1 / load for load in loads), float(self.speeds.sum()) / units)
-        unit_s, longest_s = sum(layer.seconds for layer in layers), max(layer.seconds for layer in layers)
-        way = unit_s / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
-        return max(unit_s / together, longest_s * min(loads), way)
+        loads = [-(-microbatches // (base + 1)) / fastest] * extra + [-(-microbatches // base) / fastest] * (
+            num_stages - extra
+        )
+        together = min(sum(1 / load for load in loads), float(self.speeds.sum()) / microbatches)
+        microbatch_s, longest_s = sum(layer.seconds for layer in layers), max(layer.seconds for layer in layers)
+        way = microbatch_s / fastest / (1 - math.prod(1 - 1 / (load * fastest) for load in loads))
+        return max(microbatch_s / together, longest_s * min(loads), way)
 
     def evaluate(self, sizes: Sequence[int], name: str, tolerance: float = 0.0) -> StageChoice:
         """The grouping into stages of these sizes, partitioned within a tolerance.
@@ -336,7 +339,7 @@ class Groupings:
         """
         parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         speeds = [self.speeds[part] for part in parts]
-        rows, counts = stage_workers(speeds, self.num_units, [self.memory_limit] * len(sizes))
+        rows, counts = stage_workers(speeds, self.num_microbatches, [self.memory_limit] * len(sizes))
         moves = Moves(self.costs, self.old_cuts, [self.was[part] for part in parts])
         table = moves.table(self.rule)
         found = partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance)

@@ -1,8 +1,9 @@
 """What a step of an assignment takes under a cost model.
 
 The lists of `actions.schedule` say in which order each worker does its actions, so a step's time is the longest way
-through them: `ActionGraph`. On large meshes groups of workers that share no unit with others are timed once per kind.
-Where even that would take too long, `bound` is used, a lower bound for every order; `StepTime.how` says which it was.
+through them: `ActionGraph`. On large meshes groups of workers that share no micro-batch with others are timed once per
+kind. Where even that would take too long, `bound` is used, a lower bound for every order; `StepTime.how` says which it
+was.
 
 Not modelled here: two messages on one link at a time, the update itself, and reduction that later work waits for. The
 reduction's bytes are taken as overlapped with compute, so that they count only where they take longer (a roofline).
@@ -36,29 +37,29 @@ forward. A worker goes through them in this order, the middle two in turn."""
 
 @dataclass(frozen=True)
 class Assignment:
-    """What of a placement matters to time: who runs which layers for how many units.
+    """What of a placement matters to time: who runs which layers for how many micro-batches.
 
     Args:
         stages: ranks of each stage.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        unit_counts: per stage, the units of each worker.
+        microbatch_counts: per stage, the micro-batches of each worker.
         dealing: Placement.dealing.
     """
 
     stages: tuple[tuple[int, ...], ...]
     layer_cuts: tuple[int, ...]
-    unit_counts: tuple[tuple[int, ...], ...]
+    microbatch_counts: tuple[tuple[int, ...], ...]
     dealing: str = CONTIGUOUS
 
     @classmethod
     def of(cls, placement: Placement) -> Assignment:
         """That of a placement."""
-        return cls(placement.mesh.stages, placement.layer_cuts, placement.unit_counts, placement.dealing)
+        return cls(placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, placement.dealing)
 
     @property
-    def num_units(self) -> int:
-        """Units of a step."""
-        return sum(self.unit_counts[0])
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        return sum(self.microbatch_counts[0])
 
     @property
     def num_stages(self) -> int:
@@ -67,19 +68,21 @@ class Assignment:
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
-        """Units in flight of a worker, by stage."""
-        return in_flight_limits([len(members) for members in self.stages], self.unit_counts)
+        """Micro-batches in flight of a worker, by stage."""
+        return in_flight_limits([len(members) for members in self.stages], self.microbatch_counts)
 
     def placement(self) -> Placement:
         """A placement of its own, on one host, with these stages, cuts and counts."""
         mesh = Mesh(MeshShape.of_stages(map(len, self.stages)), self.stages)
         shardings = Shardings().with_zero(2 if self.dealing == TIME_MAJOR else 0)
-        return Placement(mesh, self.num_units, self.layer_cuts, self.unit_counts, shardings)
+        return Placement(mesh, self.num_microbatches, self.layer_cuts, self.microbatch_counts, shardings)
 
     def __str__(self) -> str:
         lines = []
-        for s, (members, counts) in enumerate(zip(self.stages, self.unit_counts, strict=True)):
-            shown = f"{list(members)}, units {list(counts)}" if len(members) <= 16 else f"{len(members):,} of them"
+        for s, (members, counts) in enumerate(zip(self.stages, self.microbatch_counts, strict=True)):
+            shown = (
+                f"{list(members)}, micro-batches {list(counts)}" if len(members) <= 16 else f"{len(members):,} of them"
+            )
             lines.append(f"stage {s}: layers {self.layer_cuts[s]}..{self.layer_cuts[s + 1] - 1}, workers {shown}")
         return "\n".join(lines)
 
@@ -91,7 +94,7 @@ class StepTime:
     Args:
         seconds: the larger one of pipeline_s and traffic_s.
         pipeline_s: by `how`.
-        bottleneck_s: the largest compute of a worker: units * seconds of its stage / speed.
+        bottleneck_s: the largest compute of a worker: micro-batches * seconds of its stage / speed.
         bound_s: no order of the actions is faster: bottleneck, and the pipeline's filling and draining around it.
         traffic_s: what the reduction and the publication keep the busiest link occupied.
         worker: the rank with the largest compute.
@@ -138,21 +141,21 @@ class ActionGraph:
             todo = lists[row]
             while at[row] < len(todo):
                 action, of_class = todo[at[row]]
-                stage, kind, unit = action.stage, action.kind, action.unit
+                stage, kind, microbatch = action.stage, action.kind, action.microbatch
                 forward = kind == FORWARD
-                needed = (stage - 1, kind, unit) if forward else (stage + 1, kind, unit)
+                needed = (stage - 1, kind, microbatch) if forward else (stage + 1, kind, microbatch)
                 first = stage == 0 if forward else stage == last_stage
                 if not first and needed not in place:
                     waiting[needed] = row
                     break
-                place[stage, kind, unit] = len(self.order)
+                place[stage, kind, microbatch] = len(self.order)
                 self.order.append(action)
                 self._rows.append(row)
                 self._classes.append(of_class)
                 self._waits.append((-1, 0) if first else (place[needed], min(stage, needed[0])))
                 at[row] += 1
-                if (stage, kind, unit) in waiting:
-                    runnable.append(waiting.pop((stage, kind, unit)))
+                if (stage, kind, microbatch) in waiting:
+                    runnable.append(waiting.pop((stage, kind, microbatch)))
         assert all(n == len(todo) for n, todo in zip(at, lists, strict=True)), "actions.check says who waits for ever"
 
     def work(self, seconds: np.ndarray) -> np.ndarray:
@@ -162,7 +165,7 @@ class ActionGraph:
         return found * seconds
 
     @staticmethod
-    def unit_seconds(forward_s: np.ndarray, backward_s: np.ndarray) -> np.ndarray:
+    def microbatch_seconds(forward_s: np.ndarray, backward_s: np.ndarray) -> np.ndarray:
         """float64[rows, classes]: seconds of one action, at the same speed in all classes."""
         return np.stack([forward_s, forward_s, backward_s, backward_s], axis=1).astype(np.float64)
 
@@ -198,7 +201,9 @@ def action_classes(todo: Sequence[Action]) -> list[int]:
 
 
 def stage_seconds(cuts: Sequence[int], costs: CostModel) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """(forward, backward) of one unit at speed 1 by stage, and what a message takes over each boundary of stages."""
+    """(forward, backward) of one micro-batch at speed 1 by stage, and what a message takes over each boundary of
+    stages.
+    """
     at = np.array(cuts)
     forward, backward = np.diff(costs.prefix("forward_s")[at]), np.diff(costs.prefix("backward_s")[at])
     return forward, backward, [costs.message_s(cut - 1) for cut in cuts[1:-1]]
@@ -213,24 +218,25 @@ def bound(
 ) -> float:
     """Seconds that no order of a step's actions falls below.
 
-    A worker cannot begin before the first unit has come through the stages before, on the fastest worker of each, and
-    after its last backward that unit has the way back to go. In between it has all its units to do; or, it waits until
-    its first unit is back from the later stages, and of its forwards only as many are done by then as may be in flight.
+    A worker cannot begin before the first micro-batch has come through the stages before, on the fastest worker of
+    each, and after its last backward that micro-batch has the way back to go. In between it has all its micro-batches
+    to do; or, it waits until its first micro-batch is back from the later stages, and of its forwards only as many are
+    done by then as may be in flight.
 
     Args:
-        forward_s, backward_s: per stage, float64[workers]: seconds of one unit.
-        counts: per stage, int64[workers]: units.
+        forward_s, backward_s: per stage, float64[workers]: seconds of one micro-batch.
+        counts: per stage, int64[workers]: micro-batches.
         delays: seconds of a message over each boundary of stages.
-        limits: units in flight of a worker, by stage.
+        limits: micro-batches in flight of a worker, by stage.
     """
     gaps = np.array([*delays, 0.0])
     there = np.concatenate([[0.0], np.cumsum(np.array([f.min() for f in forward_s]) + gaps)])
     back = np.concatenate([[0.0], np.cumsum(np.array([b.min() for b in backward_s]) + gaps)])
     total = worst = float(there[-1] + back[-1])
-    for s, (f, b, units) in enumerate(zip(forward_s, backward_s, counts, strict=True)):
+    for s, (f, b, microbatches) in enumerate(zip(forward_s, backward_s, counts, strict=True)):
         later = total - there[s + 1] - back[s + 1] + 2 * gaps[s]
-        queued = f + later + units * b + np.maximum(units - limits[s], 0) * f
-        busy = np.where(units > 0, np.maximum(units * (f + b), queued), 0.0).max()
+        queued = f + later + microbatches * b + np.maximum(microbatches - limits[s], 0) * f
+        busy = np.where(microbatches > 0, np.maximum(microbatches * (f + b), queued), 0.0).max()
         worst = max(worst, float(there[s] + back[s] + busy))
     return worst
 
@@ -250,7 +256,7 @@ def step_time(
     """
     cuts = assignment.layer_cuts
     speeds = [costs.speeds_of(members) for members in assignment.stages]
-    counts = [np.array(of_stage) for of_stage in assignment.unit_counts]
+    counts = [np.array(of_stage) for of_stage in assignment.microbatch_counts]
     forward, backward, delays = stage_seconds(cuts, costs)
     forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
     backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
@@ -275,8 +281,8 @@ def step_time(
 def memory_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list[float]:
     """Bytes of the fullest worker of each stage."""
     found = []
-    for s, counts in enumerate(assignment.unit_counts):
-        table = rule.stage_bytes(costs, size=len(counts), units=max(counts), in_flight=assignment.limits[s])
+    for s, counts in enumerate(assignment.microbatch_counts):
+        table = rule.stage_bytes(costs, size=len(counts), microbatches=max(counts), in_flight=assignment.limits[s])
         found.append(float(table[assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
     return found
 
@@ -293,11 +299,11 @@ def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, siz
 
 
 def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage: int) -> float:
-    counts = np.array(assignment.unit_counts[stage])
+    counts = np.array(assignment.microbatch_counts[stage])
     nodes = int(counts.max())
     if assignment.dealing == CONTIGUOUS:
         stops = np.cumsum(counts)
-        nodes = int(num_nodes(stops - counts, stops, assignment.num_units).max())
+        nodes = int(num_nodes(stops - counts, stops, assignment.num_microbatches).max())
     first, stop = assignment.layer_cuts[stage : stage + 2]
     return traffic_bytes(costs, rule, first, stop, len(counts), nodes) / costs.bandwidth
 
@@ -324,8 +330,10 @@ def _timed(
 def _pieces(
     assignment: Assignment, counts: Sequence[np.ndarray], speeds: Sequence[np.ndarray]
 ) -> Iterator[tuple[object, list[slice]]]:
-    """Workers who share units with nobody else: positions by stage, and a key that equal ones have in common."""
-    if all(of_stage == assignment.unit_counts[0] for of_stage in assignment.unit_counts[1:]):
+    """Workers who share micro-batches with nobody else: positions by stage, and a key that equal ones have in
+    common.
+    """
+    if all(of_stage == assignment.microbatch_counts[0] for of_stage in assignment.microbatch_counts[1:]):
         columns = np.ascontiguousarray(np.stack([*speeds, counts[0]], axis=1).astype(np.float64))
         for position, column in enumerate(columns):
             if counts[0][position]:
@@ -344,7 +352,7 @@ def _pieces(
     bounds = {s: np.concatenate([[0], np.searchsorted(of_stage, common, "right")]) for s, of_stage in ends.items()}
     for i, end in enumerate(common.tolist()):
         if not end:
-            continue  # workers without units at the front
+            continue  # workers without micro-batches at the front
         part = {s: slice(int(at[i]), int(at[i + 1])) for s, at in bounds.items()}
         key = tuple((counts[s][where].tobytes(), speeds[s][where].tobytes()) for s, where in part.items())
         yield key, [part[s] for s in kind_of]
@@ -352,21 +360,21 @@ def _pieces(
 
 def _piece_s(assignment: Assignment, costs: CostModel, piece: Sequence[slice]) -> float:
     """Seconds of these workers by themselves, in the order of the whole mesh's lists."""
-    unit_counts = tuple(counts[where] for counts, where in zip(assignment.unit_counts, piece, strict=True))
-    graph = _graph(unit_counts, assignment.dealing, assignment.limits)
+    microbatch_counts = tuple(counts[where] for counts, where in zip(assignment.microbatch_counts, piece, strict=True))
+    graph = _graph(microbatch_counts, assignment.dealing, assignment.limits)
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
     speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
     stage = np.repeat(np.arange(len(members)), [len(of_stage) for of_stage in members])
-    return graph.makespan(graph.unit_seconds(forward[stage] / speeds, backward[stage] / speeds), delays)
+    return graph.makespan(graph.microbatch_seconds(forward[stage] / speeds, backward[stage] / speeds), delays)
 
 
 @lru_cache(maxsize=32)
-def _graph(unit_counts: tuple[tuple[int, ...], ...], dealing: str, limits: tuple[int, ...]) -> ActionGraph:
+def _graph(microbatch_counts: tuple[tuple[int, ...], ...], dealing: str, limits: tuple[int, ...]) -> ActionGraph:
     """The action lists of workers 0, 1, ..., stage by stage: they do not depend on who these are, nor on layers."""
-    ranks = iter(range(sum(map(len, unit_counts))))
-    stages = tuple(tuple(islice(ranks, len(counts))) for counts in unit_counts)
-    placement = Assignment(stages, tuple(range(len(stages) + 1)), unit_counts, dealing).placement()
+    ranks = iter(range(sum(map(len, microbatch_counts))))
+    stages = tuple(tuple(islice(ranks, len(counts))) for counts in microbatch_counts)
+    placement = Assignment(stages, tuple(range(len(stages) + 1)), microbatch_counts, dealing).placement()
     return ActionGraph(schedule(placement, limits=limits))
 
 
@@ -376,4 +384,4 @@ def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, 
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
     speeds = costs.speeds_of(graph.ranks)
-    return graph, graph.unit_seconds(forward[stage] / speeds, backward[stage] / speeds), delays
+    return graph, graph.microbatch_seconds(forward[stage] / speeds, backward[stage] / speeds), delays

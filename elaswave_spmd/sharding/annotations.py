@@ -20,7 +20,7 @@ class Shardings:
     """How a model lies on the worker axes. Data parallelism, pipeline and ZeRO are specs, not modes.
 
     Args:
-        batch: of the global batch; `P("dp")` deals its units over the workers of each stage.
+        batch: of the global batch; `P("dp")` deals its micro-batches over the workers of each stage.
         layers: of the stack of layers; `P("pp")` deals layers over stages.
         params, grads, optim: of the sequence of pages of each layer, over the workers of its stage: whole (`P(None)`)
             or `P("dp")`. None of them sharded is ZeRO-0; optim ZeRO-1; grads too ZeRO-2; params too ZeRO-3.

@@ -4,10 +4,10 @@ A layer's parameters are flattened into one buffer. The buffer is a sequence of 
 
     | state block of a tied parameter | ... | state block of the rest | reader block of a tied use | ... | loss block |
 
-A *state* block is owned: its pages have holders (fp32 master, moments). A *reader* block is this layer's copy of a
+A *state* block is owned: its pages have replicas (fp32 master, moments). A *reader* block is this layer's copy of a
 parameter that another layer owns; its pages match the owner's one to one, so that gradients go, and published values
 come, page by page. The *loss* block, in the last layer only, is one page of gradient buffer whose first element
-carries the unit's loss: the loss is reduced, replicated and salvaged exactly like a gradient page.
+carries the micro-batch's loss: the loss is reduced, replicated and salvaged exactly like a gradient page.
 
 Every page has `page_size` elements except the last of a block, which may be shorter; all are multiples of 64 elements.
 Page ids (layer, page) never change during a run (protocol.md, "Words"). No torch in here.

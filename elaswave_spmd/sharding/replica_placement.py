@@ -15,7 +15,7 @@ import numpy as np
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, deal_primaries
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, deal_primaries
 
 DEFAULT_SCATTER = 4
 
@@ -28,7 +28,7 @@ def copyset_width(scatter: int, mirror_count: int, num_peers: int) -> int:
     return min(num_peers, max(scatter or DEFAULT_SCATTER, mirror_count)) if mirror_count else 0
 
 
-def deal_holders(
+def place_replicas(
     layout: ModelLayout,
     stages: Stages,
     layer_cuts: Sequence[int],
@@ -39,10 +39,10 @@ def deal_holders(
     scatter: int,
     page_layout: str = "interleaved",
     least_pages: int = 1,
-) -> HolderMap:
+) -> ReplicaMap:
     """The map of a new mesh.
 
-    Primaries are as `deal_primaries` has them. Of replicated state, every member of the stage is a holder. Of sharded
+    Primaries are as `deal_primaries` has them. Of replicated state, every member of the stage is a replica. Of sharded
     state, each primary's run of a layer is cut in up to `scatter` atoms, which its copyset mirrors in turn; over all
     layers of a stage the mirrored pages are as even as the pages themselves. Where a stage has too few members for
     `mirror_count` mirrors, members of the stages nearest to it make up for it.
@@ -55,7 +55,7 @@ def deal_holders(
         least_pages: runs are not cut in smaller atoms than that: each is a message of its own.
     """
     choice = MirrorChoice(stages, topology, mirror_count, scatter)
-    dealt: list[list[HolderRun]] = []
+    dealt: list[list[ReplicaSet]] = []
     for stage, members in enumerate(stages):
         layers = range(layer_cuts[stage], layer_cuts[stage + 1])
         primaries = deal_primaries(layout, layers, members, page_layout)
@@ -63,9 +63,9 @@ def deal_holders(
             everybody = [frozenset(members)]
             sets = {rank: everybody for rank in members}
         else:
-            sets = _copyset_holders(members, topology, choice.count, choice.width(stage))
+            sets = _copyset_replicas(members, topology, choice.count, choice.width(stage))
         dealt.append(list(_in_atoms(primaries, sets, least_pages)))
-    found: dict[int, list[HolderRun]] = {layer: [] for layer in range(layer_cuts[-1])}
+    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(layer_cuts[-1])}
     if any(len(members) <= choice.count for members in stages):
         for runs in dealt:
             choice.count_mirrors(runs)
@@ -77,8 +77,8 @@ def deal_holders(
 
 def _in_atoms(
     primaries: Iterator[tuple[int, int, int, int]], sets: Mapping[int, Sequence[frozenset[int]]], least_pages: int
-) -> Iterator[HolderRun]:
-    """Each run cut in as many atoms as its primary has holder sets, or as are large enough; sets take turns.
+) -> Iterator[ReplicaSet]:
+    """Each run cut in as many atoms as its primary has replica sets, or as are large enough; sets take turns.
 
     Where no run is too small, they take turns page by page over all layers: since primaries of a stage have equally
     many pages, and the mirrors in one place of all the copysets are a permutation of the stage, the mirrored pages come
@@ -90,15 +90,15 @@ def _in_atoms(
         turn, at = dealt[primary], first
         large_enough = max(1, (stop - first) // least_pages)
         for size in even_counts(stop - first, min(len(own), stop - first, large_enough)):
-            yield HolderRun(layer, at, at + size, primary, own[turn % len(own)])
+            yield ReplicaSet(layer, at, at + size, primary, own[turn % len(own)])
             turn, at = turn + 1, at + size
         dealt[primary] += large_enough if large_enough < len(own) else stop - first
 
 
-def _copyset_holders(
+def _copyset_replicas(
     members: Sequence[int], topology: Topology, count: int, width: int
 ) -> dict[int, list[frozenset[int]]]:
-    """The sets of holders of each worker's atoms, within its stage: the worker and `count` of its peers in turn."""
+    """The sets of replicas of each worker's atoms, within its stage: the worker and `count` of its peers in turn."""
     if count >= len(members) - 1:
         everybody = [frozenset(members)] * max(1, width)
         return {rank: everybody for rank in members}
@@ -192,11 +192,11 @@ class MirrorChoice:
         num_peers = inside if inside >= self.count else len(self.stage_of) - 1
         return copyset_width(self._scatter, self.count, num_peers)
 
-    def count_mirrors(self, runs: Sequence[HolderRun]) -> None:
+    def count_mirrors(self, runs: Sequence[ReplicaSet]) -> None:
         """Counts the mirrors of runs that stay as they are."""
         pages: Counter[tuple[int, frozenset[int]]] = Counter()
         for run in runs:
-            pages[run.primary, run.holders] += run.num_pages
+            pages[run.primary, run.replicas] += run.num_pages
         for (primary, held), num_pages in pages.items():
             self.add(primary, held, num_pages)
 
@@ -213,16 +213,16 @@ class MirrorChoice:
             self.mirrored[rank] += num_pages
             peers.add(rank)
 
-    def completed(self, run: HolderRun) -> HolderRun:
+    def completed(self, run: ReplicaSet) -> ReplicaSet:
         """The run with mirrors added up to `count`, its learners first; without learners."""
-        if not run.learners and len(run.holders) > self.count:
+        if not run.learners and len(run.replicas) > self.count:
             return run
-        held = set(run.holders)
+        held = set(run.replicas)
         while len(held) <= self.count:
             found = self._pick(run, held)
             self.add(run.primary, {found}, run.num_pages)
             held.add(found)
-        return HolderRun(*run.key, run.primary, self.shared(frozenset(held)))
+        return ReplicaSet(*run.key, run.primary, self.shared(frozenset(held)))
 
     def ranked(self, held: Set[int], primary: int) -> list[int]:
         """Mirrors, the ones to keep first: of the primary's stage, far from it, not above the share, in its copyset."""
@@ -236,14 +236,14 @@ class MirrorChoice:
         return sorted(held, key=key)
 
     def shared(self, held: frozenset[int]) -> frozenset[int]:
-        """The one set of these holders."""
+        """The one set of these replicas."""
         return self._sets.setdefault(held, held)
 
     def distance(self, rank: int, held: Set[int]) -> int:
-        """Levels between a worker and the nearest of the holders."""
+        """Levels between a worker and the nearest of the replicas."""
         return min(self._topology.distance(rank, other) for other in held)
 
-    def _pick(self, run: HolderRun, held: Set[int]) -> int:
+    def _pick(self, run: ReplicaSet, held: Set[int]) -> int:
         """One more mirror: in the primary's stage while it has somebody left, else in the stage nearest to it."""
         stage = self.stage_of[run.primary]
         gaps: defaultdict[int, list[int]] = defaultdict(list)
@@ -263,13 +263,13 @@ class MirrorChoice:
         raise AssertionError(f"nobody is left to mirror {run}")
 
     def _least(self, ranks: Sequence[int], held: Set[int]) -> int:
-        """The one that mirrors least among those farthest from the holders."""
+        """The one that mirrors least among those farthest from the replicas."""
         return min(ranks, key=lambda rank: (-self.distance(rank, held), self.mirrored[rank], rank))
 
     def _pick_inside(self, stage: int, primary: int, held: Set[int]) -> int:
         """A full copyset serves while its loads are near the stage's share; else the least load, far away first.
 
-        Rather than on the host of a holder, a mirror is where there are up to twice as many as elsewhere.
+        Rather than on the host of a replica, a mirror is where there are up to twice as many as elsewhere.
         """
         farthest, share, peers = self.farthest(stage), self._shares[stage], self.peers[primary]
         if len(peers) >= self.width(stage):

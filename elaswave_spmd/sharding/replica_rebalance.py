@@ -1,7 +1,7 @@
-"""The holder map to go to after any change of members: even primaries again, all mirrors again, least movement.
+"""The replica map to go to after any change of members: even primaries again, all mirrors again, least movement.
 
 A copy of a page that must be made anyway, because a mirror is missing, may as well become the primary: pages with too
-few holders change hands for nothing, and so do pages between their holders. Only what cannot be made even that way is
+few replicas change hands for nothing, and so do pages between their replicas. Only what cannot be made even that way is
 moved. How much that is, is a maximum flow from the workers with too many pages to those with too few.
 """
 
@@ -14,13 +14,13 @@ from itertools import groupby, pairwise
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replica_placement import MirrorChoice, Stages
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 
 Alive = frozenset[int]
-"""The holders of a run that are members, of whatever stage."""
+"""The replicas of a run that are members, of whatever stage."""
 
 Step = tuple[int, Alive | None, int]
-"""Pages with these holders go from one worker to another; None: a slot changes hands."""
+"""Pages with these replicas go from one worker to another; None: a slot changes hands."""
 
 _NOBODY, _ANYBODY = -1, -2
 """Have the pages whose primary is not in their stage: _ANYBODY those for which it does not matter who gets them."""
@@ -30,7 +30,7 @@ _SLOT = -3
 
 
 def refill(
-    holders: HolderMap,
+    replicas: ReplicaMap,
     layout: ModelLayout,
     stages: Stages,
     layer_cuts: Sequence[int],
@@ -39,29 +39,29 @@ def refill(
     topology: Topology,
     mirror_count: int,
     scatter: int,
-) -> HolderMap:
+) -> ReplicaMap:
     """The target for these stages and cuts, from the map there is; without learners.
 
     Primaries are members of the layer's stage and have equally many state pages, within one; atoms are split for that,
     never merged. Each page has `mirror_count` mirrors, or as many as there are other workers, the surviving ones first;
-    replicated state has all members of the stage as holders. The fewest copies of pages are made that allow this. A map
-    that fulfils it already stays as it is.
+    replicated state has all members of the stage as replicas. The fewest copies of pages are made that allow this. A
+    map that fulfils it already stays as it is.
 
     Args:
-        holders: the map there is, of all layers. It may name workers that are leaving, and learners, which are
+        replicas: the map there is, of all layers. It may name workers that are leaving, and learners, which are
             preferred where somebody new is needed.
-        replicated, topology, mirror_count, scatter: as for `deal_holders`.
+        replicated, topology, mirror_count, scatter: as for `place_replicas`.
     """
     layers_of = [range(first, stop) for first, stop in pairwise(layer_cuts)]
     pages = [sum(layout.layers[layer].num_state_pages for layer in layers) for layers in layers_of]
     choice = MirrorChoice(stages, topology, mirror_count, scatter, pages)
-    found: dict[int, list[HolderRun]] = {layer: [] for layer in range(layer_cuts[-1])}
-    changed: list[tuple[HolderRun, Alive, int]] = []
+    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(layer_cuts[-1])}
+    changed: list[tuple[ReplicaSet, Alive, int]] = []
     for stage, layers in enumerate(layers_of):
         balance = _Balance(stage, stages[stage], choice, layout, replicated)
-        balance.fill([run for layer in layers for run in holders[layer]])
+        balance.fill([run for layer in layers for run in replicas[layer]])
         balance.even_out()
-        settled: list[HolderRun] = []
+        settled: list[ReplicaSet] = []
         for run, alive, primary in balance.dealt():
             if run.primary == primary and not run.learners and balance.is_complete(run, alive):
                 settled.append(run)
@@ -77,11 +77,11 @@ def refill(
 
 
 def _with_mirrors(
-    changed: Iterable[tuple[HolderRun, Alive, int]], choice: MirrorChoice, stages: Stages, replicated: bool
-) -> list[HolderRun]:
+    changed: Iterable[tuple[ReplicaSet, Alive, int]], choice: MirrorChoice, stages: Stages, replicated: bool
+) -> list[ReplicaSet]:
     """The runs at their new primaries: which mirrors stay is settled for all before new ones are chosen."""
     everybody = [choice.shared(frozenset(members)) for members in stages]
-    outside: dict[tuple[int, Alive], Alive] = {}  # of replicated state: the holders that are not of the stage
+    outside: dict[tuple[int, Alive], Alive] = {}  # of replicated state: the replicas that are not of the stage
     begun = []
     for run, alive, primary in sorted(changed, key=lambda one: one[0].key):
         if replicated:
@@ -99,16 +99,16 @@ def _with_mirrors(
         if kept:
             choice.add(primary, kept, run.num_pages)
             held = choice.shared(held | kept)
-        begun.append(HolderRun(*run.key, primary, held, run.learners - held))
+        begun.append(ReplicaSet(*run.key, primary, held, run.learners - held))
     return [choice.completed(run) for run in begun]
 
 
-def _split(run: HolderRun, num_pages: int) -> tuple[HolderRun, HolderRun | None]:
+def _split(run: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | None]:
     """The first pages of a run, and the rest if there is any."""
     if num_pages >= run.num_pages:
         return run, None
-    cut, same = run.first + num_pages, (run.primary, run.holders, run.learners)
-    return HolderRun(run.layer, run.first, cut, *same), HolderRun(run.layer, cut, run.stop, *same)
+    cut, same = run.first + num_pages, (run.primary, run.replicas, run.learners)
+    return ReplicaSet(run.layer, run.first, cut, *same), ReplicaSet(run.layer, cut, run.stop, *same)
 
 
 class _Balance:
@@ -123,10 +123,10 @@ class _Balance:
         self._members, self._everybody, self._choice = members, frozenset(members), choice
         self._layout, self._replicated = layout, replicated
         self._farthest = choice.farthest(stage)
-        self._at: dict[int, dict[Alive, list[HolderRun]]] = {rank: {} for rank in (_ANYBODY, _NOBODY, *members)}
+        self._at: dict[int, dict[Alive, list[ReplicaSet]]] = {rank: {} for rank in (_ANYBODY, _NOBODY, *members)}
         self._size: dict[int, Counter[Alive]] = {rank: Counter() for rank in self._at}  # pages of the lists in _at
         self._load = dict.fromkeys(members, 0)
-        self._loss: list[tuple[HolderRun, Alive, int]] = []  # the loss page has no part in the balance
+        self._loss: list[tuple[ReplicaSet, Alive, int]] = []  # the loss page has no part in the balance
         self._of_layer: dict[int, Counter[int]] = {}  # a worker's pages by layer, where that is needed
         self._even: dict[int, int] = {}  # layer -> a worker's share of its pages
         self._floor, self._free_slots = 0, 0
@@ -136,17 +136,17 @@ class _Balance:
         self._least_distance = 0
         self._far: dict[Alive, list[int]] = {}
 
-    def fill(self, runs: Sequence[HolderRun]) -> None:
+    def fill(self, runs: Sequence[ReplicaSet]) -> None:
         """Puts the runs to their primaries."""
         workers = frozenset(self._choice.stage_of)
         losses = {(ly.index, ly.loss_block.first_page) for ly in self._layout.layers if ly.loss_block}
-        groups: defaultdict[tuple[int, frozenset[int]], list[HolderRun]] = defaultdict(list)
+        groups: defaultdict[tuple[int, frozenset[int]], list[ReplicaSet]] = defaultdict(list)
         of_layer: Counter[int] = Counter()
         for run in runs:
             if (run.layer, run.first) in losses:
-                self._loss.append((run, run.holders & workers, self._primary_of_loss(run)))
+                self._loss.append((run, run.replicas & workers, self._primary_of_loss(run)))
                 continue
-            groups[run.primary, run.holders].append(run)
+            groups[run.primary, run.replicas].append(run)
             of_layer[run.layer] += run.stop - run.first
         for (primary, held), same in groups.items():
             alive = self._choice.shared(held if held <= workers else held & workers)
@@ -159,26 +159,26 @@ class _Balance:
         self._slots = set(sorted(above, key=lambda rank: -self._load[rank])[: self._free_slots])
         self._free_slots -= len(self._slots)
 
-    def _primary_of_loss(self, run: HolderRun) -> int:
-        for ranks in ((run.primary,), run.holders, run.learners):
+    def _primary_of_loss(self, run: ReplicaSet) -> int:
+        for ranks in ((run.primary,), run.replicas, run.learners):
             if here := self._everybody.intersection(ranks):
                 return min(here)
         return self._members[-1]
 
-    def dealt(self) -> Iterator[tuple[HolderRun, Alive, int]]:
-        """(run, holders that are members, its primary from now on)."""
+    def dealt(self) -> Iterator[tuple[ReplicaSet, Alive, int]]:
+        """(run, replicas that are members, its primary from now on)."""
         yield from self._loss
         for rank in self._members:
             for alive, runs in self._at[rank].items():
                 yield from ((run, alive, rank) for run in runs)
 
-    def is_complete(self, run: HolderRun, alive: Alive) -> bool:
-        """Whether a run of a primary in this stage has exactly the holders that it should have."""
+    def is_complete(self, run: ReplicaSet, alive: Alive) -> bool:
+        """Whether a run of a primary in this stage has exactly the replicas that it should have."""
         if alive not in self._complete:
             count, everybody = self._choice.count, self._everybody
             wanted = max(count + 1, len(everybody)) if self._replicated else count + 1
             self._complete[alive] = len(alive) == wanted and (not self._replicated or everybody <= alive)
-        return len(alive) == len(run.holders) and self._complete[alive]
+        return len(alive) == len(run.replicas) and self._complete[alive]
 
     def even_out(self) -> None:
         """Hands pages over until everybody has the floor, or one more with a slot."""
@@ -287,7 +287,7 @@ class _Balance:
 
     # ---- which pages
 
-    def _put(self, rank: int, alive: Alive, runs: Sequence[HolderRun]) -> None:
+    def _put(self, rank: int, alive: Alive, runs: Sequence[ReplicaSet]) -> None:
         self._at[rank].setdefault(alive, []).extend(runs)
         num_pages = sum(run.stop - run.first for run in runs)
         self._size[rank][alive] += num_pages
@@ -295,7 +295,7 @@ class _Balance:
             self._load[rank] += num_pages
 
     def _hand_over(self, source: int, which: Sequence[Alive], taker: int, amount: int) -> None:
-        """Moves `amount` pages with these holders, first those that the taker is learning.
+        """Moves `amount` pages with these replicas, first those that the taker is learning.
 
         It takes from the layers of which it has least, so that each layer stays dealt over all workers. An atom is
         split where the rest of it is not to move, or where the taker would have far too much of the layer.
@@ -317,7 +317,7 @@ class _Balance:
                 num_pages, even = min(amount, run.num_pages), self._even[run.layer]
                 if evenly and 4 * (has[run.layer] + num_pages) > 5 * even:
                     num_pages = min(num_pages, max(0, even - has[run.layer]))
-                tail: HolderRun | None = run
+                tail: ReplicaSet | None = run
                 if num_pages:
                     head, tail = _split(run, num_pages)
                     self._book(source, alive, head, taker)
@@ -347,7 +347,7 @@ class _Balance:
                     left = (self._without_learned(source, alive, run) for run in runs)
                     self._at[source][alive] = [run for run in left if run]
 
-    def _without_learned(self, source: int, alive: Alive, run: HolderRun) -> HolderRun | None:
+    def _without_learned(self, source: int, alive: Alive, run: ReplicaSet) -> ReplicaSet | None:
         """Gives the first pages of a run to a learner, as the excess and its room allow; returns the others."""
         for rank in sorted(run.learners & self._everybody):
             if num_pages := min(self._excess(source), self._room(rank)):
@@ -356,7 +356,7 @@ class _Balance:
                 return tail
         return run
 
-    def _book(self, source: int, alive: Alive, run: HolderRun, taker: int) -> None:
+    def _book(self, source: int, alive: Alive, run: ReplicaSet, taker: int) -> None:
         """Books a run at its taker; the source's list is not touched."""
         self._put(taker, alive, (run,))
         self._size[source][alive] -= run.num_pages

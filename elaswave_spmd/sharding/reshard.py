@@ -282,7 +282,7 @@ def plan_reshard(
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Pages that change their owner. `starts` and `stops` of the transfers are page numbers, one run of pages each.
+    """Pages that change their owner. `starts` and `stops` of the transfers are page numbers, one page range each.
 
     Args:
         num_pages: pages in the owner maps.

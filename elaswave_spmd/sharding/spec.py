@@ -9,7 +9,7 @@ from math import prod
 from elaswave_spmd.errors import SpecError
 from elaswave_spmd.mesh import AXES, ISLAND_AXES, MeshShape
 
-Entry = str | tuple[str, ...] | None
+ReducedGradient = str | tuple[str, ...] | None
 """What splits one dim: nothing, an axis, or several axes, the first one coarsest."""
 
 
@@ -26,9 +26,9 @@ class P:
         SpecError: unknown axis, axis used twice, axes of one dim out of order, or an entry that is none of the above.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ReducedGradient, ...]
 
-    def __init__(self, *entries: Entry) -> None:
+    def __init__(self, *entries: ReducedGradient) -> None:
         object.__setattr__(self, "entries", tuple(_canonical(entry, entries) for entry in entries))
         for axis in self.axes:
             if self.axes.count(axis) > 1:
@@ -91,7 +91,7 @@ def check_spec(spec: P, shape: tuple[int, ...], mesh_shape: MeshShape | None = N
             )
 
 
-def _canonical(entry: object, entries: tuple[object, ...]) -> Entry:
+def _canonical(entry: object, entries: tuple[object, ...]) -> ReducedGradient:
     axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
     if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
         raise SpecError(

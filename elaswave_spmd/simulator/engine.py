@@ -171,10 +171,10 @@ class _Engine:
             else:
                 order = ReadyOrder(work.limits[worker.stage], work.turns, WEIGHTS if work.weight_share else BACKWARD)
             worker.orders[step] = order
-            for unit, rank in enumerate(work.owners[worker.stage]):
+            for microbatch, rank in enumerate(work.owners[worker.stage]):
                 if rank == worker.rank:
                     for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if work.weight_share else ())):
-                        action = Action(worker.stage, kind, unit)
+                        action = Action(worker.stage, kind, microbatch)
                         if action not in work.done and not self._waits(step, action):
                             order.add(action)
         return worker.orders[step]
@@ -188,7 +188,7 @@ class _Engine:
 
     def _needs(self, action: Action) -> tuple[Action, ...]:
         if action.kind == WEIGHTS:
-            return (Action(action.stage, BACKWARD, action.unit),)
+            return (Action(action.stage, BACKWARD, action.microbatch),)
         return action.needs(self._work.num_stages)
 
     def _begin(self, worker: _Worker, step: int) -> None:
@@ -265,25 +265,25 @@ class _Engine:
         for layer in reversed(range(*self._work.layer_cuts[action.stage : action.stage + 2])):
             time += self._layer_s[BACKWARD][layer] * factor
             ends.append((layer, time))
-        self._sums.backward_begins(worker.step, worker.rank, action.stage, action.unit, ends)
+        self._sums.backward_begins(worker.step, worker.rank, action.stage, action.microbatch, ends)
 
     def _finish(self, worker: _Worker, step: int, action: Action) -> None:
         worker.busy = False
         worker.left -= 1
         self._touched.add(worker.rank)
-        stage, unit = action.stage, action.unit
+        stage, microbatch = action.stage, action.microbatch
         if action.kind == FORWARD:
-            self._result(step, Action(stage, BACKWARD, unit))
-            self._send(worker, step, Action(stage + 1, FORWARD, unit), boundary=stage)
+            self._result(step, Action(stage, BACKWARD, microbatch))
+            self._send(worker, step, Action(stage + 1, FORWARD, microbatch), boundary=stage)
         elif action.kind == BACKWARD:
             if self._work.weight_share:
-                self._result(step, Action(stage, WEIGHTS, unit))
-            self._send(worker, step, Action(stage - 1, BACKWARD, unit), boundary=stage - 1)
+                self._result(step, Action(stage, WEIGHTS, microbatch))
+            self._send(worker, step, Action(stage - 1, BACKWARD, microbatch), boundary=stage - 1)
         if not worker.left:
             self._worker_over(worker, step)
 
     def _send(self, worker: _Worker, step: int, to: Action, *, boundary: int) -> None:
-        """A unit's tensor, to the stage on the other side of a boundary, if somebody needs it there."""
+        """A micro-batch's tensor, to the stage on the other side of a boundary, if somebody needs it there."""
         if 0 <= to.stage < self._work.num_stages and to not in self._work.done:
             num_bytes = self._costs.layers[self._work.layer_cuts[boundary + 1] - 1].boundary_bytes
             self._links[worker.rank].send(num_bytes, self._result, step, to, urgent=True)
@@ -292,7 +292,7 @@ class _Engine:
         """One of the results that an action waits for is where it will run."""
         if to in self._work.done:
             return
-        rank = self._work.owners[to.stage][to.unit]
+        rank = self._work.owners[to.stage][to.microbatch]
         left = self._waits(step, to) - 1
         self._missing[step, to] = left
         if not left:

@@ -51,7 +51,7 @@ class Fleet:
         devices: what there is; those that make up no whole replica stand by and are not used.
         island: devices of one worker, which are lost together.
         stages: of the pipeline.
-        units: of a worker in a step.
+        micro-batches: of a worker in a step.
 
     Raises:
         PlanError: fewer devices than one replica has.
@@ -60,11 +60,11 @@ class Fleet:
     devices: int
     island: int = 8
     stages: int = 16
-    units: int = 16
+    microbatches: int = 16
 
     def __post_init__(self) -> None:
-        if min(self.island, self.stages, self.units) < 1:
-            raise PlanError("a fleet has islands, stages and units", got=str(self), fix="1 or more of each")
+        if min(self.island, self.stages, self.microbatches) < 1:
+            raise PlanError("a fleet has islands, stages and micro-batches", got=str(self), fix="1 or more of each")
         if self.replicas < 2:
             raise PlanError(
                 "a fleet has two replicas or more",

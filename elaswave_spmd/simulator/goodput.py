@@ -54,14 +54,14 @@ class Scale:
 
     def __init__(self, fleet: Fleet, costs: CostModel) -> None:
         self.fleet, self._costs = fleet, costs
-        self._num_units = fleet.replicas * fleet.units
-        self._known: dict[tuple[Missing, float], float] = {}  # by the most units of a worker of each stage
+        self._num_microbatches = fleet.replicas * fleet.microbatches
+        self._known: dict[tuple[Missing, float], float] = {}  # by the most micro-batches of a worker of each stage
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
     def healthy_cuts(self) -> tuple[int, ...]:
         """Layers over the stages when nobody is missing."""
-        return self._partition((self.fleet.units,) * self.fleet.stages)
+        return self._partition((self.fleet.microbatches,) * self.fleet.stages)
 
     @cached_property
     def healthy_s(self) -> float:
@@ -70,25 +70,28 @@ class Scale:
 
     def _partition(self, most: tuple[int, ...]) -> tuple[int, ...]:
         if most not in self._cuts:
-            self._cuts[most] = partition(self._costs, [StageWorkers(1, float(units), units) for units in most]).cuts
+            self._cuts[most] = partition(
+                self._costs, [StageWorkers(1, float(microbatches), microbatches) for microbatches in most]
+            ).cuts
         return self._cuts[most]
 
     def _counts(self, missing: Missing) -> list[np.ndarray] | None:
-        """By stage, the units of its classes of workers, most first; None: a stage is empty."""
+        """By stage, the micro-batches of its classes of workers, most first; None: a stage is empty."""
         found = []
         for out in missing:
             left = self.fleet.replicas - out
             if left < 1:
                 return None
-            few, more = divmod(self._num_units, left)
+            few, more = divmod(self._num_microbatches, left)
             found.append(np.array(([few + 1] if more else []) + [few]))
         return found
 
     def elastic_s(self, missing: Missing, highest: float = 1.0) -> float:
-        """Units dealt over whom there is; layers as they were, or cut anew where that is faster.
+        """Micro-batches dealt over whom there is; layers as they were, or cut anew where that is faster.
 
         Args:
-            highest: relative frequency that workers with more units than before may be set to, as far as a step needs
+            highest: relative frequency that workers with more micro-batches than before may be set to, as far as a step
+            needs
                 it to be as fast as with nobody missing.
         """
         counts = self._counts(missing)
@@ -97,14 +100,14 @@ class Scale:
         key = tuple(int(of[0]) for of in counts), highest  # who has most decides
         if key not in self._known:
             limits = in_flight_limits([self.fleet.replicas - out for out in missing])
-            every = {self._partition(key[0]), self._partition((self.fleet.units,) * self.fleet.stages)}
+            every = {self._partition(key[0]), self._partition((self.fleet.microbatches,) * self.fleet.stages)}
             seconds = min(self._bound(cuts, counts, limits, highest) for cuts in every)
             self._known[key] = max(seconds, self.healthy_s) if any(missing) else seconds
         return self._known[key]
 
     def _bound(self, cuts: Sequence[int], counts: Sequence[np.ndarray], limits: Sequence[int], highest: float) -> float:
         forward, backward, delays = stage_seconds(cuts, self._costs)
-        speeds = [np.where(of > self.fleet.units, highest, 1.0) for of in counts]
+        speeds = [np.where(of > self.fleet.microbatches, highest, 1.0) for of in counts]
         forward_s = [f / v for f, v in zip(forward, speeds, strict=True)]
         backward_s = [b / v for b, v in zip(backward, speeds, strict=True)]
         return bound(forward_s, backward_s, counts, delays, limits)
@@ -139,8 +142,8 @@ class GoesOn:
     Modelled: the rate by stage, the stall, and what of the step is done again: the salvaged part (ours) or half of it.
 
     Args:
-        reroute: units are rerouted, layers stay, backward is split and the optimizer staggered.
-        highest: relative frequency that workers with more units than before may be set to (ours).
+        reroute: micro-batches are rerouted, layers stay, backward is split and the optimizer staggered.
+        highest: relative frequency that workers with more micro-batches than before may be set to (ours).
         over_bound: what an executed step with workers missing takes over its lower bound, where a whole one takes 1.
     """
 

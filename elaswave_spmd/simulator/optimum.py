@@ -1,4 +1,4 @@
-"""The least seconds of a step over all ways to group workers, cut layers and deal whole units.
+"""The least seconds of a step over all ways to group workers, cut layers and deal whole micro-batches.
 
 Workers of equal speed are alike. Two figures: `bound_s`, which no grouping and no order of actions falls below, and
 `best_s`, the least that the action lists of any grouping take, found by looking at groupings in the order of their
@@ -46,7 +46,7 @@ class Optimum:
 def optimum(
     costs: CostModel,
     ranks: Sequence[int],
-    num_units: int,
+    num_microbatches: int,
     *,
     stage_counts: Collection[int] | None = None,
     rule: MemoryRule = REPLICATED,
@@ -61,7 +61,7 @@ def optimum(
         stage_counts: numbers of stages that are allowed; None: any.
         most: groupings whose lists are timed, at most.
     """
-    search = _Search(costs, tuple(ranks), num_units, rule, memory_limit, dealing)
+    search = _Search(costs, tuple(ranks), num_microbatches, rule, memory_limit, dealing)
     allowed = frozenset(range(1, min(len(ranks), len(costs.layers)) + 1) if stage_counts is None else stage_counts)
     best, chosen, looked, least = math.inf, None, 0, math.inf
     for bound_s, stages in search.by_bound(allowed):
@@ -87,7 +87,7 @@ Stage = tuple[int, int, Counts]
 class _Search:
     costs: CostModel
     ranks: tuple[int, ...]
-    num_units: int
+    num_microbatches: int
     rule: MemoryRule
     memory_limit: float
     dealing: str
@@ -137,7 +137,9 @@ class _Search:
                     yield stop, used
 
     def stage_s(self, first: int, stop: int, used: Counts, left: Counts) -> float:
-        """No step with this stage takes less: the way of the first unit there and back, and all its units."""
+        """No step with this stage takes less: the way of the first micro-batch there and back, and all its
+        micro-batches.
+        """
         if self.memory_limit < math.inf and self.memory(used, left)[first, stop] > self.memory_limit:
             return math.inf
         fastest = self.classes[0][0]
@@ -171,10 +173,10 @@ class _Search:
         return {}
 
     def least(self, used: Counts) -> tuple[float, int]:
-        """(largest load, most units of a worker) of a stage with so many workers of each class."""
+        """(largest load, most micro-batches of a worker) of a stage with so many workers of each class."""
         if used not in self._loads:
             speeds = self.speeds(used)
-            load = least_load(self.num_units, speeds)
+            load = least_load(self.num_microbatches, speeds)
             self._loads[used] = load, math.floor(load * speeds.max() + 1e-9)
         return self._loads[used]
 
@@ -184,14 +186,16 @@ class _Search:
 
     def memory(self, used: Counts, left: Counts) -> np.ndarray:
         """Bytes of a worker of a stage, where `left` workers are in it and in those after it; at least."""
-        size, units = sum(used), self.least(used)[1]
-        key = size, units, -(-sum(left) // size)
+        size, microbatches = sum(used), self.least(used)[1]
+        key = size, microbatches, -(-sum(left) // size)
         if key not in self._tables:
-            self._tables[key] = self.rule.stage_bytes(self.costs, size=size, units=units, in_flight=key[2])
+            self._tables[key] = self.rule.stage_bytes(
+                self.costs, size=size, microbatches=microbatches, in_flight=key[2]
+            )
         return self._tables[key]
 
     def timed(self, stages: Sequence[Stage]) -> tuple[float, Assignment]:
-        """What the lists of a grouping take, with units dealt by all aims or by the first."""
+        """What the lists of a grouping take, with micro-batches dealt by all aims or by the first."""
         queues = [list(ranks) for _, ranks in self.classes]
         members = tuple(
             tuple(queue.pop(0) for queue, n in zip(queues, used, strict=True) for _ in range(n)) for *_, used in stages
@@ -199,7 +203,7 @@ class _Search:
         cuts = (0, *(stop for _, stop, _ in stages))
         speeds = [self.costs.speeds_of(ranks) for ranks in members]
         found = []
-        for dealt in dealings(self.num_units, speeds, dealing=self.dealing):
+        for dealt in dealings(self.num_microbatches, speeds, dealing=self.dealing):
             assignment = Assignment(members, cuts, dealt.counts, self.dealing)
             fits = max(memory_of(assignment, self.costs, self.rule)) <= self.memory_limit
             seconds = step_time(assignment, self.costs, self.rule).seconds if fits else math.inf

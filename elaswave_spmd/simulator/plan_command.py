@@ -23,7 +23,7 @@ _ARGUMENTS: dict[str, str | None] = {
     "mesh": None,
     "event": "",
     "profile": "",
-    "units": "",
+    "microbatches": "",
     "layers": "",
     "steps": "1000",
     "sharding": "zero1",
@@ -35,7 +35,7 @@ _ARGUMENTS: dict[str, str | None] = {
     "json": "false",
 }
 _LAYERS = "18"
-_UNITS_EACH = 4
+_MICROBATCHES_EACH = 4
 _SHOWN = 16  # stages of a placement
 
 USAGE = """usage: {program} plan mesh=NAME [name=value ...]     what would be done after an event; nothing is run
@@ -44,8 +44,8 @@ USAGE = """usage: {program} plan mesh=NAME [name=value ...]     what would be do
   event='fail 6'         fail RANK ..., slow RANK SPEED, join COUNT; several with ';'
   profile=costs.json     measured costs of a run; without it layers are all alike (10 + 20 ms, the bytes of Llama 7B)
   layers=18              layers of the model, with embedding and head
-  units=16               units of a step; {each} for each worker of the largest stage where nothing is said
-  steps=1000             steps that are left: what a move has to pay for
+  micro-batches=16               micro-batches of a step; {each} for each worker of the largest stage where nothing is
+  said steps=1000             steps that are left: what a move has to pay for
   sharding=zero1         zero0 to zero3; mirror=1: mirrors of each page
   memory=BYTES           of each worker; stages=false: workers stay in their stage
   frequency='0.8 1.1'    what relative frequencies may be set to: hints are printed
@@ -92,7 +92,7 @@ def main(argv: Sequence[str], program: str) -> int:
         UserError: a mesh, an event or a profile that cannot be; a plan that does not fit in memory.
     """
     if {"-h", "--help"} & set(argv):
-        print(USAGE.format(program=program, each=_UNITS_EACH), end="")
+        print(USAGE.format(program=program, each=_MICROBATCHES_EACH), end="")
         return 0
     values = arguments.read(argv, _ARGUMENTS, "plan")
     plan = make(values)
@@ -107,9 +107,9 @@ def make(values: dict[str, str]) -> Plan:
     mesh = Mesh.initial(MeshShape.parse(values["mesh"]))
     costs, source = _costs(values, mesh)
     zero = _zero(values)
-    units = values["units"] or str(_UNITS_EACH * max(len(members) for members in mesh.stages))
+    microbatches = values["microbatches"] or str(_MICROBATCHES_EACH * max(len(members) for members in mesh.stages))
     case = Case(
-        healthy(mesh, costs, arguments.whole({"units": units}, "units", 1), zero=zero),
+        healthy(mesh, costs, arguments.whole({"microbatches": microbatches}, "microbatches", 1), zero=zero),
         costs,
         Change.parse(values["event"]) if values["event"] else Change(),
         remaining_steps=arguments.whole(values, "steps", 0),
@@ -176,7 +176,7 @@ def lines(plan: Plan) -> list[str]:
     """The plan for a person."""
     case, decision = plan.case, plan.decision
     found = [
-        f"mesh {case.placement.mesh.shape}, {case.healthy.num_units} units, event: {case.change}",
+        f"mesh {case.placement.mesh.shape}, {case.healthy.num_microbatches} micro-batches, event: {case.change}",
         f"costs {plan.source}; {case.costs.bandwidth:.4g} B/s a link",
         "",
         f"old placement: {plan.before}",
@@ -239,7 +239,7 @@ def _stages(assignment: Assignment) -> dict[str, Any]:
     return {
         "stages": [list(members) for members in assignment.stages],
         "layer_cuts": list(assignment.layer_cuts),
-        "unit_counts": [list(counts) for counts in assignment.unit_counts],
+        "microbatch_counts": [list(counts) for counts in assignment.microbatch_counts],
     }
 
 

@@ -102,7 +102,7 @@ class Case:
 
     def ratio(self, outcome: Outcome) -> float:
         """(throughput after / before) / (aggregate speed after / before)."""
-        return outcome.throughput / (self.healthy.num_units / self.before_s) / self.share
+        return outcome.throughput / (self.healthy.num_microbatches / self.before_s) / self.share
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Outcome:
     Args:
         policy: its name.
         step_s: a step afterwards; inf: it cannot go on.
-        units: of such a step.
+        micro-batches: of such a step.
         recovery_s: the time that the change costs once, beyond slower steps: standing still, and work done again.
         note: what happened, in a line.
         decision: of our planner.
@@ -120,15 +120,15 @@ class Outcome:
 
     policy: str
     step_s: float
-    units: int
+    microbatches: int
     recovery_s: float
     note: str = ""
     decision: Decision | None = None
 
     @property
     def throughput(self) -> float:
-        """Units per second."""
-        return self.units / self.step_s if self.units else 0.0
+        """Micro-batches per second."""
+        return self.microbatches / self.step_s if self.microbatches else 0.0
 
 
 class Policy(Protocol):
@@ -148,10 +148,10 @@ class Policy(Protocol):
 class Ours:
     """This project: `plan_change`, with its axes to choose from.
 
-    Modelled: units dealt by speed, layers and stages moved if that pays, frequencies: all by `plan_change`, which runs
-    make their plans with; the step that a loss falls into, salvaged action by action. Not modelled: the reduction's
-    share of the salvage, and the slower steps until layers have moved (`story.tell` has these). It cannot go on where
-    no partition fits in memory.
+    Modelled: micro-batches dealt by speed, layers and stages moved if that pays, frequencies: all by `plan_change`,
+    which runs make their plans with; the step that a loss falls into, salvaged action by action. Not modelled: the
+    reduction's share of the salvage, and the slower steps until layers have moved (`story.tell` has these). It cannot
+    go on where no partition fits in memory.
 
     Args:
         layers: layers may move.
@@ -187,7 +187,9 @@ class Ours:
         if case.change.gone:
             now_s = case.seconds(decision.now.assignment, case.after)
             recovery_s += case.constants.detect_s + mean_salvage_s(case.healthy, case.costs, case.change.gone, now_s)
-        return Outcome(self.name, seconds, case.healthy.num_units, recovery_s, "; ".join(decision.reasons), decision)
+        return Outcome(
+            self.name, seconds, case.healthy.num_microbatches, recovery_s, "; ".join(decision.reasons), decision
+        )
 
 
 def mean_salvage_s(healthy: Assignment, costs: CostModel, gone: Collection[int], now_s: float) -> float:
@@ -208,8 +210,8 @@ def mean_salvage_s(healthy: Assignment, costs: CostModel, gone: Collection[int],
 class DropReplica:
     """TorchFT, FT-HSDP: a lost worker's data-parallel replica (its column of the pipeline) pauses until it is whole.
 
-    Modelled: replicas that are left go on with their units, so the global batch shrinks; the step under way is thrown
-    away. A slow worker is waited for, or its replica dropped, whichever is faster. Not modelled: the optimizer's
+    Modelled: replicas that are left go on with their micro-batches, so the global batch shrinks; the step under way is
+    thrown away. A slow worker is waited for, or its replica dropped, whichever is faster. Not modelled: the optimizer's
     different batch, the healing of the replica, and memory.
 
     Raises:
@@ -230,24 +232,25 @@ class DropReplica:
 
 
 def _of_columns(name: str, case: Case, kept: Sequence[int]) -> Outcome:
-    """Some columns of the healthy mesh go on, each with its own units."""
+    """Some columns of the healthy mesh go on, each with its own micro-batches."""
     old = case.healthy
     recovery_s = case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
-    counts = tuple(tuple(of_stage[c] for c in kept) for of_stage in old.unit_counts)
+    counts = tuple(tuple(of_stage[c] for c in kept) for of_stage in old.microbatch_counts)
     if not kept or not sum(counts[0]):
         return Outcome(name, math.inf, 0, recovery_s, "no replica is whole")
     stages = tuple(tuple(members[c] for c in kept) for members in old.stages)
     left = Assignment(stages, old.layer_cuts, counts, old.dealing)
     seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
-    note = f"{len(kept)} of {len(old.stages[0])} replicas, {left.num_units} of {old.num_units} units a step"
-    return Outcome(name, seconds, left.num_units, recovery_s, note)
+    micro = f"{left.num_microbatches} of {old.num_microbatches} micro-batches a step"
+    note = f"{len(kept)} of {len(old.stages[0])} replicas, {micro}"
+    return Outcome(name, seconds, left.num_microbatches, recovery_s, note)
 
 
 @dataclass(frozen=True)
 class Restart:
     """The whole job starts again from its checkpoint, on as many whole replicas as the workers that are left make up.
 
-    Modelled: any worker may take any place; units of a replica as before. Slow workers stay, or count as lost,
+    Modelled: any worker may take any place; micro-batches of a replica as before. Slow workers stay, or count as lost,
     whichever is faster. Not modelled: waiting for the scheduler or for repair, and memory.
     """
 
@@ -261,7 +264,7 @@ class Restart:
         found = []
         for number in {len(healthy) // width, (len(healthy) + len(slow)) // width}:
             columns = [(healthy + sorted(slow))[c * width : (c + 1) * width] for c in range(number)]
-            counts = old.unit_counts[0][:number]
+            counts = old.microbatch_counts[0][:number]
             if not number or not sum(counts):
                 continue
             stages = tuple(zip(*columns, strict=True))
@@ -279,9 +282,9 @@ def columns_of(assignment: Assignment, policy: str) -> list[tuple[int, ...]]:
     """The data-parallel replicas: one worker of each stage.
 
     Raises:
-        PlanError: stages differ in size or in their units.
+        PlanError: stages differ in size or in their micro-batches.
     """
-    if len({len(members) for members in assignment.stages}) > 1 or len(set(assignment.unit_counts)) > 1:
+    if len({len(members) for members in assignment.stages}) > 1 or len(set(assignment.microbatch_counts)) > 1:
         raise PlanError(
             f"policy {policy!r} has replicas: stages of equal size",
             got=f"stages of {[len(members) for members in assignment.stages]} workers",

@@ -15,17 +15,17 @@ from elaswave_spmd.simulator.work import Work, owners_of
 
 @dataclass(frozen=True)
 class Reroute:
-    """Units of a lost worker go to its data-parallel peers; layers stay.
+    """Micro-batches of a lost worker go to its data-parallel peers; layers stay.
 
-    Modelled, in virtual time: units rerouted to the least loaded peers; a worker takes what is ready, backwards first;
-    backward split in two halves (gradients of inputs, of weights), the second put off into bubbles as far as there is
-    memory for its activations (no mirrors take any); an optimizer that is staggered by stages, so that this may reach
-    into the next step; or whole backwards, if that is faster; but never faster than before the change, since without
-    losses it runs plain 1F1B. A slow worker is waited for, or treated as lost, whichever is faster. Not modelled: its
-    search for the best order, and stages that have lost everybody.
+    Modelled, in virtual time: micro-batches rerouted to the least loaded peers; a worker takes what is ready, backwards
+    first; backward split in two halves (gradients of inputs, of weights), the second put off into bubbles as far as
+    there is memory for its activations (no mirrors take any); an optimizer that is staggered by stages, so that this
+    may reach into the next step; or whole backwards, if that is faster; but never faster than before the change, since
+    without losses it runs plain 1F1B. A slow worker is waited for, or treated as lost, whichever is faster. Not
+    modelled: its search for the best order, and stages that have lost everybody.
 
     Args:
-        split: backward may be split; False: units are rerouted and no more.
+        split: backward may be split; False: micro-batches are rerouted and no more.
     """
 
     split: bool = True
@@ -40,7 +40,7 @@ class Reroute:
     def _without(self, case: Case, lost: Collection[int]) -> Outcome:
         recovery_s = case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
         if not lost:
-            return Outcome(self.name, case.seconds(case.healthy, case.after), case.healthy.num_units, recovery_s)
+            return Outcome(self.name, case.seconds(case.healthy, case.after), case.healthy.num_microbatches, recovery_s)
         work = rerouted(case.healthy, case.after, lost)
         if work is None:
             return Outcome(self.name, math.inf, 0, recovery_s, "a stage has lost all its workers")
@@ -50,13 +50,14 @@ class Reroute:
             orders.append(execute(halves, case.after, wires=FREE, steps=2, by_stage=True).step_s)
         seconds = max(case.before_s, min(orders), _traffic_s(case, work))
         more = sum(rank in lost for of_stage in owners_of(case.healthy) for rank in of_stage)
-        return Outcome(self.name, seconds, case.healthy.num_units, recovery_s, f"{more} units rerouted")
+        return Outcome(self.name, seconds, case.healthy.num_microbatches, recovery_s, f"{more} micro-batches rerouted")
 
 
 def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Work | None:
-    """The healthy step with the units of some workers dealt over the others of their stages; None if there are none.
+    """The healthy step with the micro-batches of some workers dealt over the others of their stages; None if there are
+    none.
 
-    As many units in flight as 1F1B has, and one more, since units come from several workers then.
+    As many micro-batches in flight as 1F1B has, and one more, since micro-batches come from several workers then.
     """
     owners, stages = [], []
     for members, of_stage in zip(healthy.stages, owners_of(healthy), strict=True):
@@ -65,10 +66,10 @@ def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Wo
             return None
         count = {rank: of_stage.count(rank) for rank in left}
         found = list(of_stage)
-        for unit, rank in enumerate(of_stage):
+        for microbatch, rank in enumerate(of_stage):
             if rank not in count:
-                found[unit] = min(left, key=lambda r: ((count[r] + 1) / costs.speed(r), r))
-                count[found[unit]] += 1
+                found[microbatch] = min(left, key=lambda r: ((count[r] + 1) / costs.speed(r), r))
+                count[found[microbatch]] += 1
         owners.append(tuple(found))
         stages.append(tuple(left))
     limits = tuple(limit + 1 for limit in healthy.limits)
@@ -76,20 +77,20 @@ def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Wo
 
 
 def _room(case: Case, work: Work) -> tuple[int, ...]:
-    """By stage, the units whose activations a worker has room for; at least as many as in a healthy step."""
+    """By stage, the micro-batches whose activations a worker has room for; at least as many as in a healthy step."""
     rule, found = MemoryRule(case.rule.zero_level, 0), []
     kept = case.costs.prefix("activation_bytes")
     for stage, members in enumerate(work.stages):
         first, stop = work.layer_cuts[stage : stage + 2]
-        units = -(-work.num_units // len(members))
-        fixed = rule.stage_bytes(case.costs, size=len(members), units=units, in_flight=0)[first, stop]
+        microbatches = -(-work.num_microbatches // len(members))
+        fixed = rule.stage_bytes(case.costs, size=len(members), microbatches=microbatches, in_flight=0)[first, stop]
         room = (case.memory_limit - fixed) / max(1, int(kept[stop] - kept[first]))
-        found.append(int(min(max(room, case.healthy.limits[stage]), work.num_units)))
+        found.append(int(min(max(room, case.healthy.limits[stage]), work.num_microbatches)))
     return tuple(found)
 
 
 def _turns(assignment: Assignment) -> tuple[int, ...]:
-    """Of each unit, its place among those of its first worker: units of all workers take turns."""
+    """Of each micro-batch, its place among those of its first worker: micro-batches of all workers take turns."""
     seen: dict[int, int] = {}
     found = []
     for rank in owners_of(assignment)[0]:

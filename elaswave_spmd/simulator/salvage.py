@@ -1,10 +1,10 @@
 """A failure within a step: what is left of it after what the survivors have is kept, executed in virtual time.
 
-Modelled: the lost worker's forwards and sums are gone, so that its units run through its stage again on its peers, from
-activations and gradients that their senders kept; everything else stays; survivors run what is ready, without limits on
-units in flight, as the executor does. Slightly too slow: an action that was under way when the worker was lost begins
-again. Not modelled: sums of the lost worker that were complete and sent (fewer units would run again), and messages
-that are sent again.
+Modelled: the lost worker's forwards and sums are gone, so that its micro-batches run through its stage again on its
+peers, from activations and gradients that their senders kept; everything else stays; survivors run what is ready,
+without limits on micro-batches in flight, as the executor does. Slightly too slow: an action that was under way when
+the worker was lost begins again. Not modelled: sums of the lost worker that were complete and sent (fewer micro-batches
+would run again), and messages that are sent again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def salvage(
         _redeal(stage, of_stage, members, done, costs)
         for stage, (of_stage, members) in enumerate(zip(work.owners, stages, strict=True))
     )
-    limits = (assignment.num_units,) * len(stages)
+    limits = (assignment.num_microbatches,) * len(stages)
     left = replace(work, stages=stages, owners=owners, lists=None, done=done, limits=limits)
     if not any(left.left().values()):
         return Salvaged(whole.step_s, kept, (), max(at, whole.step_s))
@@ -75,14 +75,14 @@ def salvage(
 def _redeal(
     stage: int, owners: Sequence[int], members: Sequence[int], done: Collection[Action], costs: CostModel
 ) -> tuple[int, ...]:
-    """Units of workers that are gone go to whoever of the stage has least left to do."""
+    """Micro-batches of workers that are gone go to whoever of the stage has least left to do."""
     left = dict.fromkeys(members, 0.0)
-    for unit, rank in enumerate(owners):
+    for microbatch, rank in enumerate(owners):
         if rank in left:
-            left[rank] += sum(Action(stage, kind, unit) not in done for kind in (FORWARD, BACKWARD, BACKWARD))
+            left[rank] += sum(Action(stage, kind, microbatch) not in done for kind in (FORWARD, BACKWARD, BACKWARD))
     found = list(owners)
-    for unit, rank in enumerate(owners):
+    for microbatch, rank in enumerate(owners):
         if rank not in left:
-            found[unit] = min(members, key=lambda r: ((left[r] + 3) / costs.speed(r), r))
-            left[found[unit]] += 3
+            found[microbatch] = min(members, key=lambda r: ((left[r] + 3) / costs.speed(r), r))
+            left[found[microbatch]] += 3
     return tuple(found)

@@ -27,7 +27,7 @@ class EventCase:
     Args:
         name: of its row.
         mesh: as on the command line.
-        units: of a step.
+        micro-batches: of a step.
         event: as on the command line; or else
         lose: numbers of workers lost, a row each, drawn at random.
         model: instead of the scenario's.
@@ -35,7 +35,7 @@ class EventCase:
 
     name: str
     mesh: str
-    units: int
+    microbatches: int
     event: str | None = None
     lose: tuple[int, ...] = ()
     model: Mapping[str, Any] | None = None
@@ -45,7 +45,7 @@ class EventCase:
         _text(self.name, f"name of {where}")
         object.__setattr__(self, "lose", _several(self.lose, f"lose of {where}"))
         mesh = self._checked_mesh(where)
-        _number(self.units, f"units of {where}", at_least=1, whole=True)
+        _number(self.microbatches, f"micro-batches of {where}", at_least=1, whole=True)
         if (self.event is None) == (not self.lose):
             got = "both" if self.lose else "neither"
             fix = "event: fail 6, or lose: [1, 2]"
@@ -97,7 +97,9 @@ class Events:
         _text(self.title, "title")
         _text(self.about, "about")
         if not isinstance(self.cases, (list, tuple)) or not self.cases:
-            raise _wrong("a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., units: ...}]")
+            raise _wrong(
+                "a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., micro-batches: ...}]"
+            )
         cases = tuple(c if isinstance(c, EventCase) else _make(EventCase, c, "a case") for c in self.cases)
         object.__setattr__(self, "cases", cases)
         called = [case.name for case in cases]
@@ -136,7 +138,7 @@ class Goodput:
     failures: Mapping[str, float] | None = None
     island: int = 8
     stages: int = 16
-    units: int = 16
+    microbatches: int = 16
     repair_hours: float = 24
     swap_s: float = 300
     spares: tuple[float, ...] = (0.0,)
@@ -154,12 +156,12 @@ class Goodput:
             object.__setattr__(self, name, _several(getattr(self, name), name))
             if not getattr(self, name):
                 raise _wrong(f"a scenario has {name}", "none", name, fix=f"{name}: [...]")
-        for name in ("island", "stages", "units"):
+        for name in ("island", "stages", "microbatches"):
             _number(getattr(self, name), name, at_least=1, whole=True)
         _number(self.seed, "seed", at_least=0, whole=True)
         for number in self.devices:
             _number(number, "devices", at_least=1, whole=True)
-            Fleet(number, self.island, self.stages, self.units)
+            Fleet(number, self.island, self.stages, self.microbatches)
         for spares in self.spares:
             _number(spares, "spares", at_least=0)
             _number(self.repair_hours, "repair_hours", at_least=0)

@@ -73,12 +73,12 @@ def llama(
     """Embedding, transformer layers and head of a Llama model.
 
     Forward takes 2 operations for each parameter and token and 2 x width x tokens for each token of causal attention,
-    backward twice that. 24 bytes for each token and unit of width stay between the two (fused attention, norms and the
-    product inside the feed-forward part computed again).
+    backward twice that. 24 bytes for each token and micro-batch of width stay between the two (fused attention, norms
+    and the product inside the feed-forward part computed again).
 
     Args:
         name: of LLAMAS.
-        tokens: of one unit.
+        tokens: of one micro-batch.
         flops: operations per second that one worker sustains.
 
     Raises:
@@ -100,11 +100,11 @@ def llama(
     return CostModel(tuple(layers), bandwidth, latency_s)
 
 
-def healthy(mesh: Mesh, costs: CostModel, num_units: int, *, zero: int = 1) -> Placement:
-    """A placement nobody has left yet: layers balanced over the stages by their seconds, units dealt evenly.
+def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, *, zero: int = 1) -> Placement:
+    """A placement nobody has left yet: layers balanced over the stages by their seconds, micro-batches dealt evenly.
 
     Raises:
-        PlanError: more stages than layers, or fewer units than one for each worker of the first stage.
+        PlanError: more stages than layers, or fewer micro-batches than one for each worker of the first stage.
     """
     sizes = [len(members) for members in mesh.stages]
     if len(sizes) > len(costs.layers):
@@ -114,11 +114,16 @@ def healthy(mesh: Mesh, costs: CostModel, num_units: int, *, zero: int = 1) -> P
             where=f"mesh {mesh.shape}",
             fix=f"at most pp{len(costs.layers)}, or layers={len(sizes)}",
         )
-    if num_units < 1:
-        raise PlanError("a step has at least one unit", got=num_units, where=f"units={num_units}", fix="units=16")
+    if num_microbatches < 1:
+        raise PlanError(
+            "a step has at least one micro-batch",
+            got=num_microbatches,
+            where=f"microbatches={num_microbatches}",
+            fix="microbatches=16",
+        )
     cuts = balance_layers([layer.seconds for layer in costs.layers], sizes)
-    counts = tuple(even_counts(num_units, size) for size in sizes)
-    return Placement(mesh, num_units, cuts, counts, Shardings().with_zero(zero))
+    counts = tuple(even_counts(num_microbatches, size) for size in sizes)
+    return Placement(mesh, num_microbatches, cuts, counts, Shardings().with_zero(zero))
 
 
 def _layer(

@@ -1,4 +1,4 @@
-"""A change of the mesh as it goes on in time: the step it falls into, units at once, layers behind, hints last.
+"""A change of the mesh as it goes on in time: the step it falls into, micro-batches at once, layers behind, hints last.
 
 Modelled: steps before and after on the engine, with wires, sums, mirrors and votes; detection; salvage of the step;
 state that moves in the background on what links have left over while steps go on. Not modelled: that the background
@@ -20,7 +20,13 @@ from elaswave_spmd.simulator.salvage import salvage
 from elaswave_spmd.simulator.trace import Timeline
 from elaswave_spmd.simulator.work import Work
 
-HEALTHY, SALVAGED, UNITS, LAYERS, HINTS = "healthy", "salvaged", "units dealt anew", "layers moved", "hints set"
+HEALTHY, SALVAGED, MICROBATCHES, LAYERS, HINTS = (
+    "healthy",
+    "salvaged",
+    "micro-batches dealt anew",
+    "layers moved",
+    "hints set",
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class _Teller:
         now, later = decision.now.assignment, decision.later
         migration_s = blocking_s = 0.0
         if later is None:
-            self._steps(UNITS, now, case.after, 0 if not decision.hints else self._shown)
+            self._steps(MICROBATCHES, now, case.after, 0 if not decision.hints else self._shown)
         else:
             run = self._run(now, case.after)
             idle = max(0.05, 1.0 - max(run.link_s.values(), default=0.0) / sum(run.seconds))
@@ -95,7 +101,7 @@ class _Teller:
             steps = max(1, math.ceil(blocking_s / idle / run.step_s))
             self._timeline.event(self._now, f"{later.move.bytes:,.0f} B of state begin to move, in the background")
             start = self._now
-            self._steps(UNITS, now, case.after, steps)
+            self._steps(MICROBATCHES, now, case.after, steps)
             migration_s = self._now - start
             self._timeline.event(self._now, "layers are promoted where they have caught up")
             self._steps(LAYERS, later.assignment, case.after, 0 if not decision.hints else self._shown)

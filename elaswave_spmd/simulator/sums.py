@@ -1,7 +1,7 @@
 """Traffic of a step beside activations: tree nodes to primaries, entries to mirrors, new parameters to the stage.
 
-As in timing.traffic_bytes, but message by message: a node leaves when its last unit's backward is through the layer.
-Each worker is the primary of an equal part of its stage's pages.
+As in timing.traffic_bytes, but message by message: a node leaves when its last micro-batch's backward is through the
+layer. Each worker is the primary of an equal part of its stage's pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Sums:
     Args:
         rule: what is sharded, and how many mirrors there are.
         dealing: Placement.dealing; time-major: every leaf is sent by itself.
-        known: called with the step when all entries of all layers are with all their holders.
+        known: called with the step when all entries of all layers are with all their replicas.
     """
 
     def __init__(
@@ -37,33 +37,35 @@ class Sums:
     ) -> None:
         self._work, self._costs, self._rule = work, costs, rule
         self._links, self._clock, self._known = links, clock, known
-        self._node_of: dict[tuple[int, int], int] = {}  # (stage, unit) -> a number
-        self._units_of: list[int] = []
+        self._node_of: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> a number
+        self._microbatches_of: list[int] = []
         self._nodes = [0] * work.num_stages
         for stage, owners in enumerate(work.owners):
             self._split(stage, owners, dealing)
-        self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> units
+        self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> micro-batches
         self._nodes_left: dict[tuple[int, int], int] = {}  # (step, layer) -> nodes
         self._entries_left: dict[tuple[int, int], int] = {}
         self._layers_left: dict[int, int] = {}
         self._stage_of = [s for s in range(work.num_stages) for _ in range(*work.layer_cuts[s : s + 2])]
 
     def _split(self, stage: int, owners: Sequence[int], dealing: str) -> None:
-        units: defaultdict[int, list[int]] = defaultdict(list)
-        for unit, rank in enumerate(owners):
-            units[rank].append(unit)
-        for mine in units.values():
+        microbatches: defaultdict[int, list[int]] = defaultdict(list)
+        for microbatch, rank in enumerate(owners):
+            microbatches[rank].append(microbatch)
+        for mine in microbatches.values():
             nodes = maximal_nodes(mine, len(owners)) if dealing == CONTIGUOUS else [(u, u + 1) for u in mine]
             for node in nodes:
-                for unit in range(*node):
-                    self._node_of[stage, unit] = len(self._units_of)
-                self._units_of.append(node[1] - node[0])
+                for microbatch in range(*node):
+                    self._node_of[stage, microbatch] = len(self._microbatches_of)
+                self._microbatches_of.append(node[1] - node[0])
             self._nodes[stage] += len(nodes)
 
-    def backward_begins(self, step: int, rank: int, stage: int, unit: int, ends: Sequence[tuple[int, float]]) -> None:
-        """A worker begins a unit's backward. ends: (layer, when it will be through it)."""
-        key = step, self._node_of[stage, unit]
-        left = self._missing.get(key, self._units_of[key[1]]) - 1
+    def backward_begins(
+        self, step: int, rank: int, stage: int, microbatch: int, ends: Sequence[tuple[int, float]]
+    ) -> None:
+        """A worker begins a micro-batch's backward. ends: (layer, when it will be through it)."""
+        key = step, self._node_of[stage, microbatch]
+        left = self._missing.get(key, self._microbatches_of[key[1]]) - 1
         self._missing[key] = left
         if not left:
             for layer, time in ends:

@@ -45,9 +45,9 @@ FREQUENCIES = FrequencyRange(0.8, 1.1)
 WHOLE = Reroute(split=False, name="reroute, whole backward")
 POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), WHOLE, DropReplica(), Templates(), Restart())
 ABLATION: tuple[Policy, ...] = (
-    Ours(layers=False, stages=False, name="units"),
-    Ours(stages=False, name="units + layers"),
-    Ours(name="units + layers + stages"),
+    Ours(layers=False, stages=False, name="microbatches"),
+    Ours(stages=False, name="micro-batches + layers"),
+    Ours(name="micro-batches + layers + stages"),
     Ours(frequencies=FREQUENCIES, name="all + frequency"),
 )
 
@@ -88,7 +88,7 @@ def cases_of(scenario: Events, row: EventCase) -> list[tuple[str, list[Case]]]:
     """The rows that a case of a scenario stands for, and the cases that each is the mean of."""
     costs = model_of(row.model or scenario.model or {})
     mesh = Mesh.initial(MeshShape.parse(row.mesh))
-    placement = healthy(mesh, costs, row.units, zero=scenario.zero)
+    placement = healthy(mesh, costs, row.microbatches, zero=scenario.zero)
     limit = math.inf
     if scenario.memory is not None:
         limit = scenario.memory * max(memory_of(Assignment.of(placement), costs, MemoryRule(scenario.zero)))
@@ -115,7 +115,7 @@ def _events(name: str, scenario: Events, say: Say) -> Report:
         for label, cases in cases_of(scenario, row):
             say(label)
             first = cases[0]
-            head = (label, row.mesh, row.units, first.before_s, first.share)
+            head = (label, row.mesh, row.microbatches, first.before_s, first.share)
             answers = [[policy.answer(case) for policy in POLICIES] for case in cases]
             means = _means(cases, answers)
             least = _least(first) if scenario.optimum else None
@@ -129,7 +129,7 @@ def _events(name: str, scenario: Events, say: Say) -> Report:
                 groupings.append((label, *_grouping(answers[0][0], least)))
     best = ("best of all groupings", "lower bound") if scenario.optimum else ()
     names = tuple(policy.name for policy in POLICIES)
-    head = ("case", "mesh", "units", "step before s", "speed left")
+    head = ("case", "mesh", "microbatches", "step before s", "speed left")
     columns = (*head, *best, *names, "ours / reroute", "ours / drop replica")
     tables = [
         Table("Modelled throughput after a change, over the aggregate speed left", columns, tuple(ratios), _MEANS),
@@ -182,7 +182,7 @@ def _least(case: Case) -> Optimum | None:
     return optimum(
         case.after,
         present,
-        case.healthy.num_units,
+        case.healthy.num_microbatches,
         rule=case.rule,
         memory_limit=case.memory_limit,
         dealing=case.healthy.dealing,
@@ -229,7 +229,7 @@ def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
         rows: list[tuple[Cell, ...]] = []
         for devices in scenario.devices:
             say(f"{devices:,} devices, {spares:.1%} spares")
-            fleet = Fleet(devices, scenario.island, scenario.stages, scenario.units)
+            fleet = Fleet(devices, scenario.island, scenario.stages, scenario.microbatches)
             scale = Scale(fleet, costs)
             events = outages(fleet, exponential(fleet, scenario.rate, seconds, scenario.seed), repair)
             lost = sum(event.out for event in events if event.time < seconds)
@@ -250,7 +250,7 @@ def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
 def _small(scenario: Goodput, replicas: int) -> Placement:
     """The healthy placement of a fleet with so few replicas that its actions can be executed."""
     mesh = Mesh.initial(MeshShape.of(dp=replicas, pp=scenario.stages))
-    return healthy(mesh, model_of(scenario.model), replicas * scenario.units)
+    return healthy(mesh, model_of(scenario.model), replicas * scenario.microbatches)
 
 
 def salvaged_share(scenario: Goodput, replicas: int = 8) -> float:
@@ -267,7 +267,7 @@ def executed(scenario: Goodput, replicas: int = 16) -> Table:
     The last row is the mean of those with workers missing; the last two columns are relative to nobody missing.
     """
     costs, placement, stages = model_of(scenario.model), _small(scenario, replicas), scenario.stages
-    scale = Scale(Fleet(scenario.island * stages * replicas, scenario.island, stages, scenario.units), costs)
+    scale = Scale(Fleet(scenario.island * stages * replicas, scenario.island, stages, scenario.microbatches), costs)
     rows: list[tuple[Cell, ...]] = []
     over: list[list[float]] = []
     for label, where in (("none", []), ("one worker", [stages // 2]), ("one of each stage", range(stages))):

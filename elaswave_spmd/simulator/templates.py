@@ -19,11 +19,11 @@ class Templates:
     """Each replica is a pipeline of its own; one that loses workers goes on with the template for as many as it has.
 
     Modelled: templates for half the healthy width (rounded up) and more, if they fit in memory, each with its best cuts
-    for 1F1B on equal workers; the workers of a pipeline that is too short for any go to the shortest others; units
-    dealt over pipelines so that the slowest takes least, the global batch stays. A slow worker is waited for, or
-    dropped, whichever is faster. State is dealt over the pipelines as it is over replicas, without mirrors. Recovery:
-    half a step again where workers are lost, and the busiest worker's new layers over its link. Not modelled: pipelines
-    that wait for each other where they synchronise layer by layer.
+    for 1F1B on equal workers; the workers of a pipeline that is too short for any go to the shortest others;
+    micro-batches dealt over pipelines so that the slowest takes least, the global batch stays. A slow worker is waited
+    for, or dropped, whichever is faster. State is dealt over the pipelines as it is over replicas, without mirrors.
+    Recovery: half a step again where workers are lost, and the busiest worker's new layers over its link. Not modelled:
+    pipelines that wait for each other where they synchronise layer by layer.
     """
 
     name: str = "templates"
@@ -45,17 +45,19 @@ class Templates:
             return Outcome(self.name, math.inf, 0, 0.0, "no pipeline is long enough")
         slowest = [min(case.after.speed(rank) for rank in ranks) for ranks in pipelines]
         sizes = [len(ranks) for ranks in pipelines]
-        counts = chains.deal(sizes, slowest, case.healthy.num_units)
+        counts = chains.deal(sizes, slowest, case.healthy.num_microbatches)
         rows = list(zip(sizes, counts, slowest, strict=True))
-        seconds = max(chains.seconds(size, units) / speed for size, units, speed in rows)
+        seconds = max(chains.seconds(size, microbatches) / speed for size, microbatches, speed in rows)
         cuts = [chains.cuts(size) or () for size in sizes]
         spans = [span for of_pipeline in cuts for span in pairwise(of_pipeline)]
         rule = MemoryRule(case.rule.zero_level, 0)
         sent = max(traffic_bytes(case.costs, rule, a, b, len(pipelines), 1) for a, b in spans)
         recovery_s = self._copying(case, pipelines, cuts) if lost else 0.0
         recovery_s += case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
-        note = f"pipelines of {sorted(sizes, reverse=True)[:8]} workers, units {list(counts)[:8]}"
-        return Outcome(self.name, max(seconds, sent / case.costs.bandwidth), case.healthy.num_units, recovery_s, note)
+        note = f"pipelines of {sorted(sizes, reverse=True)[:8]} workers, micro-batches {list(counts)[:8]}"
+        return Outcome(
+            self.name, max(seconds, sent / case.costs.bandwidth), case.healthy.num_microbatches, recovery_s, note
+        )
 
     def _copying(self, case: Case, pipelines: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> float:
         """Seconds that the worker with most new layers takes to get them."""
@@ -85,7 +87,7 @@ class _Chains:
     """Pipelines of single workers of speed 1: templates, and what they take."""
 
     def __init__(self, case: Case, pipelines: int) -> None:
-        self._units, self._limit = -(-case.healthy.num_units // pipelines), case.memory_limit
+        self._microbatches, self._limit = -(-case.healthy.num_microbatches // pipelines), case.memory_limit
         self._costs = _shared(case.costs, MemoryRule(case.rule.zero_level, 0), pipelines)
         self._cuts: dict[int, tuple[int, ...] | None] = {}
         self._seconds: dict[tuple[int, int], float] = {}
@@ -94,30 +96,30 @@ class _Chains:
         """The template for so many workers; those beyond the number of layers have nothing to do. None: no room."""
         number = min(size, len(self._costs.layers))
         if number not in self._cuts:
-            rows = [StageWorkers(1, 1.0, self._units, number - s, self._limit) for s in range(number)]
+            rows = [StageWorkers(1, 1.0, self._microbatches, number - s, self._limit) for s in range(number)]
             try:
                 self._cuts[number] = partition(self._costs, rows).cuts
             except PlanError:
                 self._cuts[number] = None
         return self._cuts[number]
 
-    def seconds(self, size: int, units: int) -> float:
-        """Of so many units."""
-        if not units:
+    def seconds(self, size: int, microbatches: int) -> float:
+        """Of so many micro-batches."""
+        if not microbatches:
             return 0.0
-        if (size, units) not in self._seconds:
+        if (size, microbatches) not in self._seconds:
             cuts = self.cuts(size)
             if cuts is None:
                 return math.inf
             stages = tuple((rank,) for rank in range(len(cuts) - 1))
-            chain = Assignment(stages, cuts, ((units,),) * len(stages))
-            self._seconds[size, units] = step_time(chain, self._costs, most_actions=MOST_ACTIONS).pipeline_s
-        return self._seconds[size, units]
+            chain = Assignment(stages, cuts, ((microbatches,),) * len(stages))
+            self._seconds[size, microbatches] = step_time(chain, self._costs, most_actions=MOST_ACTIONS).pipeline_s
+        return self._seconds[size, microbatches]
 
-    def deal(self, sizes: Sequence[int], speeds: Sequence[float], num_units: int) -> tuple[int, ...]:
-        """Units over pipelines, one after the other to the one that would be done first with one more."""
+    def deal(self, sizes: Sequence[int], speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
+        """Micro-batches over pipelines, one after the other to the one that would be done first with one more."""
         counts = [0] * len(sizes)
-        for _ in range(num_units):
+        for _ in range(num_microbatches):
             after = [self.seconds(n, c + 1) / v for n, c, v in zip(sizes, counts, speeds, strict=True)]
             counts[after.index(min(after))] += 1
         return tuple(counts)

@@ -58,7 +58,7 @@ class Timeline:
                 self._span(worker, "bubble", "bubble", offset + start, offset + stop, step=step)
             for span in mine:
                 name = f"{_NAMES[span.action.kind]} {span.action}"
-                details = {"step": step, "unit": span.action.unit, "stage": span.action.stage}
+                details = {"step": step, "microbatch": span.action.microbatch, "stage": span.action.stage}
                 self._span(worker, name, "action", offset + span.start, offset + span.stop, **details)
 
     def event(self, time: float, name: str, **details: object) -> None:

@@ -1,4 +1,4 @@
-"""What there is to do in a step, for any policy: whose units, in a fixed order or as they become ready."""
+"""What there is to do in a step, for any policy: whose micro-batches, in a fixed order or as they become ready."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action, Schedule, schedule
-from elaswave_spmd.scheduling.placement import deal_units
+from elaswave_spmd.scheduling.placement import deal_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment
 
 WEIGHTS = "W"
@@ -35,10 +35,10 @@ class Work:
     Args:
         stages: ranks of each stage.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        owners: per stage, the rank that runs each unit.
+        owners: per stage, the rank that runs each micro-batch.
         lists: rank -> actions in their order; None: a worker takes what is ready, a backward if there is one.
-        limits: units in flight of a worker, by stage, where nothing is listed.
-        turns: per unit, which are taken first where several are ready; () for the order of their numbers.
+        limits: micro-batches in flight of a worker, by stage, where nothing is listed.
+        turns: per micro-batch, which are taken first where several are ready; () for the order of their numbers.
         weight_share: part of a backward that is put off until its worker has nothing else to do (decoupled backward:
             Tang et al., 2024; Gandhi et al., 2024). 0: backward is whole.
         done: actions whose results are there already.
@@ -70,8 +70,8 @@ class Work:
         return len(self.stages)
 
     @property
-    def num_units(self) -> int:
-        """Units of a step."""
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
         return len(self.owners[0])
 
     def left(self) -> dict[int, int]:
@@ -79,15 +79,15 @@ class Work:
         kinds = KINDS if self.weight_share else KINDS[:2]
         found = {rank: 0 for members in self.stages for rank in members}
         for stage, of_stage in enumerate(self.owners):
-            for unit, rank in enumerate(of_stage):
-                found[rank] += sum(Action(stage, kind, unit) not in self.done for kind in kinds)
+            for microbatch, rank in enumerate(of_stage):
+                found[rank] += sum(Action(stage, kind, microbatch) not in self.done for kind in kinds)
         return found
 
 
 def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the rank that runs each unit."""
-    pairs = zip(assignment.stages, assignment.unit_counts, strict=True)
-    return tuple(deal_units(members, counts, assignment.dealing) for members, counts in pairs)
+    """Per stage, the rank that runs each micro-batch."""
+    pairs = zip(assignment.stages, assignment.microbatch_counts, strict=True)
+    return tuple(deal_microbatches(members, counts, assignment.dealing) for members, counts in pairs)
 
 
 class Order(Protocol):
@@ -120,9 +120,9 @@ class ListOrder:
 
 
 class ReadyOrder:
-    """What is ready: a backward, else a forward if not too many units are in flight, else gradients of weights.
+    """What is ready: a backward, else a forward if not too many micro-batches are in flight, else gradients of weights.
 
-    A unit is in flight until its activations are not needed any more.
+    A micro-batch is in flight until its activations are not needed any more.
     """
 
     def __init__(self, limit: int, turns: Sequence[int], last: str) -> None:
@@ -130,8 +130,8 @@ class ReadyOrder:
         self._ready: Mapping[str, list[tuple[int, int, Action]]] = {kind: [] for kind in KINDS}
 
     def add(self, action: Action) -> None:
-        turn = self._turns[action.unit] if self._turns else action.unit
-        heapq.heappush(self._ready[action.kind], (turn, action.unit, action))
+        turn = self._turns[action.microbatch] if self._turns else action.microbatch
+        heapq.heappush(self._ready[action.kind], (turn, action.microbatch, action))
 
     def take(self) -> Action | None:
         for kind in KINDS:

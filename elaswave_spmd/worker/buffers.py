@@ -42,9 +42,9 @@ def move_constants(module: nn.Module, place: torch.device) -> None:
 class ValueBuffer:
     """The parameters of one layer in the compute dtype, and the version of each page.
 
-    A unit of step t may run the layer only when every page is exactly at t - 1: mixing versions would change the
-    result silently. A new buffer has no values, and no version. Sharded parameters are dropped after a step's last unit
-    and filled again by the next versions.
+    A micro-batch of step t may run the layer only when every page is exactly at t - 1: mixing versions would change the
+    result silently. A new buffer has no values, and no version. Sharded parameters are dropped after a step's last
+    micro-batch and filled again by the next versions.
 
     Args:
         module: of the layer; its parameters become views of the buffer, and its constants go to `place` too.

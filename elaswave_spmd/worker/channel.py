@@ -15,7 +15,7 @@ from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Interrupted, Item, Mailbox, PeerClosed
 
-_FP32 = (m.NodeSum, m.Entry, m.PageState, m.FinalPages)
+_FP32 = (m.PartialSum, m.ReducedGradient, m.PageState, m.FinalPages)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Incoming:
     payload: Tensor | None = None
 
 
-class Port(Protocol):
+class Channel(Protocol):
     """The executor's only way out. Sending never blocks; what is sent must not change until the step is decided.
 
     A payload leaves from wherever it lies, and arrives in host memory; sums, which are added to others as they come, at
@@ -58,14 +58,14 @@ def frame_of(payload: Tensor) -> memoryview:
 
 def arrived(message: m.AnyMessage, payload: Tensor, device: Device) -> Tensor:
     """A payload in host memory, where a worker wants it: what is not a sum is copied from there to its place later."""
-    return device.to_place(payload) if isinstance(message, (m.NodeSum, m.Entry)) else payload
+    return device.to_place(payload) if isinstance(message, (m.PartialSum, m.ReducedGradient)) else payload
 
 
 class Stopped(Exception):  # noqa: N818  (an end, no error)
     """The controller told this worker to end, or is gone."""
 
 
-class LinkPort:
+class SocketChannel:
     """A port over real links. Messages are encoded; payloads are sent from, and read where, they lie.
 
     Payloads of a device with pinned copies are copied to host memory while it goes on computing. They leave when they

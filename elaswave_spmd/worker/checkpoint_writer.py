@@ -27,8 +27,8 @@ from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST, writers_of
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import RunKey
-from elaswave_spmd.worker.replica import Replica
+from elaswave_spmd.sharding.replicas import PageRange
+from elaswave_spmd.worker.replica import StateReplica
 from elaswave_spmd.worker.state import LEARNING
 
 MASTER = "master"
@@ -36,7 +36,7 @@ _NICE = 10
 _MAX_WAITING = 2
 _MAX_REPORTS = 256
 
-Arrays = dict[RunKey, dict[str, np.ndarray]]
+Arrays = dict[PageRange, dict[str, np.ndarray]]
 """Run of pages -> kind of state -> fp32 [elements]."""
 
 
@@ -69,8 +69,8 @@ class CheckpointOrders:
     def is_due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0 and step < self.steps
 
-    def reader(self) -> Callable[[RunKey, str], Tensor] | None:
-        """(run of pages, kind of state) -> fp32 [elements], from the checkpoint that the run begins with.
+    def reader(self) -> Callable[[PageRange, str], Tensor] | None:
+        """(page range, kind of state) -> fp32 [elements], from the checkpoint that the run begins with.
 
         The controller has compared it with its hashes.
 
@@ -94,7 +94,7 @@ class _Copied:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepRecord:
     """What a worker knows of a step that it has applied."""
 
     step: int
@@ -118,11 +118,11 @@ class CheckpointWriter:
         self._rank, self.orders, self._tell = rank, orders, tell
         self._thread: threading.Thread | None = None
         self._waiting: queue.Queue[_Copied | None] = queue.Queue()
-        self._writers: Mapping[RunKey, int] = {}
+        self._writers: Mapping[PageRange, int] = {}
         self._writers_epoch = -1
-        self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
+        self._reports: deque[StepRecord] = deque(maxlen=_MAX_REPORTS)
 
-    def attach(self, replica: Replica, layout: ModelLayout, device: Device) -> None:
+    def attach(self, replica: StateReplica, layout: ModelLayout, device: Device) -> None:
         """From now on. `device`: where the replica's state lies."""
         self._replica, self._layout, self._device = replica, layout, device
         replica.applied = self._applied
@@ -157,7 +157,7 @@ class CheckpointWriter:
 
     def _applied(self, report: Applied) -> None:
         step, workers = report.step, len(self._replica.placement.mesh.members)
-        self._reports.append(StepReport(step, report.epoch, report.loss, report.grad_norm, workers))
+        self._reports.append(StepRecord(step, report.epoch, report.loss, report.grad_norm, workers))
         if not self.orders.is_due(step):
             return
         begin = time.perf_counter()
@@ -179,8 +179,8 @@ class CheckpointWriter:
         placement = self._replica.placement
         if self._writers_epoch != placement.mesh.epoch:
             self._writers_epoch = placement.mesh.epoch
-            self._writers = writers_of(placement.holder_runs(self._layout), self._layout)
-        copies: dict[RunKey, dict[str, HostCopy]] = {}
+            self._writers = writers_of(placement.replica_map(self._layout), self._layout)
+        copies: dict[PageRange, dict[str, HostCopy]] = {}
         for part in self._replica.state:
             if self._writers[part.run.key] == self._rank and part.version != LEARNING:
                 assert part.version == step, (part.run, part.version, step)
@@ -208,18 +208,18 @@ class CheckpointWriter:
         return Wrote(step, self._rank, epoch, *content, copied.copy_ms, write_ms)
 
 
-def read_reports(directory: Path) -> dict[int, StepReport]:
+def read_reports(directory: Path) -> dict[int, StepRecord]:
     """What workers wrote of the last steps beside their shards, by step."""
-    found: dict[int, StepReport] = {}
+    found: dict[int, StepRecord] = {}
     for path in sorted(directory.glob("reports_*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             for fields in json.loads(path.read_text()):
                 fields |= {name: float.fromhex(fields[name]) for name in ("loss", "grad_norm")}
-                found[fields["step"]] = StepReport(**fields)
+                found[fields["step"]] = StepRecord(**fields)
     return found
 
 
-def _save_reports(directory: Path, rank: int, reports: Iterable[StepReport]) -> None:
+def _save_reports(directory: Path, rank: int, reports: Iterable[StepRecord]) -> None:
     rows = [{**asdict(r), "loss": r.loss.hex(), "grad_norm": r.grad_norm.hex()} for r in reports]
     with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json") as file:
         write_all(file, json.dumps(rows).encode())

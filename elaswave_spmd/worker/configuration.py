@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.messages import Place, Work
+from elaswave_spmd.recovery.messages import Recompute, Reconfigure
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import from_rows
 
@@ -24,13 +24,13 @@ class Epoch:
 
     placement: Placement
     version: int = 0
-    work: tuple[Work, ...] | None = None
+    work: tuple[Recompute, ...] | None = None
     validate: int = -1
     save: bool = False
     pause: bool = False
 
     @classmethod
-    def of(cls, healthy: Placement, place: Place) -> Epoch:
+    def of(cls, healthy: Placement, place: Reconfigure) -> Epoch:
         """What `place` says.
 
         Args:
@@ -43,7 +43,7 @@ class Epoch:
             healthy,
             mesh=mesh,
             layer_cuts=place.layer_cuts,
-            unit_counts=place.unit_counts,
-            holders=from_rows(place.holders) if place.holders else healthy.holders,
+            microbatch_counts=place.microbatch_counts,
+            replicas=from_rows(place.replicas) if place.replicas else healthy.replicas,
         )
         return cls(placement, place.version, place.work, place.validate, place.save, place.pause)

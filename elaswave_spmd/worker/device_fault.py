@@ -1,9 +1,9 @@
 """What a worker does when its device has failed in the middle of a step and has been brought back.
 
 Nothing that was on its way through the device can be trusted then. So the worker gives up all that it has of steps that
-are not decided (units, sums, entries, tensors that came), and with bad memory its state as well, and says so. The mesh
-epoch that follows is one in which it has begun nothing: others send it again what it had got from them, the step is
-salvaged from what they have, and state is learned again from mirrors.
+are not decided (micro-batches, sums, entries, tensors that came), and with bad memory its state as well, and says so.
+The mesh epoch that follows is one in which it has begun nothing: others send it again what it had got from them, the
+step is salvaged from what they have, and state is learned again from mirrors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecoveringExecutor(Executor):
 
     def _handle(self, incoming: Incoming) -> None:
         message = incoming.message
-        if isinstance(message, m.Place):
+        if isinstance(message, m.Reconfigure):
             self._forgetful |= {*message.forgot}  # a later epoch does not say it again
             if message.epoch <= self._void:
                 return
@@ -79,8 +79,8 @@ class RecoveringExecutor(Executor):
         """Gives up what cannot be trusted any more. Returns the runs of state among it."""
         self._begun = self._todo = self._place = None
         self._void = self.replica.protocol.promised  # a STATUS that was given has told of what is lost now
-        self._units.backward_of = -1
-        self._units.programs.discard_all()
+        self._microbatches.backward_of = -1
+        self._microbatches.programs.discard_all()
         self._boundaries.forget_all()
         self.replica.forget()
         runs = self._give_up_state() if remedy is Remedy.RELOAD else []

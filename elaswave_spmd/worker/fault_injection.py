@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from elaswave_spmd.conf.schema import ANY, ChaosEvent, ChaosSettings
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.step import Executor
@@ -44,7 +44,7 @@ class Chaos:
         self._executor = executor
         self._newest = version + 1 if version else 0
 
-    def visit(self, point: Point, step: int) -> None:
+    def visit(self, point: FaultPoint, step: int) -> None:
         """Called at every point; what is due here strikes."""
         settings = self._settings
         if not (settings.events or settings.random) or self._executor is None:
@@ -67,7 +67,7 @@ class Chaos:
         if draw.random() >= self._settings.rate:
             return []
         kind = draw.choice(("kill", "stop", "term", "join") if len(members) > 2 else ("join",))
-        return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in Point]))]
+        return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in FaultPoint]))]
 
     def _strike(self, event: ChaosEvent) -> None:
         if event.kind in _LOSSES:

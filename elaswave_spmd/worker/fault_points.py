@@ -6,10 +6,11 @@ from collections.abc import Callable
 from enum import Enum
 
 
-class Point(str, Enum):
+class FaultPoint(str, Enum):
     """Where a worker is in a step.
 
-    FORWARD, BACKWARD: before a unit's forward or backward. REDUCE: a unit's gradient is made, and not yet sent.
+    FORWARD, BACKWARD: before a micro-batch's forward or backward. REDUCE: a micro-batch's gradient is made, and not yet
+    sent.
     NORM: an entry is complete, and nobody knows. APPLY: the step is decided, nothing is changed yet. PUBLISH: a layer
     is updated and on its way.
     """
@@ -22,9 +23,9 @@ class Point(str, Enum):
     PUBLISH = "publish"
 
 
-Visit = Callable[[Point, int], None]
+OnFaultPoint = Callable[[FaultPoint, int], None]
 """(point, step): called by the training thread, each time that it passes."""
 
 
-def pass_by(point: Point, step: int) -> None:
+def no_op(point: FaultPoint, step: int) -> None:
     """A visit that does nothing."""

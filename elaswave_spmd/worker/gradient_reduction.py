@@ -1,7 +1,7 @@
 """The canonical reduction of gradients: local tree nodes go to the primaries, entries from there to the mirrors.
 
-A worker adds up its own units as far as the tree allows. A node that it cannot complete alone is cut by page runs and
-sent to each run's primary. The primary adds nodes until it has the root: the entry.
+A worker adds up its own micro-batches as far as the tree allows. A node that it cannot complete alone is cut by page
+runs and sent to each run's primary. The primary adds nodes until it has the root: the entry.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes, parent_and_sibling
-from elaswave_spmd.recovery.messages import NodeSum
+from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.sharding.layout import LOSS, READER, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
 
-Send = Callable[[int, NodeSum, Tensor], None]
-EntryDone = Callable[[int, HolderRun, Tensor], None]
+Send = Callable[[int, PartialSum, Tensor], None]
+EntryDone = Callable[[int, ReplicaSet, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Route:
-    """Pages [first, stop) of a layer's gradient buffer go to the holders of `run`: the same pages, or their source."""
+    """Pages [first, stop) of a layer's gradient buffer go to the replicas of `run`: the same pages, or their source."""
 
     layer: int
     first: int
     stop: int
-    run: HolderRun
+    run: ReplicaSet
 
 
-def routes(layout: ModelLayout, holder_runs: HolderMap, layer: int) -> tuple[Route, ...]:
-    """Where the gradient pages of one layer go. A reader block's pages go to the holders of the pages it reads."""
-    found = [Route(layer, run.first, run.stop, run) for run in holder_runs[layer]]
+def routes(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> tuple[Route, ...]:
+    """Where the gradient pages of one layer go. A reader block's pages go to the replicas of the pages it reads."""
+    found = [Route(layer, run.first, run.stop, run) for run in replica_map[layer]]
     for block in layout.layers[layer].reader_blocks:
         assert block.source is not None
         owner, source = block.source
         shift = block.first_page - source
         inside = range(source, source + block.num_pages)
         found += [
-            Route(layer, run.first + shift, run.stop + shift, run) for run in holder_runs[owner] if run.first in inside
+            Route(layer, run.first + shift, run.stop + shift, run) for run in replica_map[owner] if run.first in inside
         ]
     return tuple(found)
 
@@ -50,12 +50,12 @@ class GradientReducer:
     """The reduction of one step after another on one worker, from mesh epoch to mesh epoch.
 
     A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary; with
-    sharded gradients they are given up when sent, and a unit whose sum is lost with a primary is computed again.
+    sharded gradients they are given up when sent, and a micro-batch whose sum is lost with a primary is computed again.
 
     Args:
         place: the device on which sums lie, and where payloads come that are added to them.
         sharded: gradients are sharded: nodes leave as soon as they are done and their buffers are not kept.
-        add_in_place: autograd may add a unit's gradient straight into its sibling's buffer (fp32 compute).
+        add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
         entry_done: called with (step, run, entry) for each entry completed of a run that this worker is primary of. The
             step may be one that this worker has not begun.
@@ -65,7 +65,7 @@ class GradientReducer:
         self,
         rank: int,
         layout: ModelLayout,
-        num_units: int,
+        num_microbatches: int,
         place: torch.device,
         *,
         sharded: bool,
@@ -73,14 +73,14 @@ class GradientReducer:
         send: Send,
         entry_done: EntryDone,
     ) -> None:
-        self.rank, self.num_units, self._place = rank, num_units, place
+        self.rank, self.num_microbatches, self._place = rank, num_microbatches, place
         self._layout, self._sharded, self._add_in_place = layout, sharded, add_in_place
         self._send, self._entry_done = send, entry_done
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}
-        self._primary: list[HolderRun] = []
-        self._steps: dict[int, dict[RunKey, PrimaryRun]] = {}
-        self._early: list[tuple[NodeSum, Tensor]] = []
+        self._primary: list[ReplicaSet] = []
+        self._steps: dict[int, dict[PageRange, PrimaryRange]] = {}
+        self._early: list[tuple[PartialSum, Tensor]] = []
         self._final: frozenset[Node] = frozenset()
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
         self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
@@ -88,23 +88,23 @@ class GradientReducer:
         self.decided = 0
         self._sum_bytes = self._peak_sum_bytes = 0
 
-    def bind(self, holder_runs: HolderMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
+    def bind(self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
         """Takes part in a (newer) mesh epoch: sends what its sums hold for pages that have another primary now.
 
         Args:
             unsure: peers that may have missed what they were sent: they get all of it again.
-            holder_runs: of all layers that concern this worker's layers and held pages; runs are those of the older
+            replica_map: of all layers that concern this worker's layers and held pages; runs are those of the older
                 epoch, or parts of them.
             layers: that this worker computes.
             current: the step under way.
         """
         old_routes, self._routes = self._routes, {}
-        for layer in {*layers, *self._kept, *self._local} & holder_runs.keys():
-            self._routes[layer] = routes(self._layout, holder_runs, layer)
-        self._primary = [run for runs in holder_runs.values() for run in runs if run.primary == self.rank]
+        for layer in {*layers, *self._kept, *self._local} & replica_map.keys():
+            self._routes[layer] = routes(self._layout, replica_map, layer)
+        self._primary = [run for runs in replica_map.values() for run in runs if run.primary == self.rank]
         self._uses = {run.key: uses_of(self._layout, run) for run in self._primary}
         self._run_at = _by_use(self._layout, self._primary)
-        handed_over = self._split_trees(holder_runs)
+        handed_over = self._split_trees(replica_map)
         for layer, kept in self._kept.items():
             before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
@@ -121,13 +121,13 @@ class GradientReducer:
             self.node_received(message, payload)
         self.keeps_all = False
 
-    def _split_trees(self, holder_runs: HolderMap) -> set[int]:
+    def _split_trees(self, replica_map: ReplicaMap) -> set[int]:
         """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there.
 
         Returns: the layers whose sums went into trees that were sent.
         """
         handed_over: set[int] = set()
-        by_layer = {layer: list(runs) for layer, runs in holder_runs.items()}
+        by_layer = {layer: list(runs) for layer, runs in replica_map.items()}
         for step, trees in self._steps.items():
             for key, tree in list(trees.items()):
                 parts = [r for r in by_layer.get(key[0], ()) if key[1] <= r.first and r.stop <= key[2]]
@@ -145,27 +145,27 @@ class GradientReducer:
                         handed_over.update(uses_of(self._layout, run))
         return handed_over
 
-    def _send_tree(self, step: int, run: HolderRun, tree: PrimaryRun) -> None:
+    def _send_tree(self, step: int, run: ReplicaSet, tree: PrimaryRange) -> None:
         for use, node, value in tree.sums():
             first = _first_page_of_use(self._layout, run, use)
-            message = NodeSum(step, use, first, first + run.stop - run.first, *node)
+            message = PartialSum(step, use, first, first + run.stop - run.first, *node)
             self._send(run.primary, message, value)
 
-    # ---- this worker's own units
+    # ---- this worker's own micro-batches
 
-    def begin_step(self, step: int, units: Iterable[int]) -> None:
-        """The units that this worker is to add up as far as the tree allows, of the step that begins.
+    def begin_step(self, step: int, microbatches: Iterable[int]) -> None:
+        """The micro-batches that this worker is to add up as far as the tree allows, of the step that begins.
 
         Again in the middle of a step, with those added up so far and those that are still to come: a sum that waits
-        for a unit which another worker does now is finished.
+        for a micro-batch which another worker does now is finished.
         """
-        self._final = frozenset(maximal_nodes(units, self.num_units))
+        self._final = frozenset(maximal_nodes(microbatches, self.num_microbatches))
         for layer, (_, buffers) in self._local.items():
             for node in [n for n in buffers if not self._grows(n)]:
                 self._emit(step, layer, node, buffers.pop(node))
 
     def _grows(self, node: Node) -> bool:
-        """Whether units are still to come that an open sum is to be added to."""
+        """Whether micro-batches are still to come that an open sum is to be added to."""
         return node not in self._final and any(f[0] <= node[0] and node[1] <= f[1] for f in self._final)
 
     @property
@@ -173,31 +173,31 @@ class GradientReducer:
         """Whether anything of the step under way was added up or kept here."""
         return bool(self._local or self._kept)
 
-    def begin_unit(self, layer: int, unit: int, *, alone: bool = False) -> tuple[GradientBuffer, bool]:
-        """The buffer for the unit's gradient of this layer; True: add to it, False: overwrite it.
+    def begin_microbatch(self, layer: int, microbatch: int, *, alone: bool = False) -> tuple[GradientBuffer, bool]:
+        """The buffer for the micro-batch's gradient of this layer; True: add to it, False: overwrite it.
 
-        `alone`: a unit that this worker does for another one, or again: it is not added to others here.
+        `alone`: a micro-batch that this worker does for another one, or again: it is not added to others here.
         """
         pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
-        leaf = (unit, unit + 1)
+        leaf = (microbatch, microbatch + 1)
         if alone:
             self._alone = pool.acquire()
             return self._alone, False
-        _, buffers = self._local.setdefault(layer, (Reduction(self.num_units), {}))
-        above = parent_and_sibling(leaf, self.num_units)
+        _, buffers = self._local.setdefault(layer, (Reduction(self.num_microbatches), {}))
+        above = parent_and_sibling(leaf, self.num_microbatches)
         sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
         buffer = buffers[leaf] = sibling or pool.acquire()
         return buffer, sibling is not None
 
-    def end_unit(self, step: int, layer: int, unit: int, *, alone: bool = False) -> None:
-        """The unit's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
-        node = (unit, unit + 1)
+    def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:
+        """The micro-batch's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
+        node = (microbatch, microbatch + 1)
         if alone:
             self._emit(step, layer, node, self._alone)
             return
         reduction, buffers = self._local[layer]
         added = reduction.add(node)
-        assert added is not None, f"unit {unit} of layer {layer} was computed twice in step {step}"
+        assert added is not None, f"micro-batch {microbatch} of layer {layer} was computed twice in step {step}"
         for merge in added.merges:
             left, right = buffers.pop(merge.left), buffers.pop(merge.right)
             if left is not right:
@@ -208,8 +208,8 @@ class GradientReducer:
         if node in self._final:
             self._emit(step, layer, node, buffers.pop(node))
 
-    def drop_unit(self, layer: int) -> None:
-        """The gradient of a unit that was run for its input's gradient only is not wanted."""
+    def drop_microbatch(self, layer: int) -> None:
+        """The gradient of a micro-batch that was run for its input's gradient only is not wanted."""
         self._pools[layer].release(self._alone)
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
@@ -224,7 +224,7 @@ class GradientReducer:
         """One run's part of a node. `mine`: if this worker is its primary, that part may be overwritten."""
         part = buffer.pages(route.first, route.stop)
         if route.run.primary != self.rank:
-            self._send(route.run.primary, NodeSum(step, route.layer, route.first, route.stop, *node), part)
+            self._send(route.run.primary, PartialSum(step, route.layer, route.first, route.stop, *node), part)
             return
         if mine and self._sharded and len(self._routes[route.layer]) > 1:
             part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
@@ -232,7 +232,7 @@ class GradientReducer:
 
     # ---- everybody's nodes, at the primary
 
-    def node_received(self, message: NodeSum, payload: Tensor) -> None:
+    def node_received(self, message: PartialSum, payload: Tensor) -> None:
         """A node from another worker; ignored when its step is decided already.
 
         It may be cut as in an older mesh epoch. What is for pages that this worker is not the primary of, as far as it
@@ -252,10 +252,10 @@ class GradientReducer:
             part = payload if whole else payload[first - start : stop - start]
             self._add(message.step, run, message.layer, (message.lo, message.hi), part, owned=False)
 
-    def _add(self, step: int, run: HolderRun, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
+    def _add(self, step: int, run: ReplicaSet, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
         runs = self._steps.setdefault(step, {})
         if run.key not in runs:
-            runs[run.key] = PrimaryRun(self._uses[run.key], self.num_units)
+            runs[run.key] = PrimaryRange(self._uses[run.key], self.num_microbatches)
         trees = runs[run.key]
         if trees.done:
             return
@@ -266,10 +266,12 @@ class GradientReducer:
         if entry is not None:
             self._entry_done(step, run, entry)
 
-    def entry_known(self, step: int, run: RunKey) -> None:
+    def entry_known(self, step: int, run: PageRange) -> None:
         """The entry of a run of this worker's primary pages has come from elsewhere: no node of it is needed."""
         if run in self._uses:
-            tree = self._steps.setdefault(step, {}).setdefault(run, PrimaryRun(self._uses[run], self.num_units))
+            tree = self._steps.setdefault(step, {}).setdefault(
+                run, PrimaryRange(self._uses[run], self.num_microbatches)
+            )
             tree.finish()
 
     def step_decided(self, step: int) -> None:
@@ -332,7 +334,7 @@ class GradientReducer:
         return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
 
 
-def _first_page_of_use(layout: ModelLayout, run: HolderRun, use: int) -> int:
+def _first_page_of_use(layout: ModelLayout, run: ReplicaSet, use: int) -> int:
     """Where the pages of a run lie in the gradient buffer of one of its uses."""
     if use == run.layer:
         return run.first
@@ -341,9 +343,9 @@ def _first_page_of_use(layout: ModelLayout, run: HolderRun, use: int) -> int:
     return run.first - block.first_page + reader.first_page
 
 
-def _by_use(layout: ModelLayout, runs: Iterable[HolderRun]) -> dict[int, list[tuple[int, HolderRun]]]:
+def _by_use(layout: ModelLayout, runs: Iterable[ReplicaSet]) -> dict[int, list[tuple[int, ReplicaSet]]]:
     """Layer -> (first page, run) of the runs whose nodes arrive under that layer."""
-    found: dict[int, list[tuple[int, HolderRun]]] = {}
+    found: dict[int, list[tuple[int, ReplicaSet]]] = {}
     for run in runs:
         for use in uses_of(layout, run):
             found.setdefault(use, []).append((_first_page_of_use(layout, run, use), run))
@@ -355,7 +357,7 @@ def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) ->
     return next((primary for (a, b), primary in before.items() if a <= first and stop <= b), None)
 
 
-def uses_of(layout: ModelLayout, run: HolderRun) -> tuple[int, ...]:
+def uses_of(layout: ModelLayout, run: ReplicaSet) -> tuple[int, ...]:
     """The layers whose gradients add up to the entry of a run, in layer order."""
     block = layout.layers[run.layer].block_of(run.first)
     assert block.kind != READER
@@ -363,7 +365,7 @@ def uses_of(layout: ModelLayout, run: HolderRun) -> tuple[int, ...]:
     return tuple(sorted({run.layer, *(layer for layer, _ in readers)}))
 
 
-# The canonical tree's sums at a primary: one tree per use of the parameters of a run of pages.
+# The canonical tree's sums at a primary: one tree per use of the parameters of a page range.
 @dataclass
 class Tree:
     """One tree: which nodes are held, and their sums, `num_elements` in all. `owned` sums may be overwritten."""
@@ -398,12 +400,12 @@ def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -
     return right.add_(left) if right_owned else left + right
 
 
-class PrimaryRun:
+class PrimaryRange:
     """The trees of one run at its primary: one per use of the parameters (two for a tied one), in layer order."""
 
-    def __init__(self, uses: Sequence[int], num_units: int) -> None:
-        self._trees = {use: Tree(Reduction(num_units)) for use in sorted(uses)}
-        self._root = (0, num_units)
+    def __init__(self, uses: Sequence[int], num_microbatches: int) -> None:
+        self._trees = {use: Tree(Reduction(num_microbatches)) for use in sorted(uses)}
+        self._root = (0, num_microbatches)
         self.done = False
 
     @property
@@ -439,9 +441,9 @@ class PrimaryRun:
             for node, value in tree.sums.items():
                 yield use, node, value
 
-    def part(self, start: int, stop: int) -> PrimaryRun:
+    def part(self, start: int, stop: int) -> PrimaryRange:
         """The trees of elements [start, stop) alone, in the same memory."""
-        found = PrimaryRun(tuple(self._trees), self._root[1])
+        found = PrimaryRange(tuple(self._trees), self._root[1])
         found.done = self.done
         for use, tree in self._trees.items():
             sums = {node: value[start:stop] for node, value in tree.sums.items()}

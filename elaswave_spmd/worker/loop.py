@@ -24,18 +24,18 @@ from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.worker.channel import LinkPort, Stopped
+from elaswave_spmd.worker.channel import SocketChannel, Stopped
 from elaswave_spmd.worker.checkpoint_writer import CheckpointOrders, CheckpointWriter
 from elaswave_spmd.worker.configuration import Epoch
 from elaswave_spmd.worker.fault_injection import Chaos
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.worker.parameter_broadcast import GroupedPublications, StageGroup
 from elaswave_spmd.worker.plan_run import RunPlan, make_executor, make_programs, plan_run
 from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.step import Executor
-from elaswave_spmd.worker.tracing import TracedPort, open_trace
+from elaswave_spmd.worker.tracing import TracedChannel, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
@@ -47,7 +47,7 @@ def main(spec: dict[str, Any]) -> int:
     """Entry of a worker process.
 
     Args:
-        spec: plain data: rank, life_fd (from the zygote); settings, data, controller (address), directory, token,
+        spec: plain data: rank, life_fd (from the fork server); settings, data, controller (address), directory, token,
             host (address of its machine), latch (path and slot, or None), costs (a profile's JSON, or None),
             trace (the run's directory, or None), frequencies (directory of their cells, or None), groups (address of
             the store where groups of stages meet, or None).
@@ -158,14 +158,14 @@ class Worker:
         self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # of those that are closed the port will hear
         if others:
             self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))  # the next one round
-        port = LinkPort(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
+        port = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
         # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
         saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
         assert self._programs is not None, "they are made before it is ready"
         executor = make_executor(
             plan,
             self._rank,
-            port if self._trace is None else TracedPort(port, self._trace),
+            port if self._trace is None else TracedChannel(port, self._trace),
             self._device,
             first,
             lambda p: self._epoch(plan, p),
@@ -193,7 +193,7 @@ class Worker:
             progress.waiting = False
         raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
 
-    def _wait(self, port: LinkPort, grouped: GroupedPublications) -> bool:
+    def _wait(self, port: SocketChannel, grouped: GroupedPublications) -> bool:
         """Until something has come; False: nothing did, and without a controller it has waited long enough."""
         pauses = iter(_GROUP_S)
         while (copying := port.is_copying()) or not grouped.idle:
@@ -217,13 +217,13 @@ class Worker:
             self.checkpoints.write_now()
         self.checkpoints.close()
 
-    def _visit(self, point: Point, step: int) -> None:
+    def _visit(self, point: FaultPoint, step: int) -> None:
         progress = self._progress
         progress.count += 1
-        if point is Point.FORWARD or point is Point.BACKWARD:
+        if point is FaultPoint.FORWARD or point is FaultPoint.BACKWARD:
             progress.action = point.value
         self.step = step
-        if point is Point.APPLY and self._trace is not None:
+        if point is FaultPoint.APPLY and self._trace is not None:
             self._trace.mark(f"step {step} applied")
         self.chaos.visit(point, step)
 
@@ -233,7 +233,7 @@ class Worker:
             self._link_told = self._link_told or bool(link)
             self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory, self.num_compiled, link)))
 
-    def _epoch(self, plan: RunPlan, place: m.Place) -> Epoch:
+    def _epoch(self, plan: RunPlan, place: m.Reconfigure) -> Epoch:
         """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""
         if self._trace is not None:
             self._trace.mark(f"mesh epoch {place.epoch}")
@@ -244,7 +244,7 @@ class Worker:
                 self._links.connect(peer, address)
         return Epoch.of(plan.placement, place)
 
-    def _await_place(self) -> tuple[m.Place, list[Envelope]]:
+    def _await_place(self) -> tuple[m.Reconfigure, list[Envelope]]:
         """The PLACE that makes this worker a member, and what arrived before it from those that had theirs earlier."""
         early: list[Envelope] = []
         while True:
@@ -254,7 +254,7 @@ class Worker:
             if not isinstance(item, Envelope):
                 continue
             message = m.decode(item.header)
-            if isinstance(message, m.Place):
+            if isinstance(message, m.Reconfigure):
                 return message, early
             if isinstance(message, m.Stop):
                 raise Stopped

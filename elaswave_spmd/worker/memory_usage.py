@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.replica import Replica
+from elaswave_spmd.worker.replica import StateReplica
 from elaswave_spmd.worker.spec import Job
 
 
-def state_bytes(replica: Replica, values: Mapping[int, ValueBuffer], job: Job) -> dict[str, int]:
+def state_bytes(replica: StateReplica, values: Mapping[int, ValueBuffer], job: Job) -> dict[str, int]:
     """Bytes between steps: params, grads (their peak within a step), optim, mirrors.
 
     State that a spec replicates is its own mirror, and counts as optim.

@@ -1,4 +1,6 @@
-"""Units through the layers of one worker's stage: forward, backward, validation, with their data and their inputs."""
+"""Micro-batches through the layers of one worker's stage: forward, backward, validation, with their data and their
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.fault_points import Point, Visit
+from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.profiling import LayerTimes, Row
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
@@ -36,7 +38,7 @@ Modules = Callable[[Iterable[int]], Mapping[int, nn.Module]]
 """Layer numbers -> new modules of these layers."""
 
 Traced = Callable[[int, int, int, bool, float, float], None]
-"""(step, unit, layer, backward, began, ended): told of a layer program that has run; by time.perf_counter()."""
+"""(step, micro-batch, layer, backward, began, ended): told of a layer program that has run; by time.perf_counter()."""
 
 Peer = Callable[[], int | None]
 """Who takes what an action makes; None: nobody has to, any more."""
@@ -46,8 +48,8 @@ class EpochChangedError(Exception):
     """A PLACE has come: what is under way is looked at anew. A turn of events inside an executor, no failure."""
 
 
-class UnitRunner:
-    """Runs units through whatever layers this worker has at the time.
+class MicrobatchRunner:
+    """Runs micro-batches through whatever layers this worker has at the time.
 
     Args:
         programs: runs the layers.
@@ -68,7 +70,7 @@ class UnitRunner:
         boundaries: Boundaries,
         until: Until,
         take: Callable[[], None],
-        visit: Visit,
+        visit: OnFaultPoint,
     ) -> None:
         self._job, self._layout, self._modules, self._train = job, layout, modules, train
         self._boundaries, self._until, self._take, self._visit = boundaries, until, take, visit
@@ -80,7 +82,7 @@ class UnitRunner:
         if device.kind.capabilities.streams:
             self._unasked = []
         self.traced: Traced | None = None
-        self.backward_of = -1  # the unit in the middle of its backward
+        self.backward_of = -1  # the micro-batch in the middle of its backward
         self._batches: dict[int, Batch] = {}
         self._samples: dict[int, np.ndarray] = {}
         self._seed, self._step_number = self._number(job.seed), self._number(0)
@@ -109,54 +111,54 @@ class UnitRunner:
         self._batches.clear()
         return True
 
-    def begin_step(self, step: int, units: Sequence[int]) -> None:
-        """The units that are to come in this step, as far as known."""
+    def begin_step(self, step: int, microbatches: Sequence[int]) -> None:
+        """The micro-batches that are to come in this step, as far as known."""
         self.programs.discard_all()  # forwards of the last step whose backward another worker did
         self._step_number = self._number(step)
         self._samples = {}
         self._batches.clear()
-        self._sample(step, units)
+        self._sample(step, microbatches)
 
-    def _sample(self, step: int, units: Sequence[int]) -> None:
-        size = self._job.unit_size
-        slots = (np.array(units, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+    def _sample(self, step: int, microbatches: Sequence[int]) -> None:
+        size = self._job.microbatch_size
+        slots = (np.array(microbatches, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
         ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._train), slots)
-        self._samples |= dict(zip(units, ids.reshape(-1, size), strict=True))
+        self._samples |= dict(zip(microbatches, ids.reshape(-1, size), strict=True))
 
     # ---- actions
 
-    def forward(self, step: int, unit: int, peer: Peer, *, saves: bool) -> Waits:
-        """A unit forward; its output goes to `peer`. `saves`: its backward will be run here too."""
-        self._visit(Point.FORWARD, step)
-        batch = self._unit_batch(step, unit)
-        key = BoundaryKey(ACTIVATION, step, unit, self._layers.start)
+    def forward(self, step: int, microbatch: int, peer: Peer, *, saves: bool) -> Waits:
+        """A micro-batch forward; its output goes to `peer`. `saves`: its backward will be run here too."""
+        self._visit(FaultPoint.FORWARD, step)
+        batch = self._microbatch_batch(step, microbatch)
+        key = BoundaryKey(ACTIVATION, step, microbatch, self._layers.start)
         if self._is_first:
             assert batch is not None
             given = batch.tokens
         else:
             given = yield from self._receive(key)
-        samples, x = torch.from_numpy(self._samples[unit]).to(self._place), given
+        samples, x = torch.from_numpy(self._samples[microbatch]).to(self._place), given
         try:
             for layer in self._layers:
                 yield from self.until_at(layer, step - 1)
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = self._device.mark()
-                x = self.programs.forward(layer, unit, x, keys, batch)
-                self._ran(step, unit, layer, False, started)
+                x = self.programs.forward(layer, microbatch, x, keys, batch)
+                self._ran(step, microbatch, layer, False, started)
                 self._take()
         except EpochChangedError:
-            self.programs.discard(unit)
+            self.programs.discard(microbatch)
             if not self._is_first:
                 self._boundaries.put_back(key, given)
             raise
         if not saves:
-            self.programs.discard(unit)
+            self.programs.discard(microbatch)
         if not self._is_last:
-            message = m.Activation(step, unit, self._layers.stop, tuple(x.shape))
+            message = m.Activation(step, microbatch, self._layers.stop, tuple(x.shape))
             self._boundaries.send(peer(), message, x)
 
-    def backward(self, step: int, unit: int, peer: Peer, *, weights: bool, alone: bool, drop: bool) -> Waits:
-        """A unit backward; the gradient of its input goes to `peer`.
+    def backward(self, step: int, microbatch: int, peer: Peer, *, weights: bool, alone: bool, drop: bool) -> Waits:
+        """A micro-batch backward; the gradient of its input goes to `peer`.
 
         Args:
             weights: its weight gradients are wanted; else only that of its input.
@@ -165,72 +167,72 @@ class UnitRunner:
         """
         dy: Tensor | None = None
         if not self._is_last:
-            dy = yield from self._receive(BoundaryKey(GRADIENT, step, unit, self._layers.stop - 1))
-        self._visit(Point.BACKWARD, step)
+            dy = yield from self._receive(BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1))
+        self._visit(FaultPoint.BACKWARD, step)
         alone = alone or not weights
-        batch = self._batches.pop(unit, None)
-        self.backward_of = unit
+        batch = self._batches.pop(microbatch, None)
+        self.backward_of = microbatch
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
-            buffer, add = self.reducer.begin_unit(layer, unit, alone=alone)
+            buffer, add = self.reducer.begin_microbatch(layer, microbatch, alone=alone)
             started = self._device.mark()
-            dy = self.programs.backward(layer, unit, dy, buffer, add=add, batch=batch)
-            self._ran(step, unit, layer, True, started)
+            dy = self.programs.backward(layer, microbatch, dy, buffer, add=add, batch=batch)
+            self._ran(step, microbatch, layer, True, started)
             if drop:
                 self.values[layer].drop()
                 self.programs.dropped(layer)
             if weights:
-                self._visit(Point.REDUCE, step)
-                self.reducer.end_unit(step, layer, unit, alone=alone)
+                self._visit(FaultPoint.REDUCE, step)
+                self.reducer.end_microbatch(step, layer, microbatch, alone=alone)
             else:
-                self.reducer.drop_unit(layer)
+                self.reducer.drop_microbatch(layer)
             self._take()
         self.backward_of = -1
         if not self._is_first:
             assert dy is not None
-            message = m.ActivationGradient(step, unit, self._layers.start - 1, tuple(dy.shape))
+            message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dy.shape))
             self._boundaries.send(peer(), message, dy.contiguous())
 
-    def validate(self, version: int, unit: int, data: Batches) -> Generator[Waiting, None, Tensor]:
-        """A validation unit at a version: its token-sum loss in the last stage, its output in others."""
-        size = self._job.unit_size
-        ids = np.arange(unit * size, (unit + 1) * size)
+    def validate(self, version: int, microbatch: int, data: Batches) -> Generator[Waiting, None, Tensor]:
+        """A validation micro-batch at a version: its token-sum loss in the last stage, its output in others."""
+        size = self._job.microbatch_size
+        ids = np.arange(microbatch * size, (microbatch + 1) * size)
         batch = to_batch(data, ids, self._place) if self._is_first or self._is_last else None
         if self._is_first:
             assert batch is not None
             x = batch.tokens
         else:
-            x = yield from self._receive(BoundaryKey(VALIDATION, version, unit, self._layers.start))
+            x = yield from self._receive(BoundaryKey(VALIDATION, version, microbatch, self._layers.start))
         keys = Keys.make(self._job.seed, version, ids, 0, self._place)
         for layer in self._layers:
             yield from self.until_at(layer, version)
             x = self.programs.evaluate(layer, x, keys.at(layer), batch)
         if not self._is_last:
             peers = self._placement.mesh.stages[self._stage + 1]
-            message = m.Activation(version, unit, self._layers.stop, tuple(x.shape), True)
-            self._boundaries.send(peers[unit % len(peers)], message, x)
+            message = m.Activation(version, microbatch, self._layers.stop, tuple(x.shape), True)
+            self._boundaries.send(peers[microbatch % len(peers)], message, x)
         return x
 
-    def _unit_batch(self, step: int, unit: int) -> Batch | None:
-        """The unit's data, where it is needed: tokens in the first stage, targets in the last."""
-        if unit not in self._samples:
-            self._sample(step, [unit])
+    def _microbatch_batch(self, step: int, microbatch: int) -> Batch | None:
+        """The micro-batch's data, where it is needed: tokens in the first stage, targets in the last."""
+        if microbatch not in self._samples:
+            self._sample(step, [microbatch])
         if not self._is_first and not self._is_last:
             return None
-        batch = self._batches[unit] = to_batch(self._train, self._samples[unit], self._place)
+        batch = self._batches[microbatch] = to_batch(self._train, self._samples[microbatch], self._place)
         return batch
 
-    def _ran(self, step: int, unit: int, layer: int, backward: bool, started: Any) -> None:
+    def _ran(self, step: int, microbatch: int, layer: int, backward: bool, started: Any) -> None:
         ended = self._device.mark()
         if self._unasked is None:
-            self._took(step, unit, layer, backward, started, ended)
+            self._took(step, microbatch, layer, backward, started, ended)
         else:
-            self._unasked.append(((step, unit, layer, backward), started, ended))
+            self._unasked.append(((step, microbatch, layer, backward), started, ended))
 
-    def _took(self, step: int, unit: int, layer: int, backward: bool, began: float, ended: float) -> None:
+    def _took(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
         self._times.add(layer, ended - began, backward=backward)
         if self.traced is not None:
-            self.traced(step, unit, layer, backward, began, ended)
+            self.traced(step, microbatch, layer, backward, began, ended)
 
     def take_times(self) -> tuple[Row, ...]:
         """What layer programs took since the last call."""
@@ -250,7 +252,7 @@ class UnitRunner:
             yield from self._until(lambda: values.is_at(version), "parameters of layer", layer)
 
     def _receive(self, key: BoundaryKey) -> Generator[Waiting, None, Tensor]:
-        yield from self._until(lambda: key in self._boundaries, f"{key.kind} of unit", key.unit)
+        yield from self._until(lambda: key in self._boundaries, f"{key.kind} of micro-batch", key.microbatch)
         return self._boundaries.pop(key)
 
 

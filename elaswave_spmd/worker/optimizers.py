@@ -51,7 +51,8 @@ class PageOptimizer(Protocol):
     ) -> None:
         """Updates `params` and `states` in place; may overwrite `grads`.
 
-        The sign of a zero gradient is not defined (a unit without a gradient adds nothing): no result may depend on it.
+        The sign of a zero gradient is not defined (a micro-batch without a gradient adds nothing): no result may depend
+        on it.
 
         Args:
             params, grads, states[name]: fp32 1-D tensors of pairwise equal length, any number of any cut.

@@ -10,7 +10,7 @@ _NARROW = 64  # elements per page down to which pages are folded in those groups
 
 
 def page_norm_values(gradient: Tensor, page_size: int) -> list[float]:
-    """Sum of squares of each page of a run of pages, in fp32.
+    """Sum of squares of each page of a page range, in fp32.
 
     A page is squared elementwise and folded in halves, x[:n/2] + x[n/2:], until one element is left; a short page is
     padded with zeros to a power of two. So the value is a function of the page alone: not of the run that it lies in,

@@ -21,10 +21,10 @@ from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 
-class Work(Protocol):
+class Recompute(Protocol):
     """A broadcast under way, as c10d has it."""
 
     def is_completed(self) -> bool:
@@ -53,7 +53,7 @@ class StageGroup(Protocol):
         """Why the newest epoch's group could not be made."""
         ...
 
-    def broadcast(self, values: Tensor, root: int) -> Work:
+    def broadcast(self, values: Tensor, root: int) -> Recompute:
         """Worker `root` sends `values`, contiguous; all other members receive into theirs. All call it alike.
 
         The group keeps the memory as long as it may be written, whatever becomes of the work.
@@ -72,7 +72,7 @@ class StageGroup(Protocol):
 class _UnderWay:
     publish: Publish
     values: Tensor
-    work: Work
+    work: Recompute
     sent: bool
 
 
@@ -97,16 +97,16 @@ class GroupedPublications:
         self._rank, self._layout, self._place, self._dtype, self._send = rank, layout, place, dtype, send
         self._group = group
         self._under_way: deque[_UnderWay] = deque()
-        self._runs: dict[int, tuple[HolderRun, ...]] = {}
+        self._runs: dict[int, tuple[ReplicaSet, ...]] = {}
         self.epoch, self._lost = -1, False
         self._members: frozenset[int] = frozenset()
-        self._keys: frozenset[RunKey] = frozenset()
+        self._keys: frozenset[PageRange] = frozenset()
 
-    def bind(self, placement: Placement, holder_runs: HolderMap) -> None:
+    def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """A new mesh epoch. What is under way is given up.
 
         Args:
-            holder_runs: of the layers of this worker's stage, at least.
+            replica_map: of the layers of this worker's stage, at least.
         """
         self._under_way.clear()
         self.epoch, self._lost = placement.mesh.epoch, False
@@ -114,19 +114,19 @@ class GroupedPublications:
         members = placement.mesh.stages[stage]
         self._members = frozenset(members)
         layers = placement.layers_of_stage(stage) if self._group is not None else ()
-        runs = {layer: tuple(filter(self._is_for_all, holder_runs[layer])) for layer in layers}
+        runs = {layer: tuple(filter(self._is_for_all, replica_map[layer])) for layer in layers}
         self._runs = {layer: found for layer, found in runs.items() if found}
         self._keys = frozenset(run.key for found in self._runs.values() for run in found)
         if self._group is not None:
             self._group.change(self.epoch, members if self._runs else (self._rank,), self._rank)
 
-    def _is_for_all(self, run: HolderRun) -> bool:
+    def _is_for_all(self, run: ReplicaSet) -> bool:
         """Whether the run comes from a member of the stage, and another one does not hold it. All of them agree."""
         if self._layout.layers[run.layer].block_of(run.first).kind == LOSS:
             return False
-        return run.primary in self._members and not self._members <= run.holders
+        return run.primary in self._members and not self._members <= run.replicas
 
-    def reached(self, run: RunKey) -> frozenset[int]:
+    def reached(self, run: PageRange) -> frozenset[int]:
         """The workers that a run comes to through the group; a reader of a tie may belong to another stage."""
         return self._members if run in self._keys else frozenset()
 
@@ -157,7 +157,7 @@ class GroupedPublications:
         """Whether nothing is under way. Who votes says so: roots overwrite what they have sent when all have voted."""
         return not self._under_way
 
-    def broadcast(self, layer: int, version: int, payloads: dict[RunKey, Tensor]) -> None:
+    def broadcast(self, layer: int, version: int, payloads: dict[PageRange, Tensor]) -> None:
         """Begins the broadcasts of one layer.
 
         Args:

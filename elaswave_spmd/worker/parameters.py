@@ -12,10 +12,10 @@ from elaswave_spmd.recovery.messages import Message, Need, Publish
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import Block, LayerLayout, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.parameter_broadcast import GroupedPublications, StageGroup
-from elaswave_spmd.worker.state import LEARNING, HeldRun, HeldState
+from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 
 Send = Callable[[int, Message, Tensor | None], None]
 
@@ -23,7 +23,7 @@ Send = Callable[[int, Message, Tensor | None], None]
 class Publisher:
     """Sends a worker's primary pages and installs those of others.
 
-    A page goes to the workers of its stage and, if its parameter is tied, of the stages that read it. Holders have
+    A page goes to the workers of its stage and, if its parameter is tied, of the stages that read it. Replicas have
     applied the step themselves and receive nothing.
     """
 
@@ -42,29 +42,29 @@ class Publisher:
         self._drops_params = bool(placement.shardings.params.axes)
         self._readers = {part.run.key: self._readers_of(part.run) for part in state if part.run.primary == rank}
 
-    def _readers_of(self, run: HolderRun) -> tuple[int, ...]:
+    def _readers_of(self, run: ReplicaSet) -> tuple[int, ...]:
         block = self._layout.layers[run.layer].block_of(run.first)
         layers = [run.layer, *(layer for layer, _ in self._layout.readers.get((run.layer, block.first_page), ()))]
         stages = sorted({self._placement.stage_of_layer(layer) for layer in layers})
         workers = [worker for stage in stages for worker in self._placement.mesh.stages[stage]]
-        return tuple(worker for worker in dict.fromkeys(workers) if worker not in run.holders)
+        return tuple(worker for worker in dict.fromkeys(workers) if worker not in run.replicas)
 
-    def asks(self, holder_runs: HolderMap, layer: int, version: int) -> None:
+    def asks(self, replica_map: ReplicaMap, layer: int, version: int) -> None:
         """Asks the primaries for the pages of a layer's compute buffer that are not at this version."""
         layout = self._layout.layers[layer]
         for first, stop in self._values[layer].missing(version):
             for block in _blocks_of(layout, first, stop):
                 owner, shift = block.source or (layer, block.first_page)
                 offset = shift - block.first_page
-                for run in holder_runs[owner]:
+                for run in replica_map[owner]:
                     a = max(run.first, max(first, block.first_page) + offset)
                     b = min(run.stop, min(stop, block.first_page + block.num_pages) + offset)
-                    if a < b and self._rank not in run.holders:
+                    if a < b and self._rank not in run.replicas:
                         self._send(run.primary, Need(version, owner, a, b), None)
 
     def publish(
-        self, layer: int, version: int, reached: Callable[[RunKey], Collection[int]] = lambda key: ()
-    ) -> dict[RunKey, Tensor]:
+        self, layer: int, version: int, reached: Callable[[PageRange], Collection[int]] = lambda key: ()
+    ) -> dict[PageRange, Tensor]:
         """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie.
 
         Args:
@@ -72,7 +72,7 @@ class Publisher:
 
         Returns: the values of the runs that this worker is the primary of and others read.
         """
-        payloads: dict[RunKey, Tensor] = {}
+        payloads: dict[PageRange, Tensor] = {}
         for part in self._state.layers.get(layer, ()):
             if part.version != version:  # a learner without state yet
                 continue
@@ -92,7 +92,7 @@ class Publisher:
         return payloads
 
     def refresh(self, layers: Collection[int]) -> None:
-        """Brings what is held here to the compute buffers of these layers, after they or their holders changed."""
+        """Brings what is held here to the compute buffers of these layers, after they or their replicas changed."""
         for layer in layers:
             self._state.to_compute(layer)
         for part in self._state:
@@ -114,7 +114,7 @@ class Publisher:
                 answered += stop - first
         return answered == need.stop - need.first
 
-    def _payload(self, part: HeldRun) -> Tensor:
+    def _payload(self, part: HeldRange) -> Tensor:
         """The run's values, in the compute dtype, in memory that stays as it is until everybody has received them.
 
         That holds for memory that only an update overwrites, but not for a compute buffer that is dropped in between.
@@ -191,18 +191,18 @@ class Parameters:
         """Those that are computed or held here."""
         self.grouped = GroupedPublications(rank, layout, place, dtype, send, group)
 
-    def bind(self, placement: Placement, holder_runs: HolderMap) -> None:
+    def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """A new mesh epoch.
 
         Args:
-            holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
+            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
-        self._holder_runs = holder_runs
+        self._replica_map = replica_map
         self._publisher = Publisher(
             self._rank, placement, self._layout, self._values, self._state, self._dtype, self._send
         )
         self.layers = sorted({*self._values, *self._state.layers})
-        self.grouped.bind(placement, holder_runs)
+        self.grouped.bind(placement, replica_map)
 
     # ---- out
 
@@ -248,7 +248,7 @@ class Parameters:
     def _ask_for(self, layers: Iterable[int], version: int) -> None:
         for layer in layers:
             if not self._values[layer].is_at(version):
-                self._publisher.asks(self._holder_runs, layer, version)
+                self._publisher.asks(self._replica_map, layer, version)
 
     def _ask_for_rest(self) -> None:
         """Asks the primaries for what has not come through the group. What was dropped since had come."""

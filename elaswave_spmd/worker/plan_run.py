@@ -15,7 +15,7 @@ from elaswave_spmd.data import PreparedData, open_split
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
-from elaswave_spmd.recovery.messages import Place
+from elaswave_spmd.recovery.messages import Reconfigure
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.devices.xla_island import XlaIsland
@@ -23,11 +23,11 @@ from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import INTERLEAVED, ModelLayout
-from elaswave_spmd.sharding.replica_placement import deal_holders
-from elaswave_spmd.worker.channel import Port
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.configuration import Epoch
 from elaswave_spmd.worker.device_fault import RecoveringExecutor
-from elaswave_spmd.worker.fault_points import Visit
+from elaswave_spmd.worker.fault_points import OnFaultPoint
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
 from elaswave_spmd.worker.optimizers import make_optimizer
@@ -97,7 +97,12 @@ def plan_run(
         layer_costs = [layer.seconds for layer in costs.layers]
     mesh = Mesh.initial(shape, topology)
     placement = place(
-        mesh, description.layout, shardings, job.num_units, layer_costs=layer_costs, page_layout=settings.schedule.pages
+        mesh,
+        description.layout,
+        shardings,
+        job.num_microbatches,
+        layer_costs=layer_costs,
+        page_layout=settings.schedule.pages,
     )
     placement = _with_mirrors(placement, description.layout, settings)
     costs = costs or _unmeasured(job, description.layout)
@@ -166,10 +171,10 @@ def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
 
 
 def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:
-    """With a holder map of the first mesh that has mirrors, if a loss is to be survived."""
+    """With a replica map of the first mesh that has mirrors, if a loss is to be survived."""
     if not settings.elastic.enabled or not settings.mirror.count:
         return placement
-    holders = deal_holders(
+    replicas = place_replicas(
         layout,
         placement.mesh.stages,
         placement.layer_cuts,
@@ -181,7 +186,7 @@ def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings)
         # What a contiguous layout is dealt as after a change, it is from the first.
         least_pages=max(1, _ATOM_ELEMENTS // layout.page_size) if placement.page_layout == INTERLEAVED else 1,
     )
-    return replace(placement, holders=holders)
+    return replace(placement, replicas=replicas)
 
 
 def _job(settings: Settings, data: PreparedData) -> Job:
@@ -198,7 +203,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
         seed=settings.seed,
         steps=t.steps,
         global_batch=t.global_batch,
-        unit_size=settings.unit.size,
+        microbatch_size=settings.train.microbatch_size,
         seq_len=t.seq_len,
         dtype=settings.runtime.dtype,
         optimizer=make_optimizer(o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum),
@@ -206,7 +211,9 @@ def _job(settings: Settings, data: PreparedData) -> Job:
         clip=o.clip,
         checkpointing=settings.runtime.activation_checkpointing,
         validate_every=t.validate_every,
-        validation_units=min(t.validate_units, data.num_validation_samples // settings.unit.size),
+        validation_microbatches=min(
+            t.validate_microbatches, data.num_validation_samples // settings.train.microbatch_size
+        ),
         verify_every=settings.mirror.verify_every,
     )
 
@@ -214,11 +221,11 @@ def _job(settings: Settings, data: PreparedData) -> Job:
 def make_executor(
     plan: RunPlan,
     rank: int,
-    port: Port,
+    port: Channel,
     device: Device,
     first: Epoch,
-    place_of: Callable[[Place], Epoch],
-    visit: Visit,
+    place_of: Callable[[Reconfigure], Epoch],
+    visit: OnFaultPoint,
     saved: Saved | None,
     programs: StagePrograms,
     group: StageGroup | None,
@@ -271,17 +278,17 @@ def make_programs(
     model = make_model(settings, plan.data.vocab_size)
     args = program_args(plan.job, layout, model.loss)
     if settings.runtime.device != EMULATED:
-        unit, dtype = (plan.job.unit_size, plan.job.seq_len), plan.job.torch_dtype
+        microbatch, dtype = (plan.job.microbatch_size, plan.job.seq_len), plan.job.torch_dtype
         if settings.runtime.compile:
             programs = CompiledPrograms(**args, threads=settings.runtime.threads_per_worker, place=place)
             modules = _Layers(plan)(range(len(layout.layers)))
-            programs.compile([*modules.values()], layout, unit, dtype, compiled)
+            programs.compile([*modules.values()], layout, microbatch, dtype, compiled)
             return programs
         if not kind_of(settings).capabilities.compiles:
             return StagePrograms(**args)
         island = XlaIsland({axis: settings.mesh.shape.axis_size(axis) for axis in ISLAND_AXES})
         programs = XlaPrograms(**args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, layout, unit, dtype, compiled)
+        programs.compile(model.layers, layout, microbatch, dtype, compiled)
         return programs
     e = settings.emulated
     speed: Callable[[int], float] = lambda step: e.speed(rank, step) * frequency()  # noqa: E731

@@ -20,7 +20,7 @@ class LayerTimes:
     _counts: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     def add(self, layer: int, seconds: float, *, backward: bool) -> None:
-        """A program of this layer has run for so long, on one unit."""
+        """A program of this layer has run for so long, on one micro-batch."""
         key = layer, backward
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
         self._counts[key] = self._counts.get(key, 0) + 1
@@ -43,11 +43,11 @@ class LayerTimes:
 
 # What layers keep between forward and backward, weighed once on this worker while it trains.
 MemoryRow = tuple[int, int, int]
-"""(layer, bytes that one unit keeps until its backward, bytes of its output)."""
+"""(layer, bytes that one micro-batch keeps until its backward, bytes of its output)."""
 
 
 class LayerMemory:
-    """Bytes by layer. A later unit keeps as much as the first: units have one shape."""
+    """Bytes by layer. A later micro-batch keeps as much as the first: micro-batches have one shape."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -57,7 +57,7 @@ class LayerMemory:
         return layer in self._known
 
     def note(self, layer: int, kept: int, output: int) -> None:
-        """A layer keeps so many bytes for one unit, and its output has so many."""
+        """A layer keeps so many bytes for one micro-batch, and its output has so many."""
         if layer not in self._known:
             self._known.add(layer)
             self._new.append((layer, kept, output))

@@ -18,9 +18,9 @@ from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.fault_points import Point, Visit
+from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
@@ -32,7 +32,7 @@ from elaswave_spmd.worker.state import LEARNING, Chores, HeldState, Saved, conta
 from elaswave_spmd.worker.state_transfer import learn, teach
 
 
-class Replica:
+class StateReplica:
     """The held pages of one worker, from mesh epoch to mesh epoch.
 
     Args:
@@ -53,7 +53,7 @@ class Replica:
         version: int,
         device: Device,
         send: Send,
-        visit: Visit,
+        visit: OnFaultPoint,
         group: StageGroup | None = None,
     ) -> None:
         self.rank, self._job, self._layout, self._values = rank, job, layout, values
@@ -64,7 +64,7 @@ class Replica:
         self.reducer = GradientReducer(
             rank,
             layout,
-            job.num_units,
+            job.num_microbatches,
             device.place,
             sharded=bool(placement.shardings.grads.axes),
             add_in_place=job.torch_dtype == torch.float32,
@@ -75,34 +75,34 @@ class Replica:
         # All members of the first mesh begin at the version that a checkpoint had.
         restored = version if placement.mesh.epoch == 0 else 0
         self.protocol = WorkerProtocol(rank, -1, (), (), version=version, restored=restored)
-        self._entries: dict[int, dict[RunKey, Tensor]] = {}
-        self._forwarded: set[tuple[int, RunKey, int]] = set()  # (step, run, receiver) of entries sent
-        self._taught: set[tuple[RunKey, int]] = set()  # (run, learner) whose state was sent
+        self._entries: dict[int, dict[PageRange, Tensor]] = {}
+        self._forwarded: set[tuple[int, PageRange, int]] = set()  # (step, run, receiver) of entries sent
+        self._taught: set[tuple[PageRange, int]] = set()  # (run, learner) whose state was sent
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them
         ways = device.place, job.torch_dtype, send, self._unsure, self.protocol, group
         self.parameters = Parameters(rank, layout, values, self.state, *ways)
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self.chores = Chores()
         """Copies of state that is taught and learned, for whenever this worker waits."""
-        self._written: dict[RunKey, bytes] = {}  # hashes of the state when it was written last
+        self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
         self._reported_learned = -1
-        self._runs: dict[RunKey, HolderRun] = {}
-        self._since: dict[RunKey, int] = {}  # the version at which it began to hold or learn a run
+        self._runs: dict[PageRange, ReplicaSet] = {}
+        self._since: dict[PageRange, int] = {}  # the version at which it began to hold or learn a run
         self._loss_taught = False  # whether the primary of the loss page, which this worker learns, has sent its loss
         self.applied: Callable[[m.Applied], None] = lambda report: None
         """Told of every version, once it is complete: the state may be copied, and changes after the call."""
 
     # ---- mesh epochs
 
-    def bind(self, placement: Placement, holder_runs: HolderMap, highest_version: int, validating: bool) -> None:
+    def bind(self, placement: Placement, replica_map: ReplicaMap, highest_version: int, validating: bool) -> None:
         """Takes its place in a (newer) mesh epoch. No chore is left from the one before.
 
         Args:
-            holder_runs: of the layers that this worker computes, or reads parameters of, and of all that it holds.
+            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
         self.placement = placement
         self._written.clear()
-        held, before = held_runs(holder_runs, self.rank), self._runs
+        held, before = held_runs(replica_map, self.rank), self._runs
         self._loss_key = next((r.key for r in held if self._is_loss(r)), None)
         self._loss_taught = self._loss_taught and self._loss_key is not None
         self._runs = {r.key: r for r in held}
@@ -118,9 +118,9 @@ class Replica:
         members = placement.mesh.members
         self.protocol.enter(placement.mesh.epoch, members, held, self._loss_key, highest_version)
         self.state.rebind((r for r in held if not self._is_loss(r)), self._values)
-        self.parameters.bind(placement, holder_runs)
+        self.parameters.bind(placement, replica_map)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
-        self.reducer.bind(holder_runs, layers, self.protocol.version + 1, self._unsure)
+        self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
         for step, entries in self._entries.items():
             for key, entry in entries.items():
                 self.reducer.entry_known(step, key)
@@ -129,7 +129,7 @@ class Replica:
                 self._forward_entry(step, run, entry, self.protocol.norms_at(step, key), was)
         self._unsure.clear()
 
-    def _since_when(self, key: RunKey, now: int) -> int:
+    def _since_when(self, key: PageRange, now: int) -> int:
         if key in self._since:
             return self._since[key]
         return next((since for whole, since in self._since.items() if contains(whole, key)), now)
@@ -184,20 +184,20 @@ class Replica:
         complete = all(part.version != LEARNING for part in self.state) and not self._lacks_loss()
         if learns and self._reported_learned < epoch and complete:
             self._reported_learned = epoch
-            self._send(CONTROLLER, m.Learned(self.rank, epoch), None)
+            self._send(CONTROLLER, m.CaughtUp(self.rank, epoch), None)
 
     def _lacks_loss(self) -> bool:
         """Whether it could not vote with the loss of its version, as the primary of the loss page would have to."""
         learns = self._loss_key is not None and self.rank in self._runs[self._loss_key].learners
         return learns and not self._loss_taught and self.protocol.loss_at(self.protocol.version) is None
 
-    def _is_loss(self, run: HolderRun) -> bool:
+    def _is_loss(self, run: ReplicaSet) -> bool:
         return self._layout.layers[run.layer].block_of(run.first).kind == LOSS
 
     def _split_entries(self) -> None:
         """Entries of runs that were cut follow the cuts; of runs that are not held here any more they go."""
         for step, entries in self._entries.items():
-            found: dict[RunKey, Tensor] = {}
+            found: dict[PageRange, Tensor] = {}
             for key, entry in entries.items():
                 found |= cut(self._layout, self._runs, key, entry)
             self._entries[step] = found
@@ -212,10 +212,10 @@ class Replica:
     def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
         """Whatever concerns state. Data is valid in any epoch; what this worker has no use for yet is kept."""
         match message:
-            case m.NodeSum():
+            case m.PartialSum():
                 assert payload is not None
                 self.reducer.node_received(message, payload)
-            case m.Entry():
+            case m.ReducedGradient():
                 assert payload is not None
                 self._entry_received(sender, message, payload)
             case m.Vote():
@@ -236,7 +236,7 @@ class Replica:
             case _:
                 raise AssertionError(f"worker {self.rank} got {message}")
 
-    def _entry_received(self, sender: int, message: m.Entry, payload: Tensor) -> None:
+    def _entry_received(self, sender: int, message: m.ReducedGradient, payload: Tensor) -> None:
         if message.step <= self.protocol.version:
             return
         parts = cut(self._layout, self._runs, (message.layer, message.first, message.stop), payload)
@@ -274,10 +274,10 @@ class Replica:
 
     # ---- reduction, commit, publication
 
-    def _entry_done(self, step: int, run: HolderRun, entry: Tensor) -> None:
+    def _entry_done(self, step: int, run: ReplicaSet, entry: Tensor) -> None:
         """A run of this worker's primary pages is reduced: forward it, tell the protocol.
 
-        `step` can be ahead of this worker's own: others' units may be all of a step.
+        `step` can be ahead of this worker's own: others' micro-batches may be all of a step.
         """
         key = run.key
         if step <= self.protocol.version or self.protocol.has_entry(step, key):
@@ -285,12 +285,12 @@ class Replica:
         self._entries.setdefault(step, {})[key] = entry
         loss = self._loss_of(key, entry)
         norms = page_norm_values(entry, self._layout.page_size) if loss is None else []
-        self._visit(Point.NORM, step)
+        self._visit(FaultPoint.NORM, step)
         self._forward_entry(step, run, entry, norms)
         self._perform(self.protocol.entry_complete(step, key, norms, loss))
 
     def _forward_entry(
-        self, step: int, run: HolderRun, entry: Tensor, norms: Sequence[float], was: int | None = None
+        self, step: int, run: ReplicaSet, entry: Tensor, norms: Sequence[float], was: int | None = None
     ) -> None:
         """Gives an entry to whoever else holds or learns the run; a mirror gives it to a primary that is a new one.
 
@@ -301,9 +301,9 @@ class Replica:
         for receiver in receivers:
             if (step, run.key, receiver) not in self._forwarded:
                 self._forwarded.add((step, run.key, receiver))
-                self._send(receiver, m.Entry(step, *run.key, np.array(norms, "<f4").tobytes()), entry)
+                self._send(receiver, m.ReducedGradient(step, *run.key, np.array(norms, "<f4").tobytes()), entry)
 
-    def _loss_of(self, key: RunKey, entry: Tensor) -> float | None:
+    def _loss_of(self, key: PageRange, entry: Tensor) -> float | None:
         return float(entry[0]) if key == self._loss_key else None
 
     def computed(self, step: int) -> None:
@@ -324,7 +324,7 @@ class Replica:
                     self.parameters.install(publish)
 
     def _apply(self, decided: Apply) -> None:
-        self._visit(Point.APPLY, decided.step)
+        self._visit(FaultPoint.APPLY, decided.step)
         self.chores.finish()
         lr = self._job.learning_rate.at(decided.step)
         divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
@@ -337,7 +337,7 @@ class Replica:
             else:
                 self.state.keep(layer, decided.step)
             self.parameters.publish(layer, decided.step, grouped=decided.grouped)
-            self._visit(Point.PUBLISH, decided.step)
+            self._visit(FaultPoint.PUBLISH, decided.step)
         self.parameters.published(decided.step, grouped=decided.grouped)
         self._fingerprint(decided.step)
         self.reducer.step_decided(decided.step)
@@ -369,5 +369,5 @@ class Replica:
 
     # ---- reports
 
-    def entries_held(self, step: int) -> tuple[RunKey, ...]:
+    def entries_held(self, step: int) -> tuple[PageRange, ...]:
         return tuple(sorted(self._entries.get(step, {})))

@@ -1,7 +1,7 @@
 """Tensors that cross from one stage to another: those that came, and those that were sent.
 
-A sender keeps what it sent until the step is decided: when the receiver is lost, the worker that takes its units over
-gets them again, and nobody has to run forward or backward a second time to make them.
+A sender keeps what it sent until the step is decided: when the receiver is lost, the worker that takes its
+micro-batches over gets them again, and nobody has to run forward or backward a second time to make them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BoundaryKey(NamedTuple):
 
     kind: str
     step: int
-    unit: int
+    microbatch: int
     layer: int
 
 
@@ -47,7 +47,7 @@ class Boundaries:
         self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since STATUS
 
     def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
-        """To the unit's worker on the next stage; None: nobody needs it now, but somebody may later."""
+        """To the micro-batch's worker on the next stage; None: nobody needs it now, but somebody may later."""
         key = _key(message)
         if key.kind != VALIDATION:
             self._kept[key] = tensor
@@ -64,8 +64,8 @@ class Boundaries:
         return key in self._received
 
     def of(self, kind: str, step: int, layer: int) -> Callable[[int], bool]:
-        """Tells of a unit whether its tensor of this kind has come."""
-        return lambda unit: BoundaryKey(kind, step, unit, layer) in self._received
+        """Tells of a micro-batch whether its tensor of this kind has come."""
+        return lambda microbatch: BoundaryKey(kind, step, microbatch, layer) in self._received
 
     def pop(self, key: BoundaryKey) -> Tensor:
         tensor = self._received.pop(key)
@@ -96,24 +96,24 @@ class Boundaries:
         self._received[key] = tensor
 
     def kept(self, kind: str, step: int) -> tuple[tuple[int, int], ...]:
-        """(layer, unit) of what is kept."""
-        return tuple(sorted((key.layer, key.unit) for key in self._kept if (key.kind, key.step) == (kind, step)))
+        """(layer, micro-batch) of what is kept."""
+        return tuple(sorted((key.layer, key.microbatch) for key in self._kept if (key.kind, key.step) == (kind, step)))
 
-    def send_again(self, step: int, work: Sequence[m.Work], placement: Placement) -> None:
+    def send_again(self, step: int, work: Sequence[m.Recompute], placement: Placement) -> None:
         """Gives the workers of a salvage plan what is kept here of their inputs."""
         for line in work:
             layers = placement.layers_of_stage(line.stage)
             if line.forward:
-                self._again(BoundaryKey(ACTIVATION, step, line.unit, layers.start), line.worker)
+                self._again(BoundaryKey(ACTIVATION, step, line.microbatch, layers.start), line.worker)
             if line.backward:
-                self._again(BoundaryKey(GRADIENT, step, line.unit, layers.stop - 1), line.worker)
+                self._again(BoundaryKey(GRADIENT, step, line.microbatch, layers.stop - 1), line.worker)
 
     def _again(self, key: BoundaryKey, peer: int) -> None:
         tensor = self._kept.get(key)
         if tensor is None:
             return
         make: Callable[..., Crossing] = m.Activation if key.kind == ACTIVATION else m.ActivationGradient
-        self.send(peer, make(key.step, key.unit, key.layer, tuple(tensor.shape)), tensor)
+        self.send(peer, make(key.step, key.microbatch, key.layer, tuple(tensor.shape)), tensor)
 
     def forget(self, step: int) -> None:
         """The step is decided: nobody can ask for its tensors again. Validation tensors of older versions go too."""
@@ -124,6 +124,6 @@ class Boundaries:
 
 def _key(message: Crossing) -> BoundaryKey:
     if isinstance(message, m.ActivationGradient):
-        return BoundaryKey(GRADIENT, message.step, message.unit, message.layer)
+        return BoundaryKey(GRADIENT, message.step, message.microbatch, message.layer)
     kind = VALIDATION if message.validation else ACTIVATION
-    return BoundaryKey(kind, message.step, message.unit, message.layer)
+    return BoundaryKey(kind, message.step, message.microbatch, message.layer)

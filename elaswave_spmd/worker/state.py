@@ -17,34 +17,34 @@ from torch import Tensor
 
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderRun, RunKey
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import PageOptimizer, Update
 
-Saved = Callable[[RunKey, str], Tensor]
-"""(run of pages, kind of state: "master" or the optimizer's) -> fp32 [elements]."""
+Saved = Callable[[PageRange, str], Tensor]
+"""(page range, kind of state: "master" or the optimizer's) -> fp32 [elements]."""
 
 LEARNING = -1
 """The version of a run whose state has not come yet."""
 
 
 @dataclass
-class HeldRun:
+class HeldRange:
     """One run of state pages: elements [start, stop) of its layer, at `version`."""
 
-    run: HolderRun
+    run: ReplicaSet
     start: int
     stop: int
     master: Tensor
     optimizer_state: dict[str, Tensor]
     version: int = LEARNING
 
-    def part(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
+    def part(self, run: ReplicaSet, layout: LayerLayout) -> HeldRange:
         """The same memory under a run that lies inside this one."""
         start, stop = layout.span(run.first, run.stop)
         a, b = start - self.start, stop - self.start
         states = {name: values[a:b] for name, values in self.optimizer_state.items()}
-        return HeldRun(run, start, stop, self.master[a:b], states, self.version)
+        return HeldRange(run, start, stop, self.master[a:b], states, self.version)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Cut:
 
     decay: bool
     lr_scale: float
-    pieces: list[tuple[RunKey, int, int]]
+    pieces: list[tuple[PageRange, int, int]]
     masters: list[Tensor]
     optimizer_states: dict[str, list[Tensor]]
 
@@ -73,10 +73,10 @@ class HeldState:
         self.separate_master = separate_master
         self._layout, self._device = layout, device
         self._values: Mapping[int, ValueBuffer] = {}
-        self.layers: dict[int, list[HeldRun]] = {}
+        self.layers: dict[int, list[HeldRange]] = {}
         self._cuts: dict[int, list[_Cut]] = {}
 
-    def rebind(self, runs: Iterable[HolderRun], values: Mapping[int, ValueBuffer]) -> None:
+    def rebind(self, runs: Iterable[ReplicaSet], values: Mapping[int, ValueBuffer]) -> None:
         """Holds exactly these runs from now on.
 
         Args:
@@ -84,7 +84,7 @@ class HeldState:
             values: the compute buffers of the layers that this worker computes with.
         """
         old, self._values = self.layers, values
-        found: dict[int, list[HeldRun]] = {}
+        found: dict[int, list[HeldRange]] = {}
         for run in runs:
             whole = next(
                 (h for h in old.get(run.layer, ()) if h.run.first <= run.first and run.stop <= h.run.stop), None
@@ -96,16 +96,16 @@ class HeldState:
         self.layers = found
         self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
 
-    def _new(self, run: HolderRun, layout: LayerLayout) -> HeldRun:
+    def _new(self, run: ReplicaSet, layout: LayerLayout) -> HeldRange:
         start, stop = layout.span(run.first, run.stop)
         empty = lambda size: torch.empty(size, device=self._device.place)  # noqa: E731
         states = {name: empty(stop - start) for name in self.optimizer.state_names}
-        return HeldRun(run, start, stop, empty(0 if self._in_compute_buffer(run) else stop - start), states)
+        return HeldRange(run, start, stop, empty(0 if self._in_compute_buffer(run) else stop - start), states)
 
-    def _in_compute_buffer(self, run: HolderRun) -> bool:
+    def _in_compute_buffer(self, run: ReplicaSet) -> bool:
         return not self.separate_master and run.layer in self._values
 
-    def _settle(self, held: HeldRun) -> None:
+    def _settle(self, held: HeldRange) -> None:
         """Moves a master to where it belongs, when this worker has begun or ceased to compute with its layer."""
         if self._in_compute_buffer(held.run):
             place = self._values[held.run.layer].pages(held.run.first, held.run.stop)
@@ -117,7 +117,7 @@ class HeldState:
         if whole and not self.separate_master:  # a slice of a compute buffer that goes
             held.master = held.master.clone()
 
-    def __iter__(self) -> Iterator[HeldRun]:
+    def __iter__(self) -> Iterator[HeldRange]:
         return (part for _, held in sorted(self.layers.items()) for part in held)
 
     def initialise(self, draw: Callable[[str, int, int], Tensor]) -> None:
@@ -150,7 +150,7 @@ class HeldState:
     def apply(
         self,
         layer: int,
-        entries: Mapping[RunKey, Tensor],
+        entries: Mapping[PageRange, Tensor],
         *,
         step: int,
         lr: float,
@@ -174,7 +174,7 @@ class HeldState:
             )
         self.keep(layer, step)
 
-    def _cut(self, layer: int, held: list[HeldRun]) -> list[_Cut]:
+    def _cut(self, layer: int, held: list[HeldRange]) -> list[_Cut]:
         return _cut_by_rule(self._layout.layers[layer], held)
 
     def keep(self, layer: int, step: int) -> None:
@@ -186,7 +186,7 @@ class HeldState:
                 part.version = step
         self.to_compute(layer)
 
-    def compute_values(self, part: HeldRun) -> Tensor:
+    def compute_values(self, part: HeldRange) -> Tensor:
         """The run's values as this worker computes with them, a view."""
         return self._values[part.run.layer].pages(part.run.first, part.run.stop)
 
@@ -205,7 +205,7 @@ class HeldState:
 
     # ---- changing hands
 
-    def copy_state(self, part: HeldRun, into: Tensor) -> Iterator[None]:
+    def copy_state(self, part: HeldRange, into: Tensor) -> Iterator[None]:
         """Copies the run's state in pieces, fp32, flat: the master and then each optimizer state in turn.
 
         Args:
@@ -214,12 +214,12 @@ class HeldState:
         rows = [part.master, *part.optimizer_state.values()]
         return _copy_in_pieces(zip(into.view(len(rows), -1), rows, strict=True))
 
-    def state_size(self, part: HeldRun) -> int:
+    def state_size(self, part: HeldRange) -> int:
         """Elements of the state of a run."""
         return (1 + len(part.optimizer_state)) * (part.stop - part.start)
 
     def learn(
-        self, layer: int, first: int, stop: int, version: int, payload: Tensor, learned: Callable[[HolderRun], None]
+        self, layer: int, first: int, stop: int, version: int, payload: Tensor, learned: Callable[[ReplicaSet], None]
     ) -> Iterator[None]:
         """Takes the state of pages [first, stop), as `copy_state` gave it, in pieces.
 
@@ -246,11 +246,11 @@ class HeldState:
         if found:
             self.to_compute(layer)
 
-    def fingerprints(self) -> dict[RunKey, bytes]:
+    def fingerprints(self) -> dict[PageRange, bytes]:
         """A hash of the state of each held run that has any."""
         return {part.run.key: self._fingerprint(part) for part in self if part.version != LEARNING}
 
-    def disown_damaged(self, written: Mapping[RunKey, bytes]) -> list[RunKey]:
+    def disown_damaged(self, written: Mapping[PageRange, bytes]) -> list[PageRange]:
         """Gives up the runs whose state is no longer what was written; they are to be learned from somebody else."""
         damaged = []
         for part in self:
@@ -260,13 +260,13 @@ class HeldState:
                 damaged.append(part.run.key)
         return damaged
 
-    def _fingerprint(self, part: HeldRun) -> bytes:
+    def _fingerprint(self, part: HeldRange) -> bytes:
         found = hashlib.blake2b(digest_size=8)
         for values in (part.master, *part.optimizer_state.values()):
             found.update(self._device.to_host(values).numpy().data)
         return found.digest()
 
-    def disown_all(self) -> list[RunKey]:
+    def disown_all(self) -> list[PageRange]:
         """Gives up the state of all runs; it is to be learned from somebody else. Returns what it had."""
         had = [part for part in self if part.version != LEARNING]
         for part in had:
@@ -299,7 +299,7 @@ def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
             yield
 
 
-def _cut_by_rule(layout: LayerLayout, held: list[HeldRun]) -> list[_Cut]:
+def _cut_by_rule(layout: LayerLayout, held: list[HeldRange]) -> list[_Cut]:
     """The held elements of a layer, by update rule."""
     cuts: dict[tuple[bool, float], _Cut] = {}
     for part in held:
@@ -359,13 +359,13 @@ class Chores:
         self._jobs.clear()
 
 
-# Runs of pages inside others: data that was sent for a longer run, in an older mesh epoch, is cut.
-def contains(whole: RunKey, part: RunKey) -> bool:
+# Page ranges inside others: data that was sent for a longer run, in an older mesh epoch, is cut.
+def contains(whole: PageRange, part: PageRange) -> bool:
     """Whether all pages of `part` are pages of `whole`."""
     return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]
 
 
-def cut(layout: ModelLayout, runs: Collection[RunKey], whole: RunKey, payload: Tensor) -> dict[RunKey, Tensor]:
+def cut(layout: ModelLayout, runs: Collection[PageRange], whole: PageRange, payload: Tensor) -> dict[PageRange, Tensor]:
     """Those of `runs` that lie inside `whole`, each with its part of the payload, which is that of `whole`."""
     if whole in runs:
         return {whole: payload}

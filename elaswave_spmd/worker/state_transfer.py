@@ -10,13 +10,13 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.stage_boundary import Send
-from elaswave_spmd.worker.state import HeldRun, HeldState
+from elaswave_spmd.worker.state import HeldRange, HeldState
 
 
 def teach(
-    state: HeldState, what: HeldRun | Tensor, message: m.PageState, learners: Sequence[int], send: Send
+    state: HeldState, what: HeldRange | Tensor, message: m.PageState, learners: Sequence[int], send: Send
 ) -> Iterator[None]:
     """Copies the state of a run and sends it; a tensor, what there is to learn of the loss page, as it is."""
     if isinstance(what, Tensor):
@@ -34,7 +34,7 @@ def learn(
     """Takes in what `teach` has sent."""
     norms = np.frombuffer(message.norms, "<f4").tolist()
 
-    def learned(run: HolderRun) -> None:
+    def learned(run: ReplicaSet) -> None:
         own = norms[run.first - message.first : run.stop - message.first]
         protocol.learned(message.step, run.key, own, None)
 

@@ -16,16 +16,24 @@ from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.pipeline import FORWARD, Action, actions_of
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.worker.channel import Incoming, Port, Stopped
+from elaswave_spmd.worker.channel import Channel, Incoming, Stopped
 from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.fault_points import Visit, pass_by
+from elaswave_spmd.worker.fault_points import OnFaultPoint, no_op
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
-from elaswave_spmd.worker.microbatches import EpochChangedError, Modules, Traced, UnitRunner, Waits
+from elaswave_spmd.worker.microbatches import EpochChangedError, MicrobatchRunner, Modules, Traced, Waits
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
-from elaswave_spmd.worker.partial_step import FULL, INPUT_ONLY, StepUnderWay, Todo, next_ready, todo_anew, todo_left
+from elaswave_spmd.worker.partial_step import (
+    FULL,
+    INPUT_ONLY,
+    RemainingWork,
+    StepUnderWay,
+    next_ready,
+    todo_anew,
+    todo_left,
+)
 from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
-from elaswave_spmd.worker.replica import Replica
+from elaswave_spmd.worker.replica import StateReplica
 from elaswave_spmd.worker.spec import Job
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries
 from elaswave_spmd.worker.state import Saved
@@ -57,10 +65,10 @@ class Executor:
         inits: Mapping[str, Init],
         train: Batches,
         validation: Batches | None,
-        port: Port,
+        port: Channel,
         *,
-        place_of: Callable[[m.Place], Epoch],
-        visit: Visit = pass_by,
+        place_of: Callable[[m.Reconfigure], Epoch],
+        visit: OnFaultPoint = no_op,
         saved: Saved | None = None,
         group: StageGroup | None = None,
     ) -> None:
@@ -73,14 +81,14 @@ class Executor:
         self.save: Callable[[], None] = lambda: None  # called when the run is about to stop: write the state as it is
         self._boundaries = Boundaries(rank, port.send, device)
         runs = modules, programs, device, train, self._boundaries
-        self._units = UnitRunner(job, layout, *runs, self._until, self._take, visit)
-        self.values = self._units.values
+        self._microbatches = MicrobatchRunner(job, layout, *runs, self._until, self._take, visit)
+        self.values = self._microbatches.values
         ways = device, port.send, visit, group
-        self.replica = Replica(rank, job, layout, self.values, first.placement, first.version, *ways)
-        self._units.reducer = self.replica.reducer
+        self.replica = StateReplica(rank, job, layout, self.values, first.placement, first.version, *ways)
+        self._microbatches.reducer = self.replica.reducer
         self._begun: StepUnderWay | None = None
-        self._todo: dict[int, Todo] | None = None
-        self._planned: tuple[int, tuple[m.Work, ...]] | None = None  # (step, its salvage plan)
+        self._todo: dict[int, RemainingWork] | None = None
+        self._planned: tuple[int, tuple[m.Recompute, ...]] | None = None  # (step, its salvage plan)
         self._prepare: m.Prepare | None = None
         self._place: Epoch | None = None
         self._validate_due, self._saves, self._pauses = -1, False, False
@@ -89,7 +97,7 @@ class Executor:
 
     def trace(self, traced: Traced) -> None:
         """Tells of every layer program of a step, from now on."""
-        self._units.traced = traced
+        self._microbatches.traced = traced
 
     @property
     def version(self) -> int:
@@ -112,9 +120,11 @@ class Executor:
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.let_go()
-        if self._units.take(placement, self._stage) or epoch.work is None:
-            self._begun = None  # it was through other layers; or nobody had anything of it, and units are dealt anew
-        runs = placement.holder_runs(self.layout, self._stages_of_interest())
+        if self._microbatches.take(placement, self._stage) or epoch.work is None:
+            self._begun = (
+                None  # it was through other layers; or nobody had anything of it, and micro-batches are dealt anew
+            )
+        runs = placement.replica_map(self.layout, self._stages_of_interest())
         self._epoch_version, self._validate_due = epoch.version, epoch.validate
         self._saves, self._pauses = epoch.save, epoch.pause
         self.replica.bind(placement, runs, epoch.version, self._validate_due >= 0)
@@ -123,7 +133,8 @@ class Executor:
         self._plan_salvage(epoch.version + 1)
         if epoch.work is not None:
             self._boundaries.send_again(epoch.version + 1, epoch.work, placement)
-        # Sharded parameters that were dropped after this worker's last unit stay dropped if nothing is left for it.
+        # Sharded parameters that were dropped after this worker's last micro-batch stay dropped if nothing is left for
+        # it.
         needed = self._todo is None or self._todo or self._validate_due >= 0
         wanted = [ly for ly in self._layers if needed or self.values[ly].dropped_at != epoch.version]
         self.replica.parameters.refresh(wanted, epoch.version)
@@ -131,7 +142,7 @@ class Executor:
 
     def _stages_of_interest(self) -> set[int] | None:
         """This worker's stage, and those that own a parameter which a layer of it reads; None: all."""
-        if self.placement.holders is not None:
+        if self.placement.replicas is not None:
             return None
         sources = (block.source for ly in self._layers for block in self.layout.layers[ly].reader_blocks)
         return {self._stage, *(self.placement.stage_of_layer(source[0]) for source in sources if source)}
@@ -146,8 +157,8 @@ class Executor:
         if under_way is None:
             self._todo = todo_anew(lines)
             return
-        self._todo = todo_left(lines, under_way, self._units.programs.forwarded)
-        to_come = {unit for unit, todo in self._todo.items() if todo.backward == FULL and not todo.alone}
+        self._todo = todo_left(lines, under_way, self._microbatches.programs.forwarded)
+        to_come = {microbatch for microbatch, todo in self._todo.items() if todo.backward == FULL and not todo.alone}
         self.replica.reducer.begin_step(step, under_way.summed | to_come)
 
     def _answer(self, prepare: m.Prepare) -> None:
@@ -159,22 +170,22 @@ class Executor:
         self._boundaries.hold()
         found = (self._held(self.version + 1), self._held(self.version + 2))
         held = tuple(h for h in found if h != m.StepHeld(h.step))
-        self._port.send(CONTROLLER, m.Status(prepare.epoch, self.rank, self.version, held))
+        self._port.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, held))
 
     def _held(self, step: int) -> m.StepHeld:
         reducer, mine = self.replica.reducer, self._begun if self._begun and self._begun.number == step else None
         current = step == self.version + 1
         # A saved forward that is to serve for the input's gradient alone may be used up before the PLACE.
-        input_only = {unit for unit, left in (self._todo or {}).items() if left.backward == INPUT_ONLY}
+        input_only = {microbatch for microbatch, left in (self._todo or {}).items() if left.backward == INPUT_ONLY}
         if mine is not None:
-            # Of a unit in the middle of its backward, the sums of some layers may have been given up already.
-            given_up = {self._units.backward_of} if reducer.gives_up else set()
+            # Of a micro-batch in the middle of its backward, the sums of some layers may have been given up already.
+            given_up = {self._microbatches.backward_of} if reducer.gives_up else set()
             mine.reported = frozenset(mine.computed | given_up)
         return m.StepHeld(
             step,
             tuple(sorted(mine.assigned)) if mine else (),
             tuple(sorted(mine.computed)) if mine else (),
-            tuple(sorted(self._units.programs.forwarded - input_only)) if mine else (),
+            tuple(sorted(self._microbatches.programs.forwarded - input_only)) if mine else (),
             self._boundaries.kept(ACTIVATION, step),
             self._boundaries.kept(GRADIENT, step),
             reducer.nodes_held() if current else {},
@@ -263,20 +274,20 @@ class Executor:
         self.replica.computed(step)
         yield from self._until(lambda: self.version >= step, "votes of step", step)
         self._boundaries.forget(step)
-        self.measured(step, self._units.take_times(), self._units.programs.memory.take())
+        self.measured(step, self._microbatches.take_times(), self._microbatches.programs.memory.take())
 
     def _begin(self, step: int) -> None:
         if self._todo is None:
-            units = set(self.placement.units_of(self.rank))
+            microbatches = set(self.placement.microbatches_of(self.rank))
         else:
-            units = {unit for unit, todo in self._todo.items() if todo.backward == FULL}
+            microbatches = {microbatch for microbatch, todo in self._todo.items() if todo.backward == FULL}
         reducer = self.replica.reducer
-        self._begun = StepUnderWay(step, units, frozenset(units), alone=reducer.has_sums)
+        self._begun = StepUnderWay(step, microbatches, frozenset(microbatches), alone=reducer.has_sums)
         if self._begun.alone and self._todo is not None:
             for todo in self._todo.values():
                 todo.alone = True
-        reducer.begin_step(step, () if self._begun.alone else units)
-        self._units.begin_step(step, sorted(units))
+        reducer.begin_step(step, () if self._begun.alone else microbatches)
+        self._microbatches.begin_step(step, sorted(microbatches))
 
     def _as_placed(self, step: int) -> Waits:
         """The step as the placement has it."""
@@ -284,72 +295,78 @@ class Executor:
             self._actions = actions_of(self.placement, self.rank)
         for action in self._actions:
             if action.kind == FORWARD:
-                yield from self._forward(step, action.unit)
+                yield from self._forward(step, action.microbatch)
             else:
-                yield from self._backward(step, action.unit, last=action is self._actions[-1])
+                yield from self._backward(step, action.microbatch, last=action is self._actions[-1])
             if self._place is not None:
                 raise EpochChangedError
 
-    def _salvage(self, step: int, todo: dict[int, Todo]) -> Waits:
+    def _salvage(self, step: int, todo: dict[int, RemainingWork]) -> Waits:
         """What is left of a step, in whatever order it can be done: no two workers' lists have to fit together."""
         while todo:
             yield from self._until(lambda: self._ready(step, todo) is not None, "inputs to salvage step", step)
-            unit = self._ready(step, todo)
-            assert unit is not None
-            left = todo[unit]
+            microbatch = self._ready(step, todo)
+            assert microbatch is not None
+            left = todo[microbatch]
             if left.forward:
-                yield from self._forward(step, unit, saves=left.backward > 0)
+                yield from self._forward(step, microbatch, saves=left.backward > 0)
                 left.forward = False
             else:
                 last = len(todo) == 1
-                yield from self._backward(step, unit, left.backward, alone=left.alone, last=last)
+                yield from self._backward(step, microbatch, left.backward, alone=left.alone, last=last)
                 left.backward = 0
             if not left.backward:
-                del todo[unit]
+                del todo[microbatch]
             if self._place is not None:
                 raise EpochChangedError
 
-    def _ready(self, step: int, todo: dict[int, Todo]) -> int | None:
-        """A unit whose next action has its input: a backward if there is one."""
+    def _ready(self, step: int, todo: dict[int, RemainingWork]) -> int | None:
+        """A micro-batch whose next action has its input: a backward if there is one."""
         has = self._boundaries.of
         activation = has(ACTIVATION, step, self._layers.start) if self._stage else lambda _: True
         gradient = (lambda _: True) if self._is_last else has(GRADIENT, step, self._layers.stop - 1)
         return next_ready(todo, activation, gradient)
 
-    def _forward(self, step: int, unit: int, *, saves: bool = True) -> Waits:
-        yield from self._units.forward(step, unit, lambda: self._peer(step, self._stage + 1, unit), saves=saves)
+    def _forward(self, step: int, microbatch: int, *, saves: bool = True) -> Waits:
+        yield from self._microbatches.forward(
+            step, microbatch, lambda: self._peer(step, self._stage + 1, microbatch), saves=saves
+        )
 
-    def _backward(self, step: int, unit: int, what: int = FULL, *, alone: bool = False, last: bool = False) -> Waits:
-        peer = lambda: self._peer(step, self._stage - 1, unit)  # noqa: E731  (asked when the gradient is there)
+    def _backward(
+        self, step: int, microbatch: int, what: int = FULL, *, alone: bool = False, last: bool = False
+    ) -> Waits:
+        peer = lambda: self._peer(step, self._stage - 1, microbatch)  # noqa: E731  (asked when the gradient is there)
         drop = last and self.replica.drops_params
-        yield from self._units.backward(step, unit, peer, weights=what == FULL, alone=alone, drop=drop)
+        yield from self._microbatches.backward(step, microbatch, peer, weights=what == FULL, alone=alone, drop=drop)
         if what == FULL:
             assert self._begun is not None
-            self._begun.computed.add(unit)
+            self._begun.computed.add(microbatch)
             if not alone:
-                self._begun.summed.add(unit)
+                self._begun.summed.add(microbatch)
 
-    def _peer(self, step: int, stage: int, unit: int) -> int | None:
-        """Who runs a unit through another stage in this step; None: nobody has to any more."""
+    def _peer(self, step: int, stage: int, microbatch: int) -> int | None:
+        """Who runs a micro-batch through another stage in this step; None: nobody has to any more."""
         if self._planned is not None and self._planned[0] == step:
-            return next((w.worker for w in self._planned[1] if (w.stage, w.unit) == (stage, unit)), None)
-        return self.placement.worker_of_unit(stage, unit)
+            return next((w.worker for w in self._planned[1] if (w.stage, w.microbatch) == (stage, microbatch)), None)
+        return self.placement.worker_of_microbatch(stage, microbatch)
 
     def _validate(self, version: int) -> Waits:
-        """A read-only pass at a version: units dealt in turn to each stage's workers, losses to the controller."""
+        """A read-only pass at a version: micro-batches dealt in turn to each stage's workers, losses to the
+        controller.
+        """
         assert self._validation is not None
-        members, units, losses = self.placement.mesh.stages[self._stage], [], []
-        self._units.programs.set_training(False)
+        members, microbatches, losses = self.placement.mesh.stages[self._stage], [], []
+        self._microbatches.programs.set_training(False)
         try:
-            for unit in range(members.index(self.rank), self.job.validation_units, len(members)):
-                x = yield from self._units.validate(version, unit, self._validation)
+            for microbatch in range(members.index(self.rank), self.job.validation_microbatches, len(members)):
+                x = yield from self._microbatches.validate(version, microbatch, self._validation)
                 if self._is_last:
-                    units.append(unit)
+                    microbatches.append(microbatch)
                     losses.append(float(x))
         finally:
-            self._units.programs.set_training(True)
-        if units:
-            self._port.send(CONTROLLER, m.ValidationLoss(version, self.rank, tuple(units), tuple(losses)))
+            self._microbatches.programs.set_training(True)
+        if microbatches:
+            self._port.send(CONTROLLER, m.ValidationLoss(version, self.rank, tuple(microbatches), tuple(losses)))
         # Afterwards the parameters move on: a loss that went down with its worker could not be computed again.
         yield from self._until(lambda: self._validated >= version, "the end of validation", version)
 
@@ -381,7 +398,7 @@ class Executor:
                     self._answer(message)
                 elif self._prepare is None or message.epoch > self._prepare.epoch:
                     self._prepare = message
-            case m.Place():
+            case m.Reconfigure():
                 pending = self._place.placement.mesh.epoch if self._place else -1
                 if message.epoch > pending and self.replica.protocol.accepts(message.epoch):
                     self._place = self._place_of(message)

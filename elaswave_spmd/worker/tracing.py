@@ -8,7 +8,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir.trace import TracePart
-from elaswave_spmd.worker.channel import Incoming, Port
+from elaswave_spmd.worker.channel import Channel, Incoming
 
 
 def open_trace(folder: str | None, rank: int) -> TracePart | None:
@@ -26,10 +26,10 @@ def open_trace(folder: str | None, rank: int) -> TracePart | None:
         return None
 
 
-class TracedPort:
+class TracedChannel:
     """A port that tells of what it sends with a payload."""
 
-    def __init__(self, port: Port, part: TracePart) -> None:
+    def __init__(self, port: Channel, part: TracePart) -> None:
         self._port, self._part = port, part
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:

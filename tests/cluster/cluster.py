@@ -36,7 +36,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import all_runs
 from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
@@ -45,7 +45,7 @@ from elaswave_spmd.worker.step import Executor
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, domain_of, victims
 from tests.cluster.stories import rebalance
-from tests.cluster.wires import Link, ListPort, Wires
+from tests.cluster.wires import Link, SimulatedChannel, Wires
 
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
 
@@ -99,7 +99,7 @@ class LocalCluster:
         self.result = Trained()
         self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
-        what = placement, description.layout, job.steps, job.validation_units, validates_at, policy or Policy()
+        what = placement, description.layout, job.steps, job.validation_microbatches, validates_at, policy or Policy()
         self._controller = ControllerProtocol(*what, domain_of=partial(domain_of, placement.mesh))
         self._started = False
         for rank in placement.mesh.members:
@@ -153,7 +153,7 @@ class LocalCluster:
     # ---- workers
 
     def _spawn(self, rank: int) -> None:
-        worker = self._workers[rank] = Worker(rank, ListPort(rank, self))
+        worker = self._workers[rank] = Worker(rank, SimulatedChannel(rank, self))
         if self._uneven:
             worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
         try:
@@ -161,7 +161,7 @@ class LocalCluster:
         except Killed as killed:
             self._kill(rank, *killed.args)
 
-    def _begin(self, worker: Worker, place: m.Place) -> None:
+    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
         """The worker becomes a member."""
         layout, model = self._description.layout, self._model
 
@@ -195,11 +195,11 @@ class LocalCluster:
             if worker.running is None:
                 self.deliver_some(worker.rank)
                 inbox = worker.port.inbox
-                at = next((i for i, e in enumerate(inbox) if isinstance(e.message, m.Place)), None)
+                at = next((i for i, e in enumerate(inbox) if isinstance(e.message, m.Reconfigure)), None)
                 if at is None:  # what came before its PLACE is not lost
                     return
                 place = worker.port.take_one(at).message
-                assert isinstance(place, m.Place)
+                assert isinstance(place, m.Reconfigure)
                 self._begin(worker, place)
             assert worker.running is not None
             worker.waiting = next(worker.running)
@@ -211,7 +211,7 @@ class LocalCluster:
             self._note(worker.rank, "is fenced and ends:", repr(error))
             del self._workers[worker.rank]
 
-    def _visit(self, worker: Worker, point: Point, step: int) -> None:
+    def _visit(self, worker: Worker, point: FaultPoint, step: int) -> None:
         if worker.rank not in self._lost:
             for fault in self.plan.at_point(worker.rank, point, step):
                 self.strike(worker.rank, fault)
@@ -258,7 +258,7 @@ class LocalCluster:
         if fault is None:
             return False
         members = {r: self._workers[r] for r in self._controller.members if r in self._workers and r not in self._lost}
-        runs = self._controller.placement.holder_runs(self._description.layout)
+        runs = self._controller.placement.replica_map(self._description.layout)
         newest = self._workers.get(self._next_rank - 1)
         able = victims(fault, members, all_runs(runs), self._lost, newest)
         if not able:
@@ -290,9 +290,9 @@ class LocalCluster:
                 assert message.step == before + 1, f"worker {message.rank} applied {message.step} after {before}"
                 self._applied[message.rank] = message.step
                 self._perform(controller.applied(message))
-            case m.Status():
+            case m.StepReport():
                 self._perform(controller.status(message))
-            case m.Learned():
+            case m.CaughtUp():
                 self._perform(controller.learned(message))
             case m.Damaged():
                 self._perform(controller.damaged(message))
@@ -339,7 +339,7 @@ class LocalCluster:
 
         Raises:
             AssertionError: nothing can go on (a deadlock), with what each worker waits for.
-            LostStateError: all holders of some pages are gone.
+            LostStateError: all replicas of some pages are gone.
         """
         while True:
             self._turn += 1

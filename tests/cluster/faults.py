@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 
 KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "halt")
 LOSSES = ("kill", "replace", "stop")
@@ -26,8 +26,8 @@ class Fault:
         step: the step that is under way.
         kind: kill (the process is gone), stop (it stands still and comes back later), term (it asks to leave), join
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
-            corrupt (a bit of its optimizer state flips), rebalance (units, layers and workers go elsewhere, drawn),
-            halt (the same, and training stands still until state is there).
+            corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
+            drawn), halt (the same, and training stands still until state is there).
         rank: whom; of a join: who is at the point when it happens.
         point: a runtime.points.Point by name.
         count: the how-manieth time that this worker passes this point in this step, from 1.
@@ -42,7 +42,7 @@ class Fault:
     turns: int = 400
 
     def __post_init__(self) -> None:
-        assert self.kind in KINDS and self.point in [p.value for p in Point], self
+        assert self.kind in KINDS and self.point in [p.value for p in FaultPoint], self
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Plan:
         self.num_struck += 1
         self._since = turn
 
-    def at_point(self, rank: int, point: Point, step: int) -> list[Fault]:
+    def at_point(self, rank: int, point: FaultPoint, step: int) -> list[Fault]:
         """What happens to the worker here."""
         if not self._at_points:
             return []

@@ -19,7 +19,7 @@ class PiecewiseChores(Chores):
 class PiecewiseCluster(LocalCluster):
     """A cluster in which each piece of a chore is a turn of its worker."""
 
-    def _begin(self, worker: Worker, place: m.Place) -> None:
+    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
         super()._begin(worker, place)
         assert worker.executor is not None
         worker.executor.replica.chores = PiecewiseChores()

@@ -10,10 +10,10 @@ import numpy as np
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.actions import EpochBegun, Save, Unrecoverable
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.step import Executor
 from tests.cluster.faults import ThenFault
-from tests.cluster.wires import ListPort
+from tests.cluster.wires import SimulatedChannel
 
 
 class Killed(Exception):  # noqa: N818  (the end of a simulated process)
@@ -21,7 +21,7 @@ class Killed(Exception):  # noqa: N818  (the end of a simulated process)
 
 
 class LostStateError(AssertionError):
-    """All holders of some pages are gone.
+    """All replicas of some pages are gone.
 
     Args:
         losses: workers lost since every page had all its mirrors, with those that left if any was lost without notice.
@@ -50,7 +50,7 @@ class Trained:
 class Worker:
     """A simulated process: waits for its place, then trains."""
 
-    def __init__(self, rank: int, port: ListPort) -> None:
+    def __init__(self, rank: int, port: SimulatedChannel) -> None:
         self.rank, self.port = rank, port
         self.executor: Executor | None = None
         self.running: Generator[str, None, None] | None = None
@@ -63,7 +63,7 @@ class Worker:
 def victims(
     fault: ThenFault,
     members: Mapping[int, Worker],
-    runs: Iterable[HolderRun],
+    runs: Iterable[ReplicaSet],
     lost: Sequence[int],
     newest: Worker | None,
 ) -> list[int]:
@@ -77,7 +77,7 @@ def victims(
     """
     able = list(members)
     if fault.whom == "mirror" and lost:
-        peers = {rank for run in runs if lost[-1] in run.holders for rank in run.holders}
+        peers = {rank for run in runs if lost[-1] in run.replicas for rank in run.replicas}
         return [rank for rank in able if rank in peers] or able
     if fault.whom == "newcomer" and newest is not None:
         return [newest.rank]

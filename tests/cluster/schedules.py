@@ -25,8 +25,8 @@ from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.layout import INTERLEAVED, PAGE_LAYOUTS
-from elaswave_spmd.sharding.replica_placement import deal_holders
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import LocalCluster
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
 from tests.cluster.grouped import GroupedCluster
@@ -45,9 +45,9 @@ class Schedule:
         seed: of everything that is drawn, the order of messages included.
         run: the arithmetic.
         mesh, zero: the healthy mesh, and how state is sharded.
-        mirror_count, scatter: of holders.
+        mirror_count, scatter: of replicas.
         hosts: failure domains that the workers are spread over.
-        dealt: pages, layers and units as dealt to a new mesh; else at random.
+        dealt: pages, layers and micro-batches as dealt to a new mesh; else at random.
         uneven: some workers and links are slow.
         pages: how state is dealt over a stage.
         faults: what happens.
@@ -69,13 +69,13 @@ class Schedule:
 
     @classmethod
     def draw(cls, seed: int, *, moving: bool = False, grouped: bool = False) -> Schedule:
-        """The schedule of a seed; `moving`: the same, and units, layers and workers are moved meanwhile."""
+        """The schedule of a seed; `moving`: the same, and micro-batches, layers and workers are moved meanwhile."""
         r = random.Random(seed)
         run = TinyRun(
             blocks=r.choice((1, 1, 2)),
             tied=r.random() < 0.3,
             dtype=r.choice(("fp32", "fp32", "fp32", "bf16")),
-            units=r.choice((3, 4, 5, 6)),
+            microbatches=r.choice((3, 4, 5, 6)),
             steps=r.choice((3, 4, 4)),
             checkpointing=r.random() < 0.1,
         )
@@ -101,16 +101,16 @@ class Schedule:
 
     @property
     def placement(self) -> Placement:
-        """The placement of the first epoch, with its holders."""
+        """The placement of the first epoch, with its replicas."""
         layout, shardings = self.run.description.layout, self.run.shardings.with_zero(self.zero)
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         if self.hosts > 1:
             mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
-        found = place(mesh, layout, shardings, self.run.units, page_layout=self.pages)
+        found = place(mesh, layout, shardings, self.run.microbatches, page_layout=self.pages)
         draw = random.Random(f"placement {self.seed}")
         if not self.dealt:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
-        holders = deal_holders(
+        replicas = place_replicas(
             layout,
             mesh.stages,
             found.layer_cuts,
@@ -121,8 +121,8 @@ class Schedule:
             page_layout=self.pages,
         )
         if not self.dealt and shardings.optim.axes:
-            holders = _drawn_holders(draw, holders, mesh.members, self.mirror_count)
-        return replace(found, holders=holders)
+            replicas = _drawn_replicas(draw, replicas, mesh.members, self.mirror_count)
+        return replace(found, replicas=replicas)
 
     def __str__(self) -> str:
         faults = "".join(f"\n  {fault}" for fault in self.faults)
@@ -130,27 +130,30 @@ class Schedule:
 
 
 def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[str, tuple]:
-    """Layers and units anywhere."""
+    """Layers and micro-batches anywhere."""
     cuts = (0, *sorted(draw.sample(range(1, layers), placement.num_stages - 1)), layers)
 
-    units = placement.num_units
-    return {"layer_cuts": cuts, "unit_counts": tuple(draw_counts(draw, units, len(r)) for r in placement.mesh.stages)}
+    microbatches = placement.num_microbatches
+    return {
+        "layer_cuts": cuts,
+        "microbatch_counts": tuple(draw_counts(draw, microbatches, len(r)) for r in placement.mesh.stages),
+    }
 
 
-def _drawn_holders(draw: random.Random, holders: HolderMap, members: Sequence[int], mirror_count: int) -> HolderMap:
+def _drawn_replicas(draw: random.Random, replicas: ReplicaMap, members: Sequence[int], mirror_count: int) -> ReplicaMap:
     """The same pages in other runs, held by anybody."""
     held = min(mirror_count + 1, len(members))
 
-    def cut(run: HolderRun) -> list[HolderRun]:
+    def cut(run: ReplicaSet) -> list[ReplicaSet]:
         inside = range(run.first + 1, run.stop)
         at = [run.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), run.stop]
         pieces = []
         for first, stop in itertools.pairwise(at):
             ranks = draw.sample(list(members), held)
-            pieces.append(HolderRun(run.layer, first, stop, ranks[0], frozenset(ranks)))
+            pieces.append(ReplicaSet(run.layer, first, stop, ranks[0], frozenset(ranks)))
         return pieces
 
-    return {layer: tuple(piece for run in runs for piece in cut(run)) for layer, runs in holders.items()}
+    return {layer: tuple(piece for run in runs for piece in cut(run)) for layer, runs in replicas.items()}
 
 
 # ---- running
@@ -211,7 +214,7 @@ class Ended:
         struck: faults that did happen.
         lost_at: where workers were killed.
         epochs: changes of the mesh.
-        moves: those in which the members stayed, and units, layers or workers went elsewhere.
+        moves: those in which the members stayed, and micro-batches, layers or workers went elsewhere.
     """
 
     how: str
@@ -248,7 +251,11 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
 def _moved(old: Placement, new: Placement) -> bool:
     if sorted(old.mesh.members) != sorted(new.mesh.members):
         return False
-    return (old.mesh.stages, old.layer_cuts, old.unit_counts) != (new.mesh.stages, new.layer_cuts, new.unit_counts)
+    return (old.mesh.stages, old.layer_cuts, old.microbatch_counts) != (
+        new.mesh.stages,
+        new.layer_cuts,
+        new.microbatch_counts,
+    )
 
 
 def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[str, str, str]:
@@ -257,7 +264,7 @@ def _judge(schedule: Schedule, cluster: LocalCluster, wanted: Outcome) -> tuple[
     except LostStateError as lost:
         if lost.left == 0 or lost.losses > min(schedule.mirror_count, lost.members - 1):
             return "lost", "", str(lost)
-        return "", "state lost that had a holder left", f"{lost} after {lost.losses} losses"
+        return "", "state lost that had a replica left", f"{lost} after {lost.losses} losses"
     for name in ("losses", "norms", "validation", "weights"):
         here, there = getattr(found, name), getattr(wanted, name)
         if here != there:
@@ -339,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first seed (default 0)")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="schedules (default 1000)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
-    parser.add_argument("--moving", action="store_true", help="units, layers and workers are moved meanwhile")
+    parser.add_argument("--moving", action="store_true", help="micro-batches, layers and workers are moved meanwhile")
     parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and tell everything")
     options = parser.parse_args(arguments)

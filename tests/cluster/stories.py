@@ -8,15 +8,15 @@ from itertools import pairwise
 
 from elaswave_spmd.recovery.actions import Effect
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
 
 # How often a message of each kind is sent in a typical schedule, without those that only faults bring.
 USUAL = {
     "Activation": 20,
     "ActivationGradient": 15,
-    "NodeSum": 40,
-    "Entry": 20,
+    "PartialSum": 40,
+    "ReducedGradient": 20,
     "Publish": 30,
     "Need": 10,
     "Vote": 16,
@@ -24,12 +24,21 @@ USUAL = {
     "ValidationLoss": 2,
     "FinalPages": 5,
     "Finished": 3,
-    "Place": 4,
+    "Reconfigure": 4,
     "Validated": 4,
 }
-AFTER_A_LOSS = {"Prepare": 3, "Status": 3, "Place": 3, "PageState": 10, "Learned": 2, "Ready": 1, "Need": 6, "Vote": 6}
-TO_CONTROLLER = ("Status", "Learned", "Applied", "ValidationLoss", "FinalPages", "Finished", "Ready")
-FROM_CONTROLLER = ("Place", "Prepare", "Validated")
+AFTER_A_LOSS = {
+    "Prepare": 3,
+    "StepReport": 3,
+    "Reconfigure": 3,
+    "PageState": 10,
+    "CaughtUp": 2,
+    "Ready": 1,
+    "Need": 6,
+    "Vote": 6,
+}
+TO_CONTROLLER = ("StepReport", "CaughtUp", "Applied", "ValidationLoss", "FinalPages", "Finished", "Ready")
+FROM_CONTROLLER = ("Reconfigure", "Prepare", "Validated")
 MESSAGES = tuple(dict.fromkeys((*USUAL, *AFTER_A_LOSS)))
 
 
@@ -39,7 +48,7 @@ def happens(message: str, side: str) -> bool:
 
 
 def rebalance(controller: ControllerProtocol, r: random.Random, blocking: bool) -> list[Effect]:
-    """Has the members do something else: workers, layers and units anywhere."""
+    """Has the members do something else: workers, layers and micro-batches anywhere."""
     placement = controller.placement
     layers, members = placement.layer_cuts[-1], list(placement.mesh.members)
     if r.random() < 0.5:
@@ -49,14 +58,14 @@ def rebalance(controller: ControllerProtocol, r: random.Random, blocking: bool) 
         at = sorted(r.sample(range(1, len(members)), r.randint(1, min(layers, len(members))) - 1))
         stages = tuple(tuple(members[a:b]) for a, b in pairwise((0, *at, len(members))))
     cuts = (0, *sorted(r.sample(range(1, layers), len(stages) - 1)), layers)
-    counts = tuple(draw_counts(r, placement.num_units, len(ranks)) for ranks in stages)
+    counts = tuple(draw_counts(r, placement.num_microbatches, len(ranks)) for ranks in stages)
     return controller.rebalance(Goal(stages, cuts, counts, blocking=blocking))
 
 
-def draw_counts(r: random.Random, units: int, workers: int) -> tuple[int, ...]:
-    """So many units for each worker of a stage; some may have none."""
-    at = sorted(r.randint(0, units) for _ in range(workers - 1))
-    return tuple(b - a for a, b in pairwise((0, *at, units)))
+def draw_counts(r: random.Random, microbatches: int, workers: int) -> tuple[int, ...]:
+    """So many micro-batches for each worker of a stage; some may have none."""
+    at = sorted(r.randint(0, microbatches) for _ in range(workers - 1))
+    return tuple(b - a for a, b in pairwise((0, *at, microbatches)))
 
 
 def draw_moves(r: random.Random, faults: Sequence[AnyFault], *, halting: bool) -> tuple[AnyFault, ...]:
@@ -109,7 +118,7 @@ def _kind(r: random.Random) -> str:
 
 
 def _at_point(r: random.Random, workers: int, steps: int, kind: str = "") -> Fault:
-    point = r.choice(list(Point)).value
+    point = r.choice(list(FaultPoint)).value
     return Fault(r.randint(1, steps), kind or _kind(r), r.randrange(workers), point, r.randint(1, 3), _turns(r))
 
 

@@ -21,7 +21,7 @@ from elaswave_spmd.worker.spec import Job
 
 VOCAB, TOKENS, WIDTH = 13, 3, 8
 PAGE = 64
-VALIDATION_UNITS = 3
+VALIDATION_MICROBATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Counting:
         return rows[:, :-1], rows[:, 1:]
 
 
-TRAIN, VALIDATION = Counting(40), Counting(VALIDATION_UNITS, shift=1000)
+TRAIN, VALIDATION = Counting(40), Counting(VALIDATION_MICROBATCHES, shift=1000)
 
 
 class _Embed(nn.Module):
@@ -89,7 +89,7 @@ class TinyRun:
     blocks: int = 1
     tied: bool = False
     dtype: str = "fp32"
-    units: int = 5
+    microbatches: int = 5
     steps: int = 4
     checkpointing: bool = False
 
@@ -98,8 +98,8 @@ class TinyRun:
         return Job(
             seed=3,
             steps=self.steps,
-            global_batch=self.units,
-            unit_size=1,
+            global_batch=self.microbatches,
+            microbatch_size=1,
             seq_len=TOKENS,
             dtype=self.dtype,
             optimizer=AdamW(),
@@ -107,7 +107,7 @@ class TinyRun:
             clip=1.0,
             checkpointing=self.checkpointing,
             validate_every=max(2, self.steps // 2),
-            validation_units=VALIDATION_UNITS,
+            validation_microbatches=VALIDATION_MICROBATCHES,
         )
 
     @property
@@ -125,7 +125,11 @@ class TinyRun:
     @property
     def key(self) -> TinyRun:
         """The runs with the same key end with the same bits: checkpointing changes none."""
-        return self if not self.checkpointing else TinyRun(self.blocks, self.tied, self.dtype, self.units, self.steps)
+        return (
+            self
+            if not self.checkpointing
+            else TinyRun(self.blocks, self.tied, self.dtype, self.microbatches, self.steps)
+        )
 
 
 @cache

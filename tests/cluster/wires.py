@@ -122,7 +122,7 @@ class Cluster(Protocol):
     def strike(self, rank: int, fault: AnyFault) -> None: ...
 
 
-class ListPort:
+class SimulatedChannel:
     """One worker's port."""
 
     def __init__(self, rank: int, cluster: Cluster) -> None:

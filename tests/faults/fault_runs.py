@@ -13,12 +13,14 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import Done, train, write_text
 
 STEPS = 10
-# 7 units of 2 sequences: uneven on every mesh of more than one worker. Dropout on.
+# 7 micro-batches of 2 sequences: uneven on every mesh of more than one worker. Dropout on.
 TINY = (
     "model.layers=2 model.d_model=32 model.heads=2 model.dropout=0.1 train.seq_len=12 train.global_batch=14 "
-    f"unit.size=2 train.steps={STEPS} train.validate_every=5 train.validate_units=3 optim.warmup_steps=2 page.size=256 "
+    f"train.microbatch_size=2 train.steps={STEPS} train.validate_every=5 train.validate_microbatches=3 "
+    "optim.warmup_steps=2 page.size=256 "
     "run.tensorboard=false data=text data.path=text.txt data.cache=cache run.dir=run timeouts.suspect=1 "
-    "schedule.dataflow=false schedule.graph=false"  # exactly these events: none for steps that a busy machine slows
+    # exactly these events: none for steps that a busy machine slows
+    "schedule.microbatches=false schedule.layers=false"
 ).split()
 
 

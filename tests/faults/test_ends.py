@@ -109,7 +109,7 @@ def test_all_workers_asked_to_leave(tmp_path: Path, undisturbed: Undisturbed) ->
     assert_saved(tmp_path, done, undisturbed)
 
 
-def test_both_holders_of_a_page_killed_at_once(tmp_path: Path) -> None:
+def test_both_replicas_of_a_page_killed_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "mesh=dp2", "sharding=zero3", chaos("step: 4, kind: kill, rank: [0, 1], point: reduce"))
     assert done.code == 1 and done.err.startswith("error: ") and "Traceback" not in done.err
     assert last_event(tmp_path)["event"] == "stop"

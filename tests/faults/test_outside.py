@@ -41,7 +41,7 @@ def test_kill_minus_term_typed_on_a_worker(tmp_path: Path, undisturbed: Undistur
         os.kill(run.workers()[0], signal.SIGTERM)
         changes = survived(tmp_path, run.finish())
     assert changes.ranks("leave") == [[0]] and not changes.of_kind("fail"), said(tmp_path)
-    assert changes.of_kind("leave")[0]["units_redone"] == 0
+    assert changes.of_kind("leave")[0]["microbatches_redone"] == 0
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
 

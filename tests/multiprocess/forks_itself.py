@@ -1,6 +1,6 @@
-"""A command that starts a zygote `here`, and says what it and its workers were; for test_zygote.
+"""A command that starts a fork server `here`, and says what it and its workers were; for test_fork_server.
 
-python forks_itself.py STATEMENT    which comes before the zygote
+python forks_itself.py STATEMENT    which comes before the fork server
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import signal
 import sys
 from pathlib import Path
 
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 
 
-def exits(zygote: Zygote, count: int) -> list[Exited]:
+def exits(fork_server: ForkServerClient, count: int) -> list[Exited]:
     """Wait for `count` exits, by rank."""
     seen: list[Exited] = []
     while len(seen) < count:
-        assert select.select([zygote], [], [], 20)[0], f"only {seen} were reported"
-        seen += zygote.poll()
+        assert select.select([fork_server], [], [], 20)[0], f"only {seen} were reported"
+        seen += fork_server.poll()
     return sorted(seen, key=lambda it: it.rank)
 
 
@@ -32,12 +32,12 @@ def ignores(pid: int, number: int) -> bool:
 
 def main() -> None:
     exec(sys.argv[1])
-    other = os.open("/dev/zero", os.O_RDONLY)  # one that the zygote has no use for
+    other = os.open("/dev/zero", os.O_RDONLY)  # one that the fork server has no use for
     os.set_inheritable(other, True)
     sys.path.insert(0, str(Path(__file__).parent))
-    zygote = Zygote.start("runtime_targets:act", preload=("numpy",), here=True)
-    zygote.ready()
-    where = Path(f"/proc/{zygote.pid}")
+    fork_server = ForkServerClient.start("runtime_targets:act", preload=("numpy",), here=True)
+    fork_server.ready()
+    where = Path(f"/proc/{fork_server.pid}")
     links = {entry.name: os.readlink(entry) for entry in (where / "fd").iterdir()}
     kept = [name for name, link in links.items() if int(name) > 2 and ("socket:" in link or "pipe:" in link)]
     said = {
@@ -46,15 +46,17 @@ def main() -> None:
         "descriptors": sorted(links, key=int),
         "kept": kept,
     }
-    zygote.spawn(0, {"return": 7})
-    ended = exits(zygote, 1)
-    pid = zygote.spawn(1, {"sleep": 60})
-    said["ignores_hup"] = [ignores(pid, signal.SIGHUP) for pid in (zygote.pid, pid)]
-    zygote.signal(1, 9)
-    ended += exits(zygote, 1)
-    zygote.stop()
+    fork_server.spawn(0, {"return": 7})
+    ended = exits(fork_server, 1)
+    pid = fork_server.spawn(1, {"sleep": 60})
+    said["ignores_hup"] = [ignores(pid, signal.SIGHUP) for pid in (fork_server.pid, pid)]
+    fork_server.signal(1, 9)
+    ended += exits(fork_server, 1)
+    fork_server.stop()
     said["exits"] = [[exited.code, exited.signal] for exited in ended]
-    said["left"] = [pid for pid in (zygote.pid, *(exited.pid for exited in ended)) if Path(f"/proc/{pid}").exists()]
+    said["left"] = [
+        pid for pid in (fork_server.pid, *(exited.pid for exited in ended)) if Path(f"/proc/{pid}").exists()
+    ]
     print(json.dumps(said))
 
 

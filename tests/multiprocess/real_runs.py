@@ -19,8 +19,9 @@ from pathlib import Path
 TRAIN = Path(__file__).parents[2] / "train.py"
 TOKENS = 12
 SMALL = (
-    f"model.layers=2 model.d_model=16 model.heads=2 train.seq_len={TOKENS} train.global_batch=8 unit.size=2 "
-    "train.steps=6 train.validate_every=3 train.validate_units=2 optim.warmup_steps=2 page.size=256 "
+    f"model.layers=2 model.d_model=16 model.heads=2 train.seq_len={TOKENS} train.global_batch=8 "
+    "train.microbatch_size=2 "
+    "train.steps=6 train.validate_every=3 train.validate_microbatches=2 optim.warmup_steps=2 page.size=256 "
     "run.tensorboard=false data=text data.path=text.txt data.cache=cache run.dir=run"
 ).split()
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew tea"
@@ -57,10 +58,10 @@ class Launched:
         return found
 
     def workers(self) -> list[int]:
-        """The workers' process ids: the zygote's children."""
+        """The workers' process ids: the fork server's children."""
         processes = self.processes()
-        zygotes = {pid for pid, parent in processes.items() if parent == self.process.pid}
-        return sorted(pid for pid, parent in processes.items() if parent in zygotes)
+        fork_servers = {pid for pid, parent in processes.items() if parent == self.process.pid}
+        return sorted(pid for pid, parent in processes.items() if parent in fork_servers)
 
     def wait_for_steps(self, steps: int, run_dir: str = "run") -> None:
         """Returns when `steps` steps are in metrics.jsonl."""

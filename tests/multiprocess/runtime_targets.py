@@ -1,4 +1,4 @@
-"""What the processes of the runtime tests run; named as "runtime_targets:function" in Zygote.start."""
+"""What the processes of the runtime tests run; named as "runtime_targets:function" in ForkServerClient.start."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def peer(spec: dict[str, Any]) -> None:
 
 def controller(spec: dict[str, Any]) -> None:
     """A controller to be killed: starts two workers of its own and says their ids. Runs in a worker of the test."""
-    from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+    from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 
-    zygote = Zygote.start(
+    fork_server = ForkServerClient.start(
         "runtime_targets:" + spec["inner"], preload=(), orphan_grace_s=spec["grace"], scratch=[spec["scratch"]]
     )
-    pids = [zygote.pid, *(zygote.spawn(rank, spec["inner_spec"]) for rank in range(2))]
+    pids = [fork_server.pid, *(fork_server.spawn(rank, spec["inner_spec"]) for rank in range(2))]
     part = Path(spec["report"] + ".part")
     part.write_text(json.dumps({"me": os.getpid(), "pids": pids}))
     part.rename(spec["report"])

@@ -128,8 +128,8 @@ def killed_agent(run: Launched, agent: subprocess.Popen[str]) -> int:
 def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
     """The process id of the agent's only worker."""
     processes = run.processes()
-    (zygote,) = [pid for pid, parent in processes.items() if parent == agent.pid]
-    (worker,) = [pid for pid, parent in processes.items() if parent == zygote]
+    (fork_server,) = [pid for pid, parent in processes.items() if parent == agent.pid]
+    (worker,) = [pid for pid, parent in processes.items() if parent == fork_server]
     return worker
 
 
@@ -187,7 +187,7 @@ def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -
         start = time.monotonic()
         run.process.kill()
         of_agent = end_of(agent)
-        assert time.monotonic() - start < 8, "workers end by themselves, not by the zygote's patience"
+        assert time.monotonic() - start < 8, "workers end by themselves, not by the fork server's patience"
         run.finish()
     assert (of_agent.code, of_agent.err) == (1, "error: the controller is gone; no worker is left here\n")
 

@@ -60,10 +60,10 @@ def test_they_go_on_while_nothing_changes_and_follow_what_does(scene: Scene) -> 
     progress = Progress()
     sender = HeartbeatSender(RANK, scene.worker, progress, PERIOD)
     assert [scene.beat() for _ in range(3)] == [Heartbeat(RANK, 0, False, "")] * 3
-    progress.count, progress.action = 4, "backward of unit 1"
-    assert scene.beat_like(Heartbeat(RANK, 4, False, "backward of unit 1"))
+    progress.count, progress.action = 4, "backward of micro-batch 1"
+    assert scene.beat_like(Heartbeat(RANK, 4, False, "backward of micro-batch 1"))
     progress.waiting = True
-    assert scene.beat_like(Heartbeat(RANK, 4, True, "backward of unit 1"))
+    assert scene.beat_like(Heartbeat(RANK, 4, True, "backward of micro-batch 1"))
     sender.stop()
     sender.stop()
 

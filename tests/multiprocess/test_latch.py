@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.runtime.processes import death_watch
-from elaswave_spmd.runtime.processes.death_watch import LatchBoard, Watcher, available, hold
-from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.processes.death_watch import RobustMutexTable, Watcher, available, hold
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from tests.waiting import eventually
 
 pytestmark = [
@@ -35,10 +35,10 @@ class Scene:
         self.directory = directory / "latches"
         self.directory.mkdir()
         self.scratch = directory
-        self.board = LatchBoard(str(self.directory), capacity)
+        self.board = RobustMutexTable(str(self.directory), capacity)
         self.deaths: queue.Queue[int] = queue.Queue()
         self.watcher = Watcher(self.board, self.deaths.put)
-        self.zygote = Zygote.start("latch_targets:worker", preload=("numpy",))
+        self.fork_server = ForkServerClient.start("latch_targets:worker", preload=("numpy",))
         self.pids: dict[int, int] = {}
 
     def start(self, rank: int, ends: str = NEVER, *, holds: bool = True) -> None:
@@ -50,7 +50,7 @@ class Scene:
             "go": str(self.scratch / f"go-{rank}"),
         }
         self.board.seat(rank)
-        self.pids[rank] = self.zygote.spawn(rank, spec)
+        self.pids[rank] = self.fork_server.spawn(rank, spec)
         eventually((self.scratch / f"ready-{rank}").exists)
 
     def go(self, rank: int) -> None:
@@ -61,14 +61,14 @@ class Scene:
 
     def reaped(self) -> None:
         """Wait for one worker's end as the launcher sees it."""
-        assert select.select([self.zygote], [], [], 30)[0] and self.zygote.poll()
+        assert select.select([self.fork_server], [], [], 30)[0] and self.fork_server.poll()
 
     def death(self) -> int:
         return self.deaths.get(timeout=30)
 
     def close(self) -> None:
         self.watcher.close()
-        self.zygote.stop(0)
+        self.fork_server.stop(0)
         self.board.close()
 
 
@@ -231,8 +231,8 @@ def test_a_seat_is_plain_data_and_stays(scene: Scene, capacity: int) -> None:
 
 def test_a_latch_has_one_owner(scene: Scene, tmp_path: Path) -> None:
     report = tmp_path / "report"
-    with Zygote.start("latch_targets:hold_twice", preload=()) as zygote:
-        zygote.spawn(0, {"seat": scene.board.seat(0), "report": str(report)})
+    with ForkServerClient.start("latch_targets:hold_twice", preload=()) as fork_server:
+        fork_server.spawn(0, {"seat": scene.board.seat(0), "report": str(report)})
         eventually(lambda: report.exists() and report.read_text())
     assert "has an owner already: EBUSY" in report.read_text()
 
@@ -261,7 +261,7 @@ def test_a_seat_that_is_not_there(scene: Scene, tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        LatchBoard(str(tmp_path / "nothing")).seat(0)
+        RobustMutexTable(str(tmp_path / "nothing")).seat(0)
 
 
 def test_this_system_has_them() -> None:

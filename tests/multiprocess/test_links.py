@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.processes.fork_server_client import Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
 
@@ -213,9 +213,9 @@ def test_open_and_close_leave_nothing(ends: Ends):
 class Peers:
     """Worker processes of one test that echo."""
 
-    def __init__(self, ends: Ends, zygote: Zygote) -> None:
+    def __init__(self, ends: Ends, fork_server: ForkServerClient) -> None:
         self.links, self.mailbox = ends.open(CONTROLLER)
-        self._ends, self._zygote = ends, zygote
+        self._ends, self._fork_server = ends, fork_server
 
     def add(self, rank: int) -> int:
         spec = {
@@ -224,7 +224,7 @@ class Peers:
             "token": TOKEN.hex(),
             "controller": self.links.address,
         }
-        pid = self._zygote.spawn(rank, spec)
+        pid = self._fork_server.spawn(rank, spec)
         hello = envelope(self.mailbox)
         assert hello.sender == rank
         self.links.connect(rank, hello.header.removeprefix(b"address ").decode())
@@ -235,9 +235,9 @@ class Peers:
 @pytest.fixture
 def peers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with Zygote.start("runtime_targets:peer", preload=("runtime_targets",)) as zygote:
-        yield Peers(ends, zygote)
-        zygote.stop(0)
+    with ForkServerClient.start("runtime_targets:peer", preload=("runtime_targets",)) as fork_server:
+        yield Peers(ends, fork_server)
+        fork_server.stop(0)
         for name in os.listdir(ends.directory):  # of the killed
             if not name.startswith("c-"):
                 os.unlink(os.path.join(ends.directory, name))

@@ -13,7 +13,7 @@ import pytest
 README = Path(__file__).parents[2] / "README.md"
 SMALL = (
     "model.layers=3 model.d_model=16 model.dropout=0.1 +model.args.window=4 train.steps=3 train.global_batch=8 "
-    "train.seq_len=16 unit.size=2 train.validate_every=0 run.tensorboard=false "
+    "train.seq_len=16 train.microbatch_size=2 train.validate_every=0 run.tensorboard=false "
     "data=text data.path=text.txt data.cache=cache"
 )
 

@@ -32,16 +32,16 @@ def bits(folder: Path) -> tuple[object, ...]:
 def still(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """The bits of a run that follows nothing."""
     folder = tmp_path_factory.mktemp("still") / "run"
-    run(folder, "mesh=single", "schedule.dataflow=false", "schedule.graph=false")
+    run(folder, "mesh=single", "schedule.microbatches=false", "schedule.layers=false")
     return bits(folder)
 
 
-def test_a_slow_worker_gets_fewer_units(tmp_path: Path, still: tuple[object, ...]) -> None:
+def test_a_slow_worker_gets_fewer_microbatches(tmp_path: Path, still: tuple[object, ...]) -> None:
     slow = "emulated.slow=[{rank: 0, speed: 0.3, step: 4}]"
     events = run(tmp_path / "dp", "mesh=dp2", "sharding=zero2", slow)
     seen = next(e for e in events if e["event"] == "slow")
     assert seen["ranks"] == [0] and int(str(seen["step"])) > 4
-    assert "units dealt by speed" in " ".join(str(e.get("reason")) for e in events)
+    assert "micro-batches dealt by speed" in " ".join(str(e.get("reason")) for e in events)
     assert bits(tmp_path / "dp") == still
 
 
@@ -49,7 +49,7 @@ def test_layers_move_to_where_they_cost_least(tmp_path: Path, still: tuple[objec
     costly = "mesh=pp2", "sharding=zero1", "emulated.layer_costs=[0.5,1,1,6]"
     events = run(tmp_path / "pp", *costly)
     moved = [e for e in events if e["event"] == "rebalance" and "layers by cost" in str(e["reason"])]
-    assert moved and moved[-1]["stages"] == [[0], [1]] and moved[-1]["unit_counts"] == [[8], [8]]
+    assert moved and moved[-1]["stages"] == [[0], [1]] and moved[-1]["microbatch_counts"] == [[8], [8]]
     assert moved[-1]["layer_cuts"] != [0, 2, 4]
     # What was measured can be planned with: then nothing has to move.
     found = CostModel.from_json((tmp_path / "pp" / "run" / "costs.json").read_text())

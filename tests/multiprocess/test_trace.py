@@ -53,12 +53,14 @@ def test_a_trace_shows_every_worker_and_changes_no_bit(tmp_path: Path) -> None:
         if pid != 1
     }
     assert steps["worker 1"] == {1, 2, 3} and steps["worker 0"] == set(range(1, 7))
-    # Every unit went forward and backward through every layer, in every undisturbed step.
+    # Every micro-batch went forward and backward through every layer, in every undisturbed step.
     for kind in ("forward", "backward"):
         done = {
-            (e["args"]["unit"], e["args"]["layer"]) for e in timed if e.get("cat") == kind and e["args"]["step"] == 2
+            (e["args"]["microbatch"], e["args"]["layer"])
+            for e in timed
+            if e.get("cat") == kind and e["args"]["step"] == 2
         }
-        assert done == {(unit, layer) for unit in range(4) for layer in range(4)}
+        assert done == {(microbatch, layer) for microbatch in range(4) for layer in range(4)}
     assert next(e["name"] for e in timed if e["pid"] == 1 and e["ph"] == "X").startswith("mesh epoch 0: dp2_pp2")
     assert {"wait", "send"} <= {e.get("cat") for e in timed if names[e["pid"]] == "worker 2"}
     assert all(e["args"]["bytes"] > 0 for e in timed if e.get("cat") == "send")
@@ -75,9 +77,9 @@ def test_no_trace_unless_asked_for(tmp_path: Path) -> None:
 
 def test_frequencies_follow_the_bubbles_and_change_no_bit(tmp_path: Path) -> None:
     quick = ("schedule.every=2", "schedule.window=3", "schedule.patience=1", "train.steps=24")
-    # 4 units: the first worker has two of them, and keeps them whatever speeds a busy machine shows.
+    # 4 micro-batches: the first worker has two of them, and keeps them whatever speeds a busy machine shows.
     slower = [word for word in EMULATED if "_ms=" not in word]
-    slower += ["emulated.forward_ms=4", "emulated.backward_ms=8", "schedule.dataflow=false"]
+    slower += ["emulated.forward_ms=4", "emulated.backward_ms=8", "schedule.microbatches=false"]
     uneven = ("mesh=dp3", "sharding=zero1", *slower, *quick)
     run(tmp_path / "plain", *uneven)
     run(tmp_path / "set", *uneven, "schedule.frequency=simulated", "run.trace=true")

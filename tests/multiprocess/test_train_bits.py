@@ -20,7 +20,7 @@ from tests.multiprocess.real_runs import SMALL, TOKENS, train, write_text
 from tests.simulated.bits_cases import one_thread, validation_loss
 
 pytestmark = pytest.mark.multiprocess
-STEPS, UNIT, VALIDATION_UNITS = 6, 2, 2
+STEPS, MICROBATCH, VALIDATION_MICROBATCHES = 6, 2, 2
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Arithmetic:
 
     model: str
     dtype: str
-    units: int
+    microbatches: int
 
     def make(self) -> LayeredModel:
         if self.model == "gpt":
@@ -39,7 +39,7 @@ class Arithmetic:
     @property
     def overrides(self) -> list[str]:
         model = ["model=gpt_tiny", "model.dropout=0.1"] if self.model == "gpt" else ["model=llama_tiny"]
-        return [*model, f"runtime.dtype={self.dtype}", f"train.global_batch={self.units * UNIT}"]
+        return [*model, f"runtime.dtype={self.dtype}", f"train.global_batch={self.microbatches * MICROBATCH}"]
 
 
 GPT_16, LLAMA_32 = Arithmetic("gpt", "bf16", 5), Arithmetic("llama", "fp32", 4)
@@ -70,13 +70,13 @@ def wanted(arithmetic: Arithmetic, folder: Path) -> tuple[reference.Result, floa
     rate = LearningRate(2e-3, "cosine", warmup_steps=2, num_steps=STEPS)
     dtype = torch.float32 if arithmetic.dtype == "fp32" else torch.bfloat16
     settings = reference.Settings(
-        rate.at, 0, STEPS, arithmetic.units * UNIT, UNIT, dtype=dtype, page_size=256, clip=1.0
+        rate.at, 0, STEPS, arithmetic.microbatches * MICROBATCH, MICROBATCH, dtype=dtype, page_size=256, clip=1.0
     )
     result = reference.train(arithmetic.make(), open_split(data(folder), "train"), settings)
     split = open_split(data(folder), "validation")
-    sizes = {"units": VALIDATION_UNITS, "unit_size": UNIT}
+    sizes = {"microbatches": VALIDATION_MICROBATCHES, "microbatch_size": MICROBATCH}
     total = validation_loss(arithmetic.make(), result.weights, split, dtype=arithmetic.dtype, **sizes)
-    return result, total / (VALIDATION_UNITS * UNIT * TOKENS)
+    return result, total / (VALIDATION_MICROBATCHES * MICROBATCH * TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_real_run_has_the_bits_of_the_reference(
 
 
 def test_the_selection_covers_every_pair_of_values() -> None:
-    rows = [(zero, a.model, a.dtype, a.units, transport, kept) for _, zero, a, transport, kept in RUNS]
+    rows = [(zero, a.model, a.dtype, a.microbatches, transport, kept) for _, zero, a, transport, kept in RUNS]
     columns = list(zip(*rows, strict=True))
     for first, second in itertools.combinations(range(len(columns)), 2):
         pairs = {(row[first], row[second]) for row in rows}

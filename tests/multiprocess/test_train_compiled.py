@@ -24,8 +24,8 @@ ARGUMENTS = (
     "mesh=dp2",
     "model.dropout=0.1",
     "train.steps=12",
-    "schedule.dataflow=false",
-    "schedule.graph=false",
+    "schedule.microbatches=false",
+    "schedule.layers=false",
 )
 LIMIT = 400
 

@@ -101,7 +101,7 @@ def test_a_worker_that_is_killed_in_a_step_changes_no_bit(tmp_path: Path, zero: 
         done = train(tmp_path, *SMALL, "mesh=dp2_pp2", f"sharding=zero{zero}", f"run.dir={name}", *chaos)
         assert (done.code, done.err) == (0, ""), name
     (fail,) = [event for event in read_events(tmp_path / "killed") if event["event"] == "fail"]
-    assert fail["ranks"] == [2] and fail["after_step"] == 2 and fail["units_redone"] > 0
+    assert fail["ranks"] == [2] and fail["after_step"] == 2 and fail["microbatches_redone"] > 0
     found, wanted = ([line.loss_hex for line in read_metrics(tmp_path / name)] for name in ("killed", "quiet"))
     assert found == wanted and len(found) == 6
     shas = {read_summary(tmp_path / name)["weights_sha256"] for name in runs}
@@ -123,14 +123,14 @@ def test_the_only_worker_ends_the_run(tmp_path: Path, number: signal.Signals) ->
     assert bool(list(tmp_path.glob("run/checkpoints/*/manifest.json"))) == saved
 
 
-def test_the_death_of_the_zygote_ends_the_run(tmp_path: Path) -> None:
+def test_the_death_of_the_fork_server_ends_the_run(tmp_path: Path) -> None:
     write_text(tmp_path)
     with launch(tmp_path, *ENDLESS) as run:
         run.wait_for_steps(2)
-        (zygote,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
-        os.kill(zygote, signal.SIGKILL)
+        (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
+        os.kill(fork_server, signal.SIGKILL)
         done = run.finish()
-    assert done.code == 1 and "zygote" in done.err and "Traceback" not in done.err
+    assert done.code == 1 and "fork_server" in done.err and "Traceback" not in done.err
 
 
 def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:
         start = time.monotonic()
         run.process.kill()
         run.process.communicate(timeout=60)  # its pipes are closed by the last of its descendants
-        assert time.monotonic() - start < 8, "workers end by themselves, not by the zygote's patience"
+        assert time.monotonic() - start < 8, "workers end by themselves, not by the fork server's patience"
         assert not run.processes() and not list(run.sockets.iterdir())
 
 

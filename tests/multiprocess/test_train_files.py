@@ -91,7 +91,9 @@ def test_the_config_says_everything_again(run: Run) -> None:
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["mesh"]["stages"] == [2, 1] and config["runtime"]["dtype"] == "bf16"
     assert (
-        config["runtime"]["threads_per_worker"] == 1 and config["unit"]["size"] == 2 and config["train"]["steps"] == 6
+        config["runtime"]["threads_per_worker"] == 1
+        and config["microbatch"]["size"] == 2
+        and config["train"]["steps"] == 6
     )
 
 

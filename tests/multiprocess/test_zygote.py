@@ -1,4 +1,4 @@
-"""The zygote: workers come quickly, their ends are reported, and nothing is ever left behind."""
+"""The fork server: workers come quickly, their ends are reported, and nothing is ever left behind."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from tests.multiprocess.forks_itself import exits
 
 pytestmark = pytest.mark.timeout(60)
-Start = Callable[..., Zygote]
+ResumePoint = Callable[..., ForkServerClient]
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[5]).start()"
 
 
@@ -30,17 +30,17 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Zygote.start with no preload, stopped at the end of the test."""
-    made: list[Zygote] = []
+def start() -> Iterator[ResumePoint]:
+    """ForkServerClient.start with no preload, stopped at the end of the test."""
+    made: list[ForkServerClient] = []
 
-    def begin(target: str = "runtime_targets:act", **arguments: object) -> Zygote:
-        made.append(Zygote.start(target, **{"preload": ("numpy",), **arguments}))  # pyright: ignore
+    def begin(target: str = "runtime_targets:act", **arguments: object) -> ForkServerClient:
+        made.append(ForkServerClient.start(target, **{"preload": ("numpy",), **arguments}))  # pyright: ignore
         return made[-1]
 
     yield begin
-    for zygote in made:
-        zygote.stop(0)
+    for fork_server in made:
+        fork_server.stop(0)
 
 
 def state(pid: int) -> str:
@@ -69,18 +69,18 @@ methods = pytest.mark.parametrize("method", ["fork", "spawn"])
 
 
 @methods
-def test_every_way_to_end_is_reported(start: Start, method: str, capfd: pytest.CaptureFixture[str]):
-    zygote = start(method=method)
+def test_every_way_to_end_is_reported(start: ResumePoint, method: str, capfd: pytest.CaptureFixture[str]):
+    fork_server = start(method=method)
     specs = [{}, {"return": 3}, {"exit": 4}, {"exit": "a message"}, {"raise": "told once"}, {"sleep": 100}]
-    pids = [zygote.spawn(rank, spec) for rank, spec in enumerate(specs)]
-    assert zygote.signal(5, signal.SIGKILL)
+    pids = [fork_server.spawn(rank, spec) for rank, spec in enumerate(specs)]
+    assert fork_server.signal(5, signal.SIGKILL)
     codes = [0, 3, 4, 1, 1, None]
-    assert exits(zygote, 6) == [
+    assert exits(fork_server, 6) == [
         Exited(rank, pid, code, signal.SIGKILL if code is None else None)
         for rank, (pid, code) in enumerate(zip(pids, codes, strict=True))
     ]
-    assert zygote.poll() == []
-    assert zygote.signal(5, signal.SIGTERM) is False
+    assert fork_server.poll() == []
+    assert fork_server.signal(5, signal.SIGTERM) is False
     errors = capfd.readouterr().err
     assert errors.count("ValueError: told once") == 1
     assert "a message" in errors
@@ -92,12 +92,12 @@ def test_exits_read_well():
 
 
 @methods
-def test_what_a_worker_finds(start: Start, method: str, tmp_path: Path):
-    zygote = start(method=method, preload=("numpy", "decimal"))
+def test_what_a_worker_finds(start: ResumePoint, method: str, tmp_path: Path):
+    fork_server = start(method=method, preload=("numpy", "decimal"))
     reports = [tmp_path / str(rank) for rank in range(2)]
     for rank, report in enumerate(reports):
-        zygote.spawn(rank, {"report": str(report), "given": [1, {"a": None}]})
-    exits(zygote, 2)
+        fork_server.spawn(rank, {"report": str(report), "given": [1, {"a": None}]})
+    exits(fork_server, 2)
     first, second = (json.loads(report.read_text()) for report in reports)
     assert first["spec"]["rank"] == 0
     assert first["spec"]["given"] == [1, {"a": None}]
@@ -109,14 +109,14 @@ def test_what_a_worker_finds(start: Start, method: str, tmp_path: Path):
 
 
 @pytest.mark.timeout(240)  # importing torch on busy cores
-def test_the_zygote_has_one_thread_after_importing_torch(start: Start):
-    zygote = start(preload=("numpy", "torch", "zmq"))
-    zygote.ready()
-    assert zygote.num_threads == 1
-    assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
-    zygote.spawn(0, {"return": 7})
-    assert exits(zygote, 1)[0].code == 7
-    assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
+def test_the_fork_server_has_one_thread_after_importing_torch(start: ResumePoint):
+    fork_server = start(preload=("numpy", "torch", "zmq"))
+    fork_server.ready()
+    assert fork_server.num_threads == 1
+    assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
+    fork_server.spawn(0, {"return": 7})
+    assert exits(fork_server, 1)[0].code == 7
+    assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
 
 
 @pytest.mark.timeout(240)
@@ -146,7 +146,7 @@ def test_who_handles_hangups_has_workers_that_do_not_ignore_them(tmp_path: Path)
 
 
 def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
-    """What `forks_itself.py` says of its zygote and two workers, after `before`."""
+    """What `forks_itself.py` says of its fork server and two workers, after `before`."""
     script = Path(__file__).with_name("forks_itself.py")
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
     command = [sys.executable, str(script), before]
@@ -155,18 +155,20 @@ def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_failing_import_is_reported_with_its_traceback(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_import_is_reported_with_its_traceback(
+    start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "broken_module.py").write_text("raise KeyError('why it failed')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    zygote = start(preload=("broken_module",))
+    fork_server = start(preload=("broken_module",))
     with pytest.raises(RunError, match=r"(?s)could not import broken_module.*KeyError: 'why it failed'"):
-        zygote.ready()
-    assert gone(zygote.pid)
+        fork_server.ready()
+    assert gone(fork_server.pid)
     with pytest.raises(RunError, match="stopped"):
-        zygote.spawn(0, {})
+        fork_server.spawn(0, {})
 
 
-def test_a_module_that_leaves_a_thread_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_that_leaves_a_thread_is_refused(start: ResumePoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = "import threading, time\nthreading.Thread(target=time.sleep, args=[50], daemon=True).start()\n"
     (tmp_path / "threading_module.py").write_text(lines)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -174,60 +176,60 @@ def test_a_module_that_leaves_a_thread_is_refused(start: Start, tmp_path: Path, 
         start(preload=("threading_module",)).ready()
 
 
-def test_a_zygote_that_is_still_importing_is_stopped_at_once(start: Start):
+def test_a_fork_server_that_is_still_importing_is_stopped_at_once(start: ResumePoint):
     began = time.monotonic()
-    zygote = start(preload=("torch",))
-    zygote.stop()
+    fork_server = start(preload=("torch",))
+    fork_server.stop()
     assert time.monotonic() - began < 2
-    assert gone(zygote.pid)
-    zygote.stop()
+    assert gone(fork_server.pid)
+    fork_server.stop()
 
 
 @methods
-def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: Start, method: str):
-    zygote = start(method=method)
+def test_a_signal_to_a_worker_that_still_boots_is_not_lost(start: ResumePoint, method: str):
+    fork_server = start(method=method)
     for rank in range(8):
-        zygote.spawn(rank, {"sleep": 100})
-        assert zygote.signal(rank, signal.SIGTERM)
-    assert {it.signal for it in exits(zygote, 8)} == {signal.SIGTERM}
+        fork_server.spawn(rank, {"sleep": 100})
+        assert fork_server.signal(rank, signal.SIGTERM)
+    assert {it.signal for it in exits(fork_server, 8)} == {signal.SIGTERM}
 
 
 @methods
-def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: Start, method: str, tmp_path: Path):
-    zygote = start(method=method)
+def test_stop_ends_the_willing_the_stubborn_and_the_stopped(start: ResumePoint, method: str, tmp_path: Path):
+    fork_server = start(method=method)
     stubborn = tmp_path / "stubborn"
     specs = [{"sleep": 100}, {"sleep": 100, "stubborn": str(stubborn)}, {"sleep": 100}]
-    pids = [zygote.spawn(rank, spec) for rank, spec in enumerate(specs)]
+    pids = [fork_server.spawn(rank, spec) for rank, spec in enumerate(specs)]
     assert eventually(stubborn.exists)
-    zygote.signal(2, signal.SIGSTOP)
+    fork_server.signal(2, signal.SIGSTOP)
     assert eventually(lambda: state(pids[2]) == "T")  # a SIGTERM that comes before it has stopped ends it
     began = time.monotonic()
-    ended = {it.rank: it.signal for it in zygote.stop(0.3)}
+    ended = {it.rank: it.signal for it in fork_server.stop(0.3)}
     assert 0.25 < time.monotonic() - began < 5
     assert ended == {0: signal.SIGTERM, 1: signal.SIGKILL, 2: signal.SIGKILL}
-    assert all(map(gone, [zygote.pid, *pids]))
+    assert all(map(gone, [fork_server.pid, *pids]))
 
 
-def test_a_killed_zygote_takes_its_workers_along_and_is_reported(start: Start):
-    zygote = start()
-    pids = [zygote.spawn(rank, {"sleep": 100}) for rank in range(2)]
-    os.kill(zygote.pid, signal.SIGKILL)
+def test_a_killed_fork_server_takes_its_workers_along_and_is_reported(start: ResumePoint):
+    fork_server = start()
+    pids = [fork_server.spawn(rank, {"sleep": 100}) for rank in range(2)]
+    os.kill(fork_server.pid, signal.SIGKILL)
     assert eventually(lambda: all(map(gone, pids)))
-    assert select.select([zygote], [], [], 10)[0]
+    assert select.select([fork_server], [], [], 10)[0]
     with pytest.raises(RunError, match=r"ended by signal 9"):
-        zygote.poll()
+        fork_server.poll()
     with pytest.raises(RunError, match=r"ended by signal 9"):
-        zygote.spawn(3, {})
-    zygote.stop()
+        fork_server.spawn(3, {})
+    fork_server.stop()
 
 
-def test_signals_to_the_whole_group_do_not_end_the_zygote(start: Start):
-    zygote = start()
-    zygote.ready()
+def test_signals_to_the_whole_group_do_not_end_the_fork_server(start: ResumePoint):
+    fork_server = start()
+    fork_server.ready()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(zygote.pid, number)
-    zygote.spawn(0, {"return": 5})
-    assert exits(zygote, 1)[0].code == 5
+        os.kill(fork_server.pid, number)
+    fork_server.spawn(0, {"return": 5})
+    assert exits(fork_server, 1)[0].code == 5
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,9 @@ def test_signals_to_the_whole_group_do_not_end_the_zygote(start: Start):
     [("until_life_ends", {}, 20.0), ("act", {"sleep": 100}, 0.2)],
     ids=["workers see the life pipe", "workers see nothing"],
 )
-def test_a_killed_controller_leaves_nothing(start: Start, tmp_path: Path, inner: str, inner_spec: dict, grace: float):
+def test_a_killed_controller_leaves_nothing(
+    start: ResumePoint, tmp_path: Path, inner: str, inner_spec: dict, grace: float
+):
     scratch, report = tmp_path / "sockets", tmp_path / "report"
     scratch.mkdir()
     outer = start("runtime_targets:controller")
@@ -250,29 +254,29 @@ def test_a_killed_controller_leaves_nothing(start: Start, tmp_path: Path, inner:
 
 
 @pytest.mark.parametrize("grace", [0.3, 60.0])
-def test_the_time_of_orphans_may_be_told_later(start: Start, tmp_path: Path, grace: float):
+def test_the_time_of_orphans_may_be_told_later(start: ResumePoint, tmp_path: Path, grace: float):
     """A worker that takes a while to end is killed with the one, and ends by itself with the other."""
-    zygote = start("runtime_targets:ends_slowly", orphan_grace_s=60.0 if grace < 1 else 0.3)
-    zygote.set_orphan_grace(grace)
-    pid = zygote.spawn(0, {"seconds": 1.5, "ended": str(tmp_path / "ended"), "ready": str(tmp_path / "ready")})
+    fork_server = start("runtime_targets:ends_slowly", orphan_grace_s=60.0 if grace < 1 else 0.3)
+    fork_server.set_orphan_grace(grace)
+    pid = fork_server.spawn(0, {"seconds": 1.5, "ended": str(tmp_path / "ended"), "ready": str(tmp_path / "ready")})
     assert eventually((tmp_path / "ready").exists)
-    zygote.release()
+    fork_server.release()
     assert gone(pid) and (tmp_path / "ended").exists() == (grace > 1)
 
 
-def test_stop_removes_the_scratch_directories(start: Start, tmp_path: Path):
+def test_stop_removes_the_scratch_directories(start: ResumePoint, tmp_path: Path):
     scratch = tmp_path / "sockets"
     scratch.mkdir()
     (scratch / "left").touch()
-    with start(scratch=[str(scratch)]) as zygote:
-        zygote.spawn(0, {"sleep": 100})
+    with start(scratch=[str(scratch)]) as fork_server:
+        fork_server.spawn(0, {"sleep": 100})
     assert not scratch.exists()
 
 
-def test_bad_targets_and_methods_are_named(start: Start, capfd: pytest.CaptureFixture[str]):
+def test_bad_targets_and_methods_are_named(start: ResumePoint, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="fork, spawn"):
         start(method="clone")
-    zygote = start("no_colon")
-    zygote.spawn(0, {})
-    assert exits(zygote, 1)[0].code == 1
+    fork_server = start("no_colon")
+    fork_server.spawn(0, {})
+    assert exits(fork_server, 1)[0].code == 1
     assert "module:function" in capfd.readouterr().err

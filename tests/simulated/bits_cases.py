@@ -16,7 +16,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
 from elaswave_spmd.worker.optimizers import SGD, AdamW
@@ -28,7 +28,7 @@ from tests.cluster.cluster import Trained
 from tests.cluster.faults import AnyFault
 
 VOCAB, TOKENS = 29, 6
-VALIDATION_UNITS = 3
+VALIDATION_MICROBATCHES = 3
 MESHES = ("single", "dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
 
 
@@ -48,11 +48,13 @@ class Text:
         return rows[:, :-1], rows[:, 1:]
 
 
-TRAIN, VALIDATION = Text(60), Text(VALIDATION_UNITS * 2, shift=1000)
+TRAIN, VALIDATION = Text(60), Text(VALIDATION_MICROBATCHES * 2, shift=1000)
 
 
 class Inf(GPT):
-    """A GPT whose loss is infinite for a unit that begins with token 13: now and then a step has no finite gradient."""
+    """A GPT whose loss is infinite for a micro-batch that begins with token 13: now and then a step has no finite
+    gradient.
+    """
 
     def loss(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         bad = (batch.tokens[0, 0] == 13).float()
@@ -75,8 +77,8 @@ class Run:
 
     model: str = "gpt"
     dtype: str = "fp32"
-    units: int = 6
-    unit_size: int = 1
+    microbatches: int = 6
+    microbatch_size: int = 1
     steps: int = 20
     optimizer: str = "adamw"
     clip: float = 1.0
@@ -96,8 +98,8 @@ class Run:
         return Job(
             seed=self.seed,
             steps=self.steps,
-            global_batch=self.units * self.unit_size,
-            unit_size=self.unit_size,
+            global_batch=self.microbatches * self.microbatch_size,
+            microbatch_size=self.microbatch_size,
             seq_len=TOKENS,
             dtype=self.dtype,
             optimizer=SGD(weight_decay=0.1) if self.optimizer == "sgd" else AdamW(),
@@ -105,7 +107,7 @@ class Run:
             clip=self.clip,
             checkpointing=self.checkpointing,
             validate_every=self.validate_every,
-            validation_units=VALIDATION_UNITS,
+            validation_microbatches=VALIDATION_MICROBATCHES,
         )
 
 
@@ -142,14 +144,14 @@ def description_of(run: Run) -> ModelDescription:
 
 def placement_of(run: Run, mesh: str, zero: int, page_layout: str = "interleaved") -> Placement:
     layout, shardings = description_of(run).layout, meta_model(run.model).shardings.with_zero(zero)
-    return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.units, page_layout=page_layout)
+    return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.microbatches, page_layout=page_layout)
 
 
 @cache
 def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) -> Placement:
     """As `placement_of`, with so many mirrors of each page."""
     placement = placement_of(run, mesh, zero)
-    holders = deal_holders(
+    replicas = place_replicas(
         description_of(run).layout,
         placement.mesh.stages,
         placement.layer_cuts,
@@ -158,7 +160,7 @@ def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) ->
         mirror_count=mirror_count,
         scatter=0,
     )
-    return replace(placement, holders=holders)
+    return replace(placement, replicas=replicas)
 
 
 class MirroredCluster(LocalCluster):
@@ -230,8 +232,8 @@ def _reference(run: Run, steps: int) -> reference.Result:
         lr_at=run.learning_rate.at,
         seed=run.seed,
         steps=steps,
-        global_batch=run.units * run.unit_size,
-        unit_size=run.unit_size,
+        global_batch=run.microbatches * run.microbatch_size,
+        microbatch_size=run.microbatch_size,
         optimizer=run.optimizer,
         weight_decay=0.1,
         momentum=0.9 if sgd else 0.0,
@@ -243,21 +245,27 @@ def _reference(run: Run, steps: int) -> reference.Result:
 
 
 def _validation(run: Run, weights: dict[str, torch.Tensor]) -> float:
-    sizes = {"units": VALIDATION_UNITS, "unit_size": run.unit_size}
+    sizes = {"microbatches": VALIDATION_MICROBATCHES, "microbatch_size": run.microbatch_size}
     return validation_loss(MODELS[run.model](), weights, VALIDATION, dtype=run.dtype, **sizes)
 
 
 def validation_loss(
-    model: LayeredModel, weights: dict[str, torch.Tensor], data: Batches, *, dtype: str, units: int, unit_size: int
+    model: LayeredModel,
+    weights: dict[str, torch.Tensor],
+    data: Batches,
+    *,
+    dtype: str,
+    microbatches: int,
+    microbatch_size: int,
 ) -> float:
-    """Exactly rounded sum over the units of token-sum losses, in the compute dtype, without dropout."""
+    """Exactly rounded sum over the micro-batches of token-sum losses, in the compute dtype, without dropout."""
     owner, losses = {tie.reader: tie.owner for tie in model.ties}, []
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.data = weights[owner.get(name, name)].to(DTYPES[dtype], copy=True)
-        for unit in range(units):
-            ids = np.arange(unit * unit_size, (unit + 1) * unit_size)
+        for microbatch in range(microbatches):
+            ids = np.arange(microbatch * microbatch_size, (microbatch + 1) * microbatch_size)
             tokens, targets = (torch.from_numpy(np.ascontiguousarray(z)) for z in data.batch(ids))
             x = tokens
             for number, layer in enumerate(model.layers):

@@ -80,7 +80,7 @@ class Runs:
 @one_thread()
 def main(device: str, beside: str, model: str, dtype: str, mesh: str, zero: str, *events: str) -> dict[str, object]:
     """What differs, the devices that layers saw, the losses of both, and how many mesh epochs there were."""
-    runs = Runs(Run(model=model, dtype=dtype, units=4, steps=4, checkpointing=dtype == "bf16"))
+    runs = Runs(Run(model=model, dtype=dtype, microbatches=4, steps=4, checkpointing=dtype == "bf16"))
     # The made-up device has no fused attention, and takes the kernel that is made of operators.
     kernel = sdpa_kernel(SDPBackend.MATH) if device == NAME else nullcontext()
     library = register() if device == NAME else []  # before the first backward of any device

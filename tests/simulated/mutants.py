@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Publish, Status, Vote
+from elaswave_spmd.recovery.messages import Publish, StepReport, Vote
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.state import HeldState
@@ -42,11 +42,11 @@ def _reuses_a_status() -> Patches:
     def _begin(self: ControllerProtocol, after: int) -> list[Any]:
         effects = begin(self, after)
         if self._change is not None and after < 0:
-            said: dict[int, Status] = vars(self).get("said", {})
+            said: dict[int, StepReport] = vars(self).get("said", {})
             self._change.statuses |= {rank: status for rank, status in said.items() if rank in self.members}
         return effects
 
-    def _status(self: ControllerProtocol, message: Status) -> list[Any]:
+    def _status(self: ControllerProtocol, message: StepReport) -> list[Any]:
         vars(self).setdefault("said", {})[message.rank] = message
         return status(self, message)
 
@@ -94,7 +94,7 @@ def _installs_on_receipt() -> Patches:
 
 
 def _no_version_check() -> Patches:
-    """A unit is computed with whatever is in the compute buffers, as soon as there is something."""
+    """A micro-batch is computed with whatever is in the compute buffers, as soon as there is something."""
 
     def _is_at(self: ValueBuffer, version: int) -> bool:
         return self.flat.untyped_storage().nbytes() > 0

@@ -133,6 +133,6 @@ MESHES = {"single": 1, "dp2": 1, "pp2": 2, "stages1-2": 2, "pp3": 3}  # and thei
 )
 def test_odd_layers_have_the_same_bits(case: str, mesh: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bits_cases.MODELS, case, CASES[case])
-    run = Run(model=case, dtype=dtype, units=3, steps=4, page_size=64)
+    run = Run(model=case, dtype=dtype, microbatches=3, steps=4, page_size=64)
     for zero in (0, 3):
         assert_as_reference(run, placement_of(run, mesh, zero), order=zero)

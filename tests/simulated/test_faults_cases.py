@@ -47,25 +47,25 @@ CASES: dict[str, tuple[str, int, int, tuple[AnyFault, ...]]] = {  # name -> mesh
     ),
     # Each gets two or three of eight pages in a message each. (With stages, the newcomer's may have none to give.)
     "7 a joiner dies half caught up": ("dp2", 1, 1, (JOIN, kill("PageState", RECEIVER, 1, after=True))),
-    "7 a joiner dies with nothing left to learn": ("dp2", 1, 1, (JOIN, kill("Learned", SENDER, 1, after=True))),
+    "7 a joiner dies with nothing left to learn": ("dp2", 1, 1, (JOIN, kill("CaughtUp", SENDER, 1, after=True))),
     "7 a joiner dies before its place": ("dp3", 3, 1, (JOIN, ThenFault("kill", "newcomer", 1))),
     "7 a joiner in a step that is salvaged": ("dp3", 2, 1, (JOIN, ThenFault("kill", delay=60, settled=True))),
     "8 has an entry and forwards it to nobody": ("dp3", 1, 1, (Fault(2, "kill", 1, "norm"),)),
-    "8 forwards the second entry to nobody": ("dp3", 2, 1, (kill("Entry", SENDER, 8, after=False),)),
+    "8 forwards the second entry to nobody": ("dp3", 2, 1, (kill("ReducedGradient", SENDER, 8, after=False),)),
     "9 asked to leave and killed in one step": (
         "dp4",
         1,
         2,
         (Fault(2, "term", 0, "forward"), Fault(2, "kill", 1, "backward")),
     ),
-    "10 a contribution twice": ("dp3", 2, 1, (MessageFault("stop", "NodeSum", SENDER, True, 10, turns=3),)),
+    "10 a contribution twice": ("dp3", 2, 1, (MessageFault("stop", "PartialSum", SENDER, True, 10, turns=3),)),
     "11 the controller pauses": (
         "dp4",
         1,
         1,
         (Fault(2, "pause", 2, "forward", turns=300), Fault(2, "kill", 1, "backward")),
     ),
-    "12 a loss while state moves": ("dp3", 1, 2, (JOIN, kill("Learned", SENDER, 1, after=False))),
+    "12 a loss while state moves": ("dp3", 1, 2, (JOIN, kill("CaughtUp", SENDER, 1, after=False))),
     "12 a join while state moves": ("dp3", 2, 1, (JOIN, ThenFault("join", delay=5), ThenFault("term", delay=5))),
     "two at once": ("dp4", 2, 2, (Fault(2, "kill", 0, "backward"), ThenFault("kill"))),
     "two at once in two stages": ("dp2_pp2", 1, 2, (Fault(2, "kill", 0, "norm"), ThenFault("kill"))),
@@ -94,17 +94,17 @@ def test_the_case_changes_no_bit(name: str) -> None:
 def test_6_a_pair_at_once_is_survived_unless_it_held_all_copies_of_a_page(pair: tuple[int, int], scatter: int) -> None:
     faults = tuple(Fault(2, "kill", rank, "backward") for rank in pair)
     schedule = Schedule(0, TinyRun(), "dp4", 1, 1, scatter=scatter, faults=faults)
-    holders = schedule.placement.holders
-    assert holders is not None
-    wanted = "lost" if any(run.holders <= {*pair} for run in all_runs(holders)) else "bits"
+    replicas = schedule.placement.replicas
+    assert replicas is not None
+    wanted = "lost" if any(run.replicas <= {*pair} for run in all_runs(replicas)) else "bits"
     for order in range(ORDERS):
         ended = run(replace(schedule, seed=order))
         assert (ended.how, ended.struck) == (wanted, 2), (order, ended.failure, ended.detail)
 
 
 def test_6_some_pairs_are_survived_and_some_are_not() -> None:
-    runs = list(all_runs(Schedule(0, TinyRun(), "dp4", 1, 1, scatter=1).placement.holders or {}))
-    lost = {frozenset(pair) for pair in PAIRS if any(r.holders <= {*pair} for r in runs)}
+    runs = list(all_runs(Schedule(0, TinyRun(), "dp4", 1, 1, scatter=1).placement.replicas or {}))
+    lost = {frozenset(pair) for pair in PAIRS if any(r.replicas <= {*pair} for r in runs)}
     assert 0 < len(lost) < 6
 
 
@@ -116,7 +116,9 @@ def test_thirty_random_events_in_sixty_steps(mesh: str, zero: int) -> None:
 
 
 def random_events(count: int, seed: int) -> tuple[ThenFault, ...]:
-    """Losses, leaves and joins for four workers with two mirrors: no third loss while copies of pages are missing."""
+    """FailureHandler, leaves and joins for four workers with two mirrors: no third loss while copies of pages are
+    missing.
+    """
     draw, workers, losses, events = random.Random(seed), 4, 0, []
     for _ in range(count):
         kinds = ["kill", "stop", "term", "replace"] * (workers > 3) + ["join"] * (workers < 7)

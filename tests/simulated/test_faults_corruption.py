@@ -22,13 +22,13 @@ from tests.simulated.bits_cases import (
 @one_thread()
 def test_a_flipped_bit_is_located_and_repaired(mesh: str, zero: int, rank: int, dtype: str) -> None:
     """The first run held by rank 0 is its own, by rank 1 mostly a mirror of it."""
-    run = Run(units=5, steps=6, dtype=dtype)
+    run = Run(microbatches=5, steps=6, dtype=dtype)
     cluster = MirroredCluster(run, mesh, zero, faults=[Fault(3, "corrupt", rank, "backward")], verify_every=1)
     found: list[m.Damaged] = []
     damaged = cluster._controller.damaged
     cluster._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore
     assert outcome(cluster.run()) == expected(run)
-    assert [(d.rank, d.step) for d in found] == [(rank, 3)], "found once, by its holder, before the step is applied"
+    assert [(d.rank, d.step) for d in found] == [(rank, 3)], "found once, by its replica, before the step is applied"
 
 
 def test_two_copies_that_differ_are_seen_but_not_judged() -> None:

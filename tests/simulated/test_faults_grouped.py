@@ -45,7 +45,7 @@ def train(run: Run, mesh: str, zero: int, *faults: AnyFault, **how: Any) -> Grou
 @pytest.mark.parametrize("mesh", MESHES)
 @one_thread()
 def test_a_stage_publishes_through_its_group(mesh: str, zero: int) -> None:
-    cluster = train(Run(units=5, steps=4), mesh, zero, failing=0.0, seed=zero)
+    cluster = train(Run(microbatches=5, steps=4), mesh, zero, failing=0.0, seed=zero)
     ended = cluster.hub.ended
     # With one mirror for each page of a stage of two nobody lacks anything.
     assert (ended["received"] > 0) == (mesh not in ("dp2", "dp2_pp2")) and not ended["failed"] + ended["refused"]
@@ -57,14 +57,14 @@ def test_a_stage_publishes_through_its_group(mesh: str, zero: int) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @one_thread()
 def test_ties_and_steps_without_an_update(model: str, dtype: str) -> None:
-    cluster = train(Run(model=model, dtype=dtype, units=5, steps=6), "stages1-3", 2, failing=0.0)
+    cluster = train(Run(model=model, dtype=dtype, microbatches=5, steps=6), "stages1-3", 2, failing=0.0)
     assert cluster.hub.ended["received"] > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 @one_thread()
 def test_links_take_over_from_a_group_that_fails(seed: int) -> None:
-    cluster = train(Run(units=5, steps=8), "dp4", 1 + seed % 3, failing=0.01, seed=seed, uneven=bool(seed % 2))
+    cluster = train(Run(microbatches=5, steps=8), "dp4", 1 + seed % 3, failing=0.01, seed=seed, uneven=bool(seed % 2))
     assert cluster.hub.ended["failed"] + cluster.hub.ended["refused"] > 0
     assert sum(cluster.by_link[step] for step in range(1, 9)) > 0 and not cluster.result.epochs, "in the same epoch"
 
@@ -74,14 +74,14 @@ def test_links_take_over_from_a_group_that_fails(seed: int) -> None:
 @one_thread()
 def test_a_worker_is_lost_while_its_stage_publishes(point: str, seed: int) -> None:
     fault = Fault(3, "kill" if seed % 2 else "stop", 1, point, turns=30)
-    cluster = train(Run(units=5, steps=6), "dp4", 1 + seed % 3, fault, failing=0.0, seed=seed)
+    cluster = train(Run(microbatches=5, steps=6), "dp4", 1 + seed % 3, fault, failing=0.0, seed=seed)
     assert cluster.result.epochs and cluster.hub.ended["received"] > 0
 
 
 @one_thread()
 def test_a_primary_whose_state_is_damaged_has_nothing_to_broadcast() -> None:
     cluster = train(
-        Run(units=5, steps=6), "dp3", 1, Fault(3, "corrupt", 1, "forward"), failing=0.0, verify_every=1, seed=2
+        Run(microbatches=5, steps=6), "dp3", 1, Fault(3, "corrupt", 1, "forward"), failing=0.0, verify_every=1, seed=2
     )
     assert cluster.result.epochs and cluster.hub.ended["received"] > 0
 

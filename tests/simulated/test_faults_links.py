@@ -65,10 +65,10 @@ class Broken(MirroredCluster):
     def _special(self, sender: int, peer: int, message: m.Message) -> str:
         """A mirror gives a primary what it has from the one before, which is lost, and the new one has not."""
         here, there = self._workers[sender].executor, self._workers.get(peer)
-        if not isinstance(message, m.Entry) or here is None or there is None or there.executor is None:
+        if not isinstance(message, m.ReducedGradient) or here is None or there is None or there.executor is None:
             return ""
         key, protocol = (message.layer, message.first, message.stop), there.executor.replica.protocol
-        runs = {run.key: run for run in here.placement.holder_runs(self._description.layout)[message.layer]}
+        runs = {run.key: run for run in here.placement.replica_map(self._description.layout)[message.layer]}
         lacks = message.step > protocol.version and not protocol.has_entry(message.step, key)
         return TO_PRIMARY if key in runs and runs[key].primary == peer and lacks else ""
 
@@ -100,11 +100,11 @@ class Broken(MirroredCluster):
         ("Activation", "pp3", 1),
         ("ActivationGradient", "dp3_pp2", 1),
         ("ActivationGradient", "pp3", 2),
-        ("NodeSum", "dp3", 0),
-        ("NodeSum", "dp3", 1),
-        ("NodeSum", "dp4", 3),
-        ("Entry", "dp3", 1),
-        ("Entry", "dp3_pp2", 2),
+        ("PartialSum", "dp3", 0),
+        ("PartialSum", "dp3", 1),
+        ("PartialSum", "dp4", 3),
+        ("ReducedGradient", "dp3", 1),
+        ("ReducedGradient", "dp3_pp2", 2),
         ("Publish", "dp3", 1),
         ("Publish", "dp4", 3),
         ("Vote", "dp2_pp2", 2),
@@ -113,7 +113,7 @@ class Broken(MirroredCluster):
 )
 @one_thread()
 def test_what_was_on_a_lost_link_comes_again(kind: str, mesh: str, zero: int) -> None:
-    run = Run(units=5, steps=4)
+    run = Run(microbatches=5, steps=4)
     for seed in range(3):
         cluster = Broken(kind, 1 + 7 * seed, seed, run, mesh, zero)
         assert outcome(cluster.run()) == expected(run), seed
@@ -128,21 +128,21 @@ def test_what_was_on_a_lost_link_comes_again(kind: str, mesh: str, zero: int) ->
         ("PageState", 2, "dp3", 1, 1),
         ("PageState", 3, "dp4", 3, 1),
         ("Need", 2, "dp4", 3, 1),
-        ("NodeSum", 20, "dp3", 0, 1),
+        ("PartialSum", 20, "dp3", 0, 1),
         (TO_PRIMARY, 1, "dp3", 3, 2),
     ],
 )
 @one_thread()
 def test_a_link_is_lost_after_a_worker(kind: str, count: int, mesh: str, zero: int, mirrors: int) -> None:
     """While new mirrors learn, and sums and entries go to new primaries."""
-    run, broke = Run(units=5, steps=4), 0
+    run, broke = Run(microbatches=5, steps=4), 0
     for seed in range(4):
         faults: list[AnyFault] = [Fault(2, "kill", 0, "backward")]
         if kind == TO_PRIMARY:  # of its two mirrors one has the entry, and the other is to be the primary
-            faults = [MessageFault("kill", "Entry", SENDER, True, 29 + 3 * seed)]
+            faults = [MessageFault("kill", "ReducedGradient", SENDER, True, 29 + 3 * seed)]
         cluster = Broken(kind, count, seed, run, mesh, zero, faults, mirrors)
         assert outcome(cluster.run()) == expected(run), (seed, cluster.broken)
-        held = [run for runs in cluster._controller.placement.holders.values() for run in runs]  # pyright: ignore
+        held = [run for runs in cluster._controller.placement.replicas.values() for run in runs]  # pyright: ignore
         assert not any(run.learners for run in held), "the copies are complete all the same"
         broke += bool(cluster.broken)
     assert broke, f"no link broke at a message of this kind: {kind}"

@@ -16,7 +16,7 @@ import torch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, Remedy
 from elaswave_spmd.worker.device_fault import RecoveringExecutor
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.state import LEARNING
 from tests.cluster import cluster
 from tests.cluster.faults import AnyFault, Fault
@@ -62,10 +62,10 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[RecoveringE
     def prepare(hits: Hits) -> list[RecoveringExecutor]:
         left, made = dict(hits), []
 
-        def make(rank: int, *rest: Any, visit: Callable[[Point, int], None], **named: Any) -> RecoveringExecutor:
+        def make(rank: int, *rest: Any, visit: Callable[[FaultPoint, int], None], **named: Any) -> RecoveringExecutor:
             struck: list[Remedy | None] = []
 
-            def visit_first(point: Point, step: int) -> None:
+            def visit_first(point: FaultPoint, step: int) -> None:
                 visit(point, step)
                 if (rank, step, point.value) in left:
                     struck.append(left.pop((rank, step, point.value)))
@@ -127,7 +127,7 @@ def train(
 def test_the_step_is_done_again(
     mesh: str, zero: int, point: str, remedy: Remedy, strike: Callable[[Hits], list[RecoveringExecutor]]
 ) -> None:
-    run = Run(units=5, steps=6, model="gpt_tied")
+    run = Run(microbatches=5, steps=6, model="gpt_tied")
     executors = strike({(1, 3, point): remedy})
     found, damaged = train(run, mesh, zero)
     assert found == expected(run)
@@ -142,7 +142,9 @@ def test_the_step_is_done_again(
 @one_thread()
 def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits], list[RecoveringExecutor]]) -> None:
     draw = random.Random(seed)
-    run = Run(units=5, steps=8, model=draw.choice(["gpt", "mlp", "gpt_tied"]), dtype=draw.choice(["fp32", "bf16"]))
+    run = Run(
+        microbatches=5, steps=8, model=draw.choice(["gpt", "mlp", "gpt_tied"]), dtype=draw.choice(["fp32", "bf16"])
+    )
     mesh, zero = draw.choice([("dp3", 1), ("dp3_pp2", 2), ("dp4", 3), ("dp2_pp2", 0), ("stages3-2", 1)])
     points = ["forward", "backward", "reduce"]
     hits: Hits = {
@@ -169,13 +171,13 @@ def test_who_learns_learns_all_though_a_teacher_fails(
     rank: int, step: int, strike: Callable[[Hits], list[RecoveringExecutor]]
 ) -> None:
     """A newcomer learns, and one of those who teach it has a fault in one of these steps."""
-    run = Run(units=5, steps=10, model="gpt_tied")
+    run = Run(microbatches=5, steps=10, model="gpt_tied")
     executors = strike({(rank, step, "forward"): Remedy.REDO})
     found, damaged = train(run, "dp2", 1, faults=(Fault(2, "join", 0, "backward"),))
     assert found == expected(run) and [said.rank for said in damaged] == [rank]
     last = max((e.placement for e in executors), key=lambda placement: placement.mesh.epoch)
-    assert last.holders is not None and len(last.mesh.members) == 3
-    assert not any(held.learners for runs in last.holders.values() for held in runs), "all have learned"
+    assert last.replicas is not None and len(last.mesh.members) == 3
+    assert not any(held.learners for runs in last.replicas.values() for held in runs), "all have learned"
 
 
 @pytest.mark.parametrize("point", ["forward", "apply", "publish"])
@@ -186,7 +188,7 @@ def test_what_cannot_be_brought_back_ends_the_worker(
     """No remedy; or a fault in an update, which may have changed half of the state."""
     strike({(1, 3, point): None if point == "forward" else Remedy.REDO})
     with pytest.raises(RuntimeError, match="UCE ERROR"):
-        train(Run(units=5, steps=6), "dp2", 1)
+        train(Run(microbatches=5, steps=6), "dp2", 1)
 
 
 class GroupedMachines(GroupedCluster, MadeUpMachines):
@@ -199,7 +201,7 @@ class GroupedMachines(GroupedCluster, MadeUpMachines):
 def test_a_device_fails_whose_stage_publishes_through_a_group(
     seed: int, remedy: Remedy, strike: Callable[[Hits], list[RecoveringExecutor]]
 ) -> None:
-    run, point = Run(units=5, steps=6), ("forward", "backward", "reduce")[seed % 3]
+    run, point = Run(microbatches=5, steps=6), ("forward", "backward", "reduce")[seed % 3]
     strike({(1, 3 + seed % 2, point): remedy})
     made = GroupedMachines(run, "dp4", 1 + seed % 3, seed=seed, uneven=bool(seed % 2), failing=0.0)
     assert outcome(made.run()) == expected(run)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 from tests.cluster.faults import Fault
 from tests.simulated.bits_cases import (
     MirroredCluster,
@@ -16,7 +16,7 @@ from tests.simulated.bits_cases import (
     outcome,
 )
 
-RUN = Run(model="gpt", units=5, steps=4)  # dropout 0.1, and no mesh deals 5 units evenly
+RUN = Run(model="gpt", microbatches=5, steps=4)  # dropout 0.1, and no mesh deals 5 micro-batches evenly
 SIZES = {"dp4": 4, "dp2_pp2": 4, "pp3": 3, "dp3_pp2": 6, "stages3-2": 5, "stages1-3": 4}
 KINDS = ("kill", "stop", "term", "join", "replace")
 
@@ -27,7 +27,7 @@ KINDS = ("kill", "stop", "term", "join", "replace")
 @one_thread()
 def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
     wanted = expected(RUN)
-    for order, point in enumerate(Point):
+    for order, point in enumerate(FaultPoint):
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
         fault = Fault(
             draw.randint(1, RUN.steps - 1), kind, draw.randrange(SIZES[mesh]), point.value, draw.randint(1, 2)

@@ -13,7 +13,7 @@ CHUNK = 60
 FAILED_ONCE = {
     "a learner of the loss page alone could not vote with the loss": Schedule(
         seed=103349,
-        run=TinyRun(tied=True, dtype="bf16", units=4),
+        run=TinyRun(tied=True, dtype="bf16", microbatches=4),
         mesh="stages1-3",
         zero=3,
         scatter=2,
@@ -21,7 +21,7 @@ FAILED_ONCE = {
         faults=(
             MessageFault("kill", "Vote", SENDER, True, 14),
             MessageFault("kill", "Finished", SENDER, True, 1),
-            MessageFault("kill", "Status", SENDER, True, 3),
+            MessageFault("kill", "StepReport", SENDER, True, 3),
         ),
     ),
     "an entry was thrown away that was wanted when the one who had applied it was lost": Schedule(
@@ -31,7 +31,7 @@ FAILED_ONCE = {
         zero=0,
         faults=(
             MessageFault("kill", "Activation", SENDER, False, 6),
-            MessageFault("stop", "Place", RECEIVER, True, 1, turns=5),
+            MessageFault("stop", "Reconfigure", RECEIVER, True, 1, turns=5),
         ),
     ),
 }

@@ -26,7 +26,7 @@ from tests.simulated.bits_cases import (
     simulate,
 )
 
-RUN = Run(units=5, steps=12)
+RUN = Run(microbatches=5, steps=12)
 
 
 class Saved(MirroredCluster):
@@ -40,17 +40,17 @@ class Saved(MirroredCluster):
         policy = Policy(mirror_count=2, min_workers=least)
         super().__init__(RUN, mesh, zero, seed=seed, faults=faults, policy=policy)
 
-    def _begin(self, worker: Worker, place: m.Place) -> None:
+    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
         super()._begin(worker, place)
         assert worker.executor is not None
         worker.executor.save = lambda: self._save(worker)
 
     def _save(self, worker: Worker) -> None:
-        """What the writer of each run of pages has of it."""
+        """What the writer of each page range has of it."""
         assert worker.executor is not None
         replica = worker.executor.replica
         epoch, version = replica.protocol.epoch, replica.protocol.version
-        writers = writers_of(replica.placement.holder_runs(self.layout), self.layout)
+        writers = writers_of(replica.placement.replica_map(self.layout), self.layout)
         for part in replica.state:
             if writers[part.run.key] == worker.rank:
                 assert part.version == version == self.saves[-1].version

@@ -1,4 +1,6 @@
-"""Units, layers and workers move while training goes on, with losses, joins and leaves in between: the same bits."""
+"""Micro-batches, layers and workers move while training goes on, with losses, joins and leaves in between: the same
+bits.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import DTYPES
 
 HOST = torch.device("cpu")
-SEED, UNIT, TOKENS, UNITS, STEPS = 3, 4, 128, 2, 3
+SEED, MICROBATCH, TOKENS, MICROBATCHES, STEPS = 3, 4, 128, 2, 3
 
 
 def make_model(dropout: float) -> LayeredModel:
@@ -39,7 +39,7 @@ def make_model(dropout: float) -> LayeredModel:
 
 
 class Training:
-    """All layers of a model in one process: units one after another, and an update after the last one."""
+    """All layers of a model in one process: micro-batches one after another, and an update after the last one."""
 
     def __init__(self, model: LayeredModel, make: Callable[[LayeredModel], StagePrograms], dtype: torch.dtype) -> None:
         found = describe(model)
@@ -65,15 +65,15 @@ class Training:
         """Returns the step's loss."""
         random = np.random.default_rng(number)
         layers, summed = range(len(self.values)), [torch.zeros_like(g.flat) for g in self._gradients]
-        for unit in range(UNITS):
-            batch = Batch(*(torch.from_numpy(random.integers(0, 256, (UNIT, TOKENS))) for _ in range(2)))
-            keys = Keys.make(SEED, number, np.arange(UNIT) + 100 * number + 10 * unit, 0)
+        for microbatch in range(MICROBATCHES):
+            batch = Batch(*(torch.from_numpy(random.integers(0, 256, (MICROBATCH, TOKENS))) for _ in range(2)))
+            keys = Keys.make(SEED, number, np.arange(MICROBATCH) + 100 * number + 10 * microbatch, 0)
             x: Tensor = batch.tokens
             for layer in layers:
-                x = self.programs.forward(layer, unit, x, keys.at(layer), batch)
+                x = self.programs.forward(layer, microbatch, x, keys.at(layer), batch)
             dy: Tensor | None = None
             for layer in reversed(layers):
-                dy = self.programs.backward(layer, unit, dy, self._gradients[layer], add=False, batch=batch)
+                dy = self.programs.backward(layer, microbatch, dy, self._gradients[layer], add=False, batch=batch)
                 summed[layer] += self._gradients[layer].flat
         for layer in layers:
             flat = summed[layer][: self.masters[layer].numel()]
@@ -103,12 +103,12 @@ def main(tp: int = 1, fsdp: int = 1, dropout: float = 0.0, dtype: str = "fp32") 
 
     torch.set_num_threads(threads)
     island = XlaIsland({"tp": tp, "fsdp": fsdp})
-    scale = 1.0 / (UNITS * UNIT * TOKENS)
+    scale = 1.0 / (MICROBATCHES * MICROBATCH * TOKENS)
 
     def on_xla(model: LayeredModel) -> StagePrograms:
         args = {"loss": model.loss, "loss_scale": scale, "checkpointing": False}
         programs = XlaPrograms(len(model.layers), **args, island=island, specs=specs_of(model))
-        programs.compile(model.layers, describe(model).layout, (UNIT, TOKENS), DTYPES[dtype])
+        programs.compile(model.layers, describe(model).layout, (MICROBATCH, TOKENS), DTYPES[dtype])
         return programs
 
     def on_cpu(model: LayeredModel) -> StagePrograms:

@@ -17,12 +17,14 @@ from tests.multiprocess.real_runs import Done, train, write_text
 LACKS = device_of("xla").missing(ThisMachine())
 NEEDS_XLA = pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}: {lack.fix}" for lack in LACKS))
 STEPS = 20
-# 5 units of 2 sequences: uneven on every mesh of more than one worker. Dropout on, heads that two devices can share.
+# 5 micro-batches of 2 sequences: uneven on every mesh of more than one worker. Dropout on, heads that two devices can
+# share.
 SMALL = (
     "runtime.device=xla model.layers=2 model.d_model=32 model.heads=2 model.dropout=0.1 train.seq_len=16 "
-    f"train.global_batch=10 unit.size=2 train.steps={STEPS} train.validate_every=10 train.validate_units=3 "
+    f"train.global_batch=10 train.microbatch_size=2 train.steps={STEPS} train.validate_every=10 "
+    "train.validate_microbatches=3 "
     "optim.warmup_steps=2 page.size=256 run.tensorboard=false data=text data.path=text.txt data.cache=cache "
-    "run.dir=run schedule.dataflow=false schedule.graph=false"  # exactly the events of a test
+    "run.dir=run schedule.microbatches=false schedule.layers=false"  # exactly the events of a test
 ).split()
 LAYERS = 4  # embedding and head included
 

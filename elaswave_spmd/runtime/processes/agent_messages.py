@@ -60,7 +60,7 @@ class Prepared(AgentMessage, frozen=True):
 
 
 class WorkerExited(AgentMessage, frozen=True):
-    """A worker's process has ended and is reaped, as in `zygote.Exited`."""
+    """A worker's process has ended and is reaped, as in `fork_server.Exited`."""
 
     rank: int
     pid: int

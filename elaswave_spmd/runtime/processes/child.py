@@ -31,7 +31,7 @@ def resolve(target: str) -> Callable[[dict[str, Any]], object]:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when `parent` dies (Linux). Ends at once if it is dead already.
 
-    The last resort: workers learn of a lost controller from the life pipe, but nobody would reap a lost zygote's.
+    The last resort: workers learn of a lost controller from the life pipe, but nobody would reap a lost fork server's.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,8 +39,9 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-# Signals that a terminal or a batch system sends to the whole group. The zygote ends by its pipe, after its children,
-# so it holds them blocked; blocked, not ignored: one that is sent to a worker that still boots then waits for it.
+# Signals that a terminal or a batch system sends to the whole group. The fork server ends by its pipe, after its
+# children, so it holds them blocked; blocked, not ignored: one that is sent to a worker that still boots then waits for
+# it.
 GROUP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 

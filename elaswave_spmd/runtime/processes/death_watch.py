@@ -146,7 +146,7 @@ def hold(path: str, slot: int) -> Callable[[], None]:
     return strike
 
 
-class LatchBoard:
+class RobustMutexTable:
     """The latches of a run, made by the controller: one per rank, in files of `capacity` ranks, made when needed.
 
     Args:
@@ -217,7 +217,7 @@ class Watcher:
             (`Mailbox.put`). Ends that were expected are told as well; it is for the caller to ignore them.
     """
 
-    def __init__(self, board: LatchBoard, on_death: Callable[[int], None]) -> None:
+    def __init__(self, board: RobustMutexTable, on_death: Callable[[int], None]) -> None:
         self._board, self._on_death = board, on_death
         self._libc = _Libc()
         self._threads: dict[int, threading.Thread] = {}

@@ -1,12 +1,13 @@
-"""The zygote: a process that has imported everything a worker needs and makes workers by forking itself.
+"""The fork server: a process that has imported everything a worker needs and makes workers by forking itself.
 
-Started by `Zygote.start`. It has one thread, runs no operator, opens no zmq context, and does nothing but wait on three
-descriptors: orders from the controller, the end of a child, the end of the controller. It is the parent of all workers,
-so it alone reaps them, signals them without a race on process ids, and outlives a controller that was killed.
+Started by `ForkServerClient.start`. It has one thread, runs no operator, opens no zmq context, and does nothing but
+wait on three descriptors: orders from the controller, the end of a child, the end of the controller. It is the parent
+of all workers, so it alone reaps them, signals them without a race on process ids, and outlives a controller that was
+killed.
 
-Lines of JSON, controller -> zygote: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
+Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
 "rank": rank}, {"orphan_grace_s": seconds}, {"stop": grace_s}; each gets one line as its answer. On a second pipe the
-zygote writes a line {"exited": rank, ...} for each worker that ended.
+fork server writes a line {"exited": rank, ...} for each worker that ended.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def num_threads() -> int:
         return threading.active_count()
 
 
-class ZygoteServer:
-    """The state of the zygote: its descriptors and its living children."""
+class ForkServer:
+    """The state of the fork server: its descriptors and its living children."""
 
     def __init__(self, orders: socket.socket, notices: int) -> None:
         self._orders, self._notices = orders, notices
@@ -90,7 +91,7 @@ class ZygoteServer:
             try:
                 importlib.import_module(name)
             except BaseException:
-                return f"the zygote could not import {name}:\n{traceback.format_exc()}"
+                return f"the fork server could not import {name}:\n{traceback.format_exc()}"
             if self._setup["method"] == "fork" and num_threads() != 1:
                 return (
                     f"importing {name} left {num_threads()} threads running; a process that forks must have "
@@ -150,7 +151,7 @@ class ZygoteServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # never back into the zygote's loop
+            os._exit(1)  # never back into the fork server's loop
 
     def _spawn(self, spec: dict[str, Any]) -> int:
         orders = {
@@ -233,7 +234,7 @@ class _ControllerGoneError(Exception):
 
 
 def run(orders: int, notices: int) -> NoReturn:
-    """The life of a zygote, in a process that has SIGINT, SIGTERM and SIGHUP blocked.
+    """The life of a fork server, in a process that has SIGINT, SIGTERM and SIGHUP blocked.
 
     Args:
         orders, notices: descriptors of the controller's socket, and of the pipe for workers that ended.
@@ -241,7 +242,7 @@ def run(orders: int, notices: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
-        ZygoteServer(socket.socket(fileno=orders), notices).serve()
+        ForkServer(socket.socket(fileno=orders), notices).serve()
     except BaseException:
         traceback.print_exc()
         os._exit(1)

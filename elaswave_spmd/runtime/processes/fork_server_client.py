@@ -1,4 +1,4 @@
-"""The controller's handle of the zygote, the process that makes, signals, reaps and reports the workers."""
+"""The controller's handle of the fork server, the process that makes, signals, reaps and reports the workers."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Exited:
         return f"worker {self.rank} (pid {self.pid}) was ended by signal {self.signal} ({name})"
 
 
-class Zygote:
+class ForkServerClient:
     """Makes worker processes; make one with `start`. For one thread; `fileno` and `poll` fit into a select loop.
 
     Whatever happens to the controller, nothing is left behind: a killed controller closes the life pipe, on which
-    workers end by themselves within `orphan_grace_s` or are killed; a killed zygote takes its children along.
+    workers end by themselves within `orphan_grace_s` or are killed; a killed fork server takes its children along.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Zygote:
         self._lines = b""
         self._orphan_grace_s = orphan_grace_s
         self._ready = self._stopped = False
-        self.num_threads = 0  # of the zygote, known once ready
+        self.num_threads = 0  # of the fork server, known once ready
 
     @classmethod
     def start(
@@ -85,17 +85,18 @@ class Zygote:
         scratch: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         here: bool = False,
-    ) -> Zygote:
-        """Launch the zygote and return at once; it imports `preload` meanwhile.
+    ) -> ForkServerClient:
+        """Launch the fork server and return at once; it imports `preload` meanwhile.
 
         Args:
             target: "module:function", called in each worker with its spec plus `rank` and `life_fd`.
-            preload: modules that the zygote imports, so that workers need not. With "spawn" nothing is preloaded.
+            preload: modules that the fork server imports, so that workers need not. With "spawn" nothing is preloaded.
             method: "fork" (milliseconds per worker) or "spawn" (a fresh interpreter each, for devices that cannot).
             orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
             scratch: directories (of sockets) that are deleted when the last worker has ended.
-            env: environment variables added for the zygote and all workers.
-            here: this process has done nothing yet but import: the zygote may be a fork of it, and need not import that
+            env: environment variables added for the fork server and all workers.
+            here: this process has done nothing yet but import: the fork server may be a fork of it, and need not import
+            that
                 again. With threads, with `env` and with "spawn" it is an interpreter of its own all the same.
         """
         if method not in ("fork", "spawn"):
@@ -118,8 +119,8 @@ class Zygote:
         os.close(life_theirs)
         os.set_blocking(notices, False)
         folders = [str(Path(path).absolute()) for path in scratch]
-        zygote = cls(process, ours, notices, life, folders, orphan_grace_s)
-        zygote._send(
+        client = cls(process, ours, notices, life, folders, orphan_grace_s)
+        client._send(
             {
                 "sys_path": [path or os.getcwd() for path in sys.path],
                 "preload": list(preload) if method == "fork" else [],
@@ -127,20 +128,20 @@ class Zygote:
                 "target": target,
                 "life_fd": life_theirs,
                 "orphan_grace_s": orphan_grace_s,
-                "scratch": zygote._scratch,
+                "scratch": client._scratch,
             }
         )
-        return zygote
+        return client
 
     @property
     def pid(self) -> int:
-        """Process id of the zygote itself."""
+        """Process id of the fork server itself."""
         return self._process.pid
 
     def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
         """Wait until everything is imported. RunError with the traceback when an import failed."""
         if self._stopped:
-            raise RunError("the zygote was stopped")
+            raise RunError("the fork server was stopped")
         if self._ready:
             return
         answer = self._receive(timeout_s)
@@ -151,7 +152,9 @@ class Zygote:
         self._ready = True
 
     def spawn(self, rank: int, spec: Mapping[str, Any]) -> int:
-        """Make the worker `rank`; its process id. `spec` must be plain JSON data. Waits until the zygote is ready."""
+        """Make the worker `rank`; its process id. `spec` must be plain JSON data. Waits until the fork server is
+        ready.
+        """
         self.ready()
         return int(self._ask({"spawn": rank, "spec": dict(spec)})["pid"])
 
@@ -171,14 +174,16 @@ class Zygote:
         return self._notices
 
     def poll(self) -> list[Exited]:
-        """The workers that have ended since the last call; never blocks. RunError when the zygote itself has died."""
+        """The workers that have ended since the last call; never blocks. RunError when the fork server itself has
+        died.
+        """
         exits, ended = self._read_exits()
         if ended and not exits:
             raise self._died()
         return exits
 
     def _read_exits(self) -> tuple[list[Exited], bool]:
-        """What the zygote has reported, and whether it has closed its end."""
+        """What the fork server has reported, and whether it has closed its end."""
         ended = False
         try:
             while data := os.read(self._notices, 65536):
@@ -191,7 +196,7 @@ class Zygote:
         return [Exited(it["exited"], it["pid"], it["code"], it["signal"]) for it in notices], ended
 
     def stop(self, grace_s: float = 2.0) -> list[Exited]:
-        """End all workers (SIGTERM, after `grace_s` seconds SIGKILL) and the zygote; idempotent.
+        """End all workers (SIGTERM, after `grace_s` seconds SIGKILL) and the fork server; idempotent.
 
         Returns the exits that `poll` has not reported yet. Afterwards no process is left.
         """
@@ -222,14 +227,14 @@ class Zygote:
             self._process.wait(self._orphan_grace_s + _ORDER_TIMEOUT_S)
         self._bury()
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> ForkServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _abandon(self) -> None:
-        """Kill the zygote if it still runs, and close our ends."""
+        """Kill the fork server if it still runs, and close our ends."""
         self._stopped = True
         self._orders.close()
         os.close(self._life)
@@ -245,13 +250,15 @@ class Zygote:
     def _died(self) -> RunError:
         code = self._process.wait()
         how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-        return RunError(f"the zygote (pid {self.pid}), parent of all workers, ended {how}; its workers ended with it")
+        return RunError(
+            f"the fork server (pid {self.pid}), parent of all workers, ended {how}; its workers ended with it"
+        )
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
         self._send(order)
         answer = self._receive(_ORDER_TIMEOUT_S)
         if "error" in answer:
-            raise RunError(f"the zygote could not do what was asked:\n{answer['error']}")
+            raise RunError(f"the fork server could not do what was asked:\n{answer['error']}")
         return answer
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -265,7 +272,7 @@ class Zygote:
         while b"\n" not in self._answers:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._orders], [], [], left)[0]:
-                raise RunError(f"the zygote (pid {self.pid}) did not answer within {timeout_s:g} s")
+                raise RunError(f"the fork server (pid {self.pid}) did not answer within {timeout_s:g} s")
             try:
                 data = self._orders.recv(65536)
             except ConnectionError:
@@ -278,7 +285,7 @@ class Zygote:
 
 
 def _interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
-    """A zygote that begins with nothing. fds: of orders, of notices, and the one that workers inherit."""
+    """A fork server that begins with nothing. fds: of orders, of notices, and the one that workers inherit."""
     environment = {**os.environ, **env}
     if method == "fork":
         # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.

@@ -1,5 +1,5 @@
-"""What makes, signals and reports a run's workers, wherever they run: on this machine by the zygote, on others by
-agents. Without agents it is the zygote and nothing else."""
+"""What makes, signals and reports a run's workers, wherever they run: on this machine by the fork server, on others by
+agents. Without agents it is the fork server and nothing else."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 
 
 class Launcher:
     """For one thread; `fileno` and `poll` fit into a select loop.
 
     Args:
-        zygote: makes the workers of this machine; stopped by `stop`.
+        fork server: makes the workers of this machine; stopped by `stop`.
         agents: those of other machines, or None.
     """
 
-    def __init__(self, zygote: Zygote, agents: Agents | None = None) -> None:
-        self._zygote, self._agents = zygote, agents
+    def __init__(self, fork_server: ForkServerClient, agents: Agents | None = None) -> None:
+        self._fork_server, self._agents = fork_server, agents
         self._homes: dict[int, Agent | None] = {}  # where the living ranks are; None: here. Unused without agents
         self._selector: selectors.BaseSelector | None = None
         if agents is not None:
             self._selector = selectors.DefaultSelector()
-            self._selector.register(zygote, selectors.EVENT_READ)
+            self._selector.register(fork_server, selectors.EVENT_READ)
             self._selector.register(agents, selectors.EVENT_READ)
 
     @property
@@ -84,12 +84,12 @@ class Launcher:
         self._homes[rank] = min(free, key=lambda agent: Fraction(taken[agent.peer] + 1, agent.capacity), default=None)
 
     def ready(self) -> None:
-        """Wait until this machine's zygote has imported everything.
+        """Wait until this machine's fork server has imported everything.
 
         Raises:
             RunError: an import failed.
         """
-        self._zygote.ready()
+        self._fork_server.ready()
 
     def spawn(self, rank: int, spec: Mapping[str, Any]) -> int | None:
         """Start worker `rank` where it has its place; a newcomer gets one. `spec` is plain data.
@@ -100,7 +100,7 @@ class Launcher:
             self._find_place(rank)
         home = self._homes.get(rank)
         if home is None:
-            return self._zygote.spawn(rank, spec)
+            return self._fork_server.spawn(rank, spec)
         assert self._agents is not None
         self._agents.spawn(home, rank, spec)
         return None
@@ -114,36 +114,38 @@ class Launcher:
             self._agents.look()
         home = self._homes.get(rank)
         if home is None:
-            return self._zygote.signal(rank, number)
+            return self._fork_server.signal(rank, number)
         assert self._agents is not None
         if number == 0:
-            self._zygote.signal(rank, 0)
+            self._fork_server.signal(rank, 0)
             return rank in home.ranks
         return self._agents.signal(home, rank, number)
 
     def fileno(self) -> int:
         """Readable when `poll` may have something to say."""
-        return self._zygote.fileno() if self._selector is None else self._selector.fileno()  # pyright: ignore
+        return self._fork_server.fileno() if self._selector is None else self._selector.fileno()  # pyright: ignore
 
     def poll(self) -> list[Exited]:
-        """The workers that have ended since the last call; never blocks. RunError when this machine's zygote died."""
-        exits = self._zygote.poll()
+        """The workers that have ended since the last call; never blocks. RunError when this machine's fork server
+        died.
+        """
+        exits = self._fork_server.poll()
         if self._agents is not None:
             exits += self._agents.poll()
             self._forget(exits)
         return exits
 
     def stop(self, grace_s: float = 2.0) -> list[Exited]:
-        """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), agents and the zygote; idempotent.
+        """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), agents and the fork server; idempotent.
 
         Returns the exits that `poll` has not reported yet.
         """
         agents, self._agents = self._agents, None
         if agents is None:
-            return self._zygote.stop(grace_s)
+            return self._fork_server.stop(grace_s)
         agents.end(grace_s)  # all machines at once
         try:
-            exits = self._zygote.stop(grace_s)
+            exits = self._fork_server.stop(grace_s)
         finally:
             exits_elsewhere = agents.close()
             if self._selector is not None:

@@ -1,7 +1,7 @@
-"""The layer programs of one worker: each layer runs forward and backward by itself, on one unit.
+"""The layer programs of one worker: each layer runs forward and backward by itself, on one micro-batch.
 
-A layer's input is cut off from the graph before it, so a unit's layer is a program of fixed shapes with the same bits
-wherever it runs, and its gradient can leave as soon as it is done.
+A layer's input is cut off from the graph before it, so a micro-batch's layer is a program of fixed shapes with the same
+bits wherever it runs, and its gradient can leave as soon as it is done.
 """
 
 from __future__ import annotations
@@ -100,55 +100,55 @@ class StagePrograms:
 
     @property
     def forwarded(self) -> frozenset[int]:
-        """Units that have been run forward through all layers, and not yet backward."""
-        return frozenset(unit for layer, unit in self._saved if layer == max(self._modules))
+        """Micro-batches that have been run forward through all layers, and not yet backward."""
+        return frozenset(microbatch for layer, microbatch in self._saved if layer == max(self._modules))
 
     def discard_all(self) -> None:
-        """Gives up what was saved of any unit."""
+        """Gives up what was saved of any micro-batch."""
         self._saved.clear()
         self._losses.clear()
 
-    def discard(self, unit: int) -> None:
-        """Gives up what was saved of a unit."""
-        for key in [k for k in self._saved if k[1] == unit]:
+    def discard(self, microbatch: int) -> None:
+        """Gives up what was saved of a micro-batch."""
+        for key in [k for k in self._saved if k[1] == microbatch]:
             del self._saved[key]
-        self._losses.pop(unit, None)
+        self._losses.pop(microbatch, None)
 
-    def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         """Runs a layer, keeping what its backward needs. Returns its output, detached.
 
         Args:
-            x: the unit's token ids [B, T] for layer 0, else the output of the layer before.
+            x: the micro-batch's token ids [B, T] for layer 0, else the output of the layer before.
             batch: needed by the last layer only, for the loss.
         """
         x = x.detach()
         if x.is_floating_point():
             x.requires_grad_()
-        run = partial(self._run_saving, layer, unit, x, keys, batch)
+        run = partial(self._run_saving, layer, microbatch, x, keys, batch)
         y = run() if layer in self.memory else self.memory.weigh(layer, x, self._values[layer].flat, run)
         return y.detach()
 
-    def _run_saving(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _run_saving(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         if self._checkpointing:
             with torch.no_grad():
-                y = self._run(layer, unit, x, keys, batch)
-            self._saved[layer, unit] = Saved(x, None, keys)
+                y = self._run(layer, microbatch, x, keys, batch)
+            self._saved[layer, microbatch] = Saved(x, None, keys)
         else:
-            y = self._run(layer, unit, x, keys, batch)
-            self._saved[layer, unit] = Saved(x, y, keys)
+            y = self._run(layer, microbatch, x, keys, batch)
+            self._saved[layer, microbatch] = Saved(x, y, keys)
         return y
 
     def backward(
-        self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
     ) -> Tensor | None:
-        """Makes the unit's gradient of the layer, in `into`; returns the gradient by the layer's input.
+        """Makes the micro-batch's gradient of the layer, in `into`; returns the gradient by the layer's input.
 
         Args:
             dy: gradient by the output; None for the last layer, whose output is the loss.
             add: add to what is in `into` (fp32 compute only), instead of overwriting it.
         """
-        saved = self._saved.pop((layer, unit))
-        y = saved.y if saved.y is not None else self._run(layer, unit, saved.x, saved.keys.again(), batch)
+        saved = self._saved.pop((layer, microbatch))
+        y = saved.y if saved.y is not None else self._run(layer, microbatch, saved.x, saved.keys.again(), batch)
         parameters = self._values[layer].parameters
         if add:
             for parameter, view in zip(parameters, into.views, strict=True):
@@ -162,22 +162,22 @@ class StagePrograms:
             assert not add or parameter.grad is view
             parameter.grad = None
         if layer == self._last:
-            loss = self._losses.pop(unit)
+            loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
         if saved.x.requires_grad and saved.x.grad is None:
             return torch.zeros_like(saved.x)
         return saved.x.grad
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        """Runs a layer for validation: no graph. The last layer gives the unit's token-sum loss."""
+        """Runs a layer for validation: no graph. The last layer gives the micro-batch's token-sum loss."""
         with torch.no_grad():
             return self._call(layer, x, keys, batch)
 
-    def _run(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _run(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         y = self._call(layer, x, keys, batch)
         if layer == self._last:
             y = y * self._loss_scale
-            self._losses[unit] = y.detach()
+            self._losses[microbatch] = y.detach()
         return y
 
     def _call(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
@@ -206,7 +206,7 @@ class StagePrograms:
 
 
 def checked_loss(loss: Tensor) -> Tensor:
-    """A unit's loss, fp32.
+    """A micro-batch's loss, fp32.
 
     Raises:
         ModelError: it is not one number.

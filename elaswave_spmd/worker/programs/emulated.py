@@ -3,8 +3,9 @@
 Processes, links, protocol, placement and bytes are real; only arithmetic is replaced. So scheduling can be measured
 with many more workers than there are cores. What is timed on it is a figure of an emulation, and called so.
 
-What a program returns is a function of what it was given: the unit, the layer, a hash of its input and of the layer's
-parameters. A unit that is sent astray, run twice, or run with parameters of another version changes bits.
+What a program returns is a function of what it was given: the micro-batch, the layer, a hash of its input and of the
+layer's parameters. A micro-batch that is sent astray, run twice, or run with parameters of another version changes
+bits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class EmulatedDevice:
     """How long programs take on one worker.
 
     Args:
-        forward_s, backward_s: seconds of one unit through a layer of cost 1, at speed 1.
+        forward_s, backward_s: seconds of one micro-batch through a layer of cost 1, at speed 1.
         layer_costs: relative cost of each layer; () for 1 each.
         speed: of the step -> how fast this worker is at the moment, 1 being as configured. Asked before every program.
     """
@@ -64,24 +65,24 @@ class EmulatedPrograms(StagePrograms):
         self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
         self._forms: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], torch.dtype]] = {}
 
-    def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
-        y = self._output(layer, unit, x, keys, batch)
-        self._saved[layer, unit] = Saved(x, y, keys)
+        y = self._output(layer, microbatch, x, keys, batch)
+        self._saved[layer, microbatch] = Saved(x, y, keys)
         self.memory.note(layer, x.nbytes, y.nbytes)
         if layer == self._last:
-            self._losses[unit] = y
+            self._losses[microbatch] = y
         _sleep_until(ends)
         return y
 
     def backward(
-        self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
     ) -> Tensor | None:
-        saved = self._saved.pop((layer, unit))
+        saved = self._saved.pop((layer, microbatch))
         ends = time.monotonic() + self._device.seconds(layer, int(saved.keys.step), backward=True)
         # By the output that the forward had, and the gradient that came: whoever has other ones gets other bits.
         assert saved.y is not None
-        draw = _draw(b"backward", unit, layer, saved.y, *(() if dy is None else (dy,)))
+        draw = _draw(b"backward", microbatch, layer, saved.y, *(() if dy is None else (dy,)))
         gradients = [_keyed(draw, tuple(view.shape), _GRADIENT_SCALE) for view in into.views]
         if add:
             for view, gradient in zip(into.views, gradients, strict=True):
@@ -89,7 +90,7 @@ class EmulatedPrograms(StagePrograms):
         else:
             into.set(gradients)
         if layer == self._last:
-            loss = self._losses.pop(unit)
+            loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
         dx = None
         if saved.x.is_floating_point():
@@ -103,9 +104,9 @@ class EmulatedPrograms(StagePrograms):
         _sleep_until(ends)
         return y
 
-    def _output(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _output(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         shape, dtype = self._form(layer, x, keys, batch)
-        draw = _draw(b"forward" + self._hash_of(layer), unit, layer, x.contiguous())
+        draw = _draw(b"forward" + self._hash_of(layer), microbatch, layer, x.contiguous())
         if layer == self._last:  # a loss of one nat a token, more or less, as a share of the batch's mean
             assert batch is not None
             return (_keyed(draw, (), 0.1) + 1.0) * (batch.tokens.numel() * self._loss_scale)
@@ -127,9 +128,9 @@ class EmulatedPrograms(StagePrograms):
         return self._forms[key]
 
 
-def _draw(kind: bytes, unit: int, layer: int, *tensors: Tensor) -> np.random.Generator:
+def _draw(kind: bytes, microbatch: int, layer: int, *tensors: Tensor) -> np.random.Generator:
     """Random numbers that are a function of all of this."""
-    found = hashlib.blake2b(kind, digest_size=16, key=unit.to_bytes(8, "little") + layer.to_bytes(8, "little"))
+    found = hashlib.blake2b(kind, digest_size=16, key=microbatch.to_bytes(8, "little") + layer.to_bytes(8, "little"))
     for tensor in tensors:
         found.update(_bytes_of(tensor))
     return np.random.Generator(np.random.Philox(key=int.from_bytes(found.digest(), "little")))

@@ -1,8 +1,8 @@
 """Layer programs made by torch.compile: each layer forward, backward and evaluation, compiled before the first step.
 
 A layer is traced as a function of tensors alone (parameters, input, keys), so layers that are alike share one program,
-and no step, unit or change of the mesh needs another one. Every worker compiles the programs of all layers: which of
-them it runs changes while a run goes on.
+and no step, micro-batch or change of the mesh needs another one. Every worker compiles the programs of all layers:
+which of them it runs changes while a run goes on.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CompiledPrograms(StagePrograms):
         Args:
             modules: every layer, first to last; parameters may be on the meta device. They are of no use afterwards.
             layout: of the model.
-            tokens_BT: shape of a unit.
+            tokens_BT: shape of a micro-batch.
             dtype: of parameters and activations.
             compiled: told the name of each layer when its programs are there.
 
@@ -102,7 +102,7 @@ class CompiledPrograms(StagePrograms):
                 ) from error
             compiled(layer.name)
         self.bind({}, {})
-        self.memory = LayerMemory()  # what was weighed is of no unit
+        self.memory = LayerMemory()  # what was weighed is of no micro-batch
 
     def _try(self, layer: int, x: Tensor, keys: Keys, batch: Batch, into: GradientBuffer) -> Tensor:
         """Evaluates a layer and trains it once. Returns its output: the next one's input."""

@@ -52,7 +52,9 @@ class LayerPrograms:
 
 @dataclass
 class Kept:
-    """A unit's forward on the island, for its backward. No residuals: when checkpointing, the forward is run again."""
+    """A micro-batch's forward on the island, for its backward. No residuals: when checkpointing, the forward is run
+    again.
+    """
 
     given: list[Tensor]
     residuals: list[Tensor] | None
@@ -101,7 +103,7 @@ class XlaPrograms(StagePrograms):
         Args:
             modules: every layer, first to last; parameters may be on the meta device.
             layout: of the model.
-            tokens_BT: shape of a unit.
+            tokens_BT: shape of a micro-batch.
             dtype: of parameters and activations.
             compiled: told the name of each layer when its programs are there.
 
@@ -202,27 +204,27 @@ class XlaPrograms(StagePrograms):
         super().discard_all()
         self._kept.clear()
 
-    def discard(self, unit: int) -> None:
-        super().discard(unit)
-        for key in [k for k in self._kept if k[1] == unit]:
+    def discard(self, microbatch: int) -> None:
+        super().discard(microbatch)
+        for key in [k for k in self._kept if k[1] == microbatch]:
             del self._kept[key]
 
-    def forward(self, layer: int, unit: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         given = self._given(layer, x, keys, batch)
         y, *residuals = self._island.run(self._programs[layer].forward, given)
-        self._saved[layer, unit] = Saved(given[-1], None, keys)  # it says which units were run forward
-        self._kept[layer, unit] = kept = Kept(given, None if self._checkpointing else residuals)
+        self._saved[layer, microbatch] = Saved(given[-1], None, keys)  # it says which micro-batches were run forward
+        self._kept[layer, microbatch] = kept = Kept(given, None if self._checkpointing else residuals)
         held = [given[len(self._programs[layer].graded)], *(kept.residuals or ())]
         self.memory.note(layer, sum(value.nbytes for value in held), y.nbytes)
         if layer == self._last:
-            self._losses[unit] = y
+            self._losses[microbatch] = y
         return self._out(y, layer == max(self._modules))
 
     def backward(
-        self, layer: int, unit: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
+        self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
     ) -> Tensor | None:
-        del self._saved[layer, unit]
-        kept, programs = self._kept.pop((layer, unit)), self._programs[layer]
+        del self._saved[layer, microbatch]
+        kept, programs = self._kept.pop((layer, microbatch)), self._programs[layer]
         made: list[Tensor] = []
         if programs.backward is not None:
             ends = [] if dy is None else [self._there(dy)]
@@ -230,7 +232,7 @@ class XlaPrograms(StagePrograms):
             residuals = self._island.run(programs.forward, kept.given)[1:] if kept.residuals is None else kept.residuals
             made = self._island.run(programs.backward, [*kept.given, *residuals, *ends])
         dx = made.pop(0) if programs.has_dx else None
-        losses = [self._losses.pop(unit)] if layer == self._last else []
+        losses = [self._losses.pop(microbatch)] if layer == self._last else []
         host = iter(self._island.fetch([*made, *losses]))
         gradients = [next(host) if graded else None for graded in programs.graded]
         if add:

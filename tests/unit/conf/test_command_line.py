@@ -93,7 +93,7 @@ def test_exit_codes(
         "train.steps=",
         "optim.lr=-1",
         "train.global_batch=0",
-        "unit.size=5",
+        "train.microbatch_size=5",
         "model.dropout=-0.1",
         "data=text",
         "train.resume=runs/a",

@@ -24,9 +24,10 @@ FOLDER = Path(conf.__file__).parent
 CHOICES = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.yaml"))]
 
 NAMES = """
-seed run.dir run.tensorboard train.steps train.global_batch train.seq_len train.validate_every train.validate_units
-train.resume unit.size page.size model.layers model.d_model model.heads model.dropout model.target model.args
-optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
+seed run.dir run.tensorboard train.steps train.global_batch train.seq_len train.validate_every
+train.validate_microbatches train.microbatch_size
+train.resume train.microbatch_size page.size model.layers model.d_model model.heads model.dropout model.target
+model.args optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.eps optim.schedule optim.warmup_steps
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
 runtime.activation_checkpointing runtime.compile runtime.collectives mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp
@@ -35,7 +36,7 @@ elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every c
 timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start
 timeouts.join timeouts.leave timeouts.controller timeouts.group timeouts.shutdown
 chaos.events chaos.random chaos.seed chaos.rate elastic.evict_slower_than
-schedule.dataflow schedule.graph schedule.stages schedule.memory_limit schedule.every
+schedule.microbatches schedule.layers schedule.stages schedule.memory_limit schedule.every
 schedule.window schedule.min_gain schedule.patience schedule.moves schedule.pages schedule.profile
 schedule.bandwidth schedule.latency schedule.frequency schedule.f_min schedule.f_max
 schedule.f_margin run.trace

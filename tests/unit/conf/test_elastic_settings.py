@@ -26,7 +26,7 @@ from elaswave_spmd.conf.schema import (
     from_config,
 )
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.worker.fault_points import Point
+from elaswave_spmd.worker.fault_points import FaultPoint
 
 EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
 ranks = st.just(ANY) | st.integers(0, 2**20) | st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
@@ -64,7 +64,7 @@ def test_chaos_as_it_is_typed() -> None:
 
 
 def test_the_points_of_chaos_are_those_that_a_worker_passes() -> None:
-    assert set(CHAOS_POINTS) == {point.value for point in Point} | {ANY}
+    assert set(CHAOS_POINTS) == {point.value for point in FaultPoint} | {ANY}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from elaswave_spmd.conf.schema import (
     Settings,
     Timeouts,
     TrainSettings,
-    UnitSettings,
 )
 from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
@@ -49,8 +48,8 @@ def nested(name: str, value: object) -> dict[str, Any]:
 
 
 BAD = [
-    ("elastic.evict_slower_than", 1.0), ("elastic.evict_slower_than", -0.1), ("schedule.dataflow", "yes"),
-    ("schedule.graph", 1), ("schedule.stages", None), ("schedule.memory_limit", 0), ("schedule.every", 0),
+    ("elastic.evict_slower_than", 1.0), ("elastic.evict_slower_than", -0.1), ("schedule.microbatches", "yes"),
+    ("schedule.layers", 1), ("schedule.stages", None), ("schedule.memory_limit", 0), ("schedule.every", 0),
     ("schedule.window", 0), ("schedule.min_gain", 1.0), ("schedule.patience", 0), ("schedule.profile", ""),
     ("schedule.moves", "dead"), ("schedule.moves", None), ("schedule.pages", "shuffled"), ("schedule.pages", 1),
     ("schedule.bandwidth", 0), ("schedule.latency", -1), ("schedule.frequency", "acpi"), ("schedule.frequency", None),
@@ -74,8 +73,9 @@ BAD = [
     ("optim.betas", [0.9, 1.0]), ("optim.eps", 0), ("optim.momentum", 1.0), ("optim.schedule", "step"),
     ("optim.warmup_steps", -1), ("optim.final_lr_ratio", -0.5), ("optim.max_skipped", 0.5),
     ("train.steps", 0), ("train.steps", -3), ("train.steps", ""), ("train.steps", 1e3), ("train.global_batch", 0),
-    ("train.seq_len", -1), ("train.validate_every", -1), ("train.validate_units", 0), ("train.resume", ""),
-    ("unit.size", 0), ("unit.size", ""), ("unit.size", None), ("page.size", 0), ("page.size", 100),
+    ("train.seq_len", -1), ("train.validate_every", -1), ("train.validate_microbatches", 0), ("train.resume", ""),
+    ("train.microbatch_size", 0), ("train.microbatch_size", ""), ("train.microbatch_size", None),
+    ("page.size", 0), ("page.size", 100),
     ("runtime.device", "tpu"), ("runtime.threads_per_worker", 0), ("runtime.dtype", "fp16"),
     ("runtime.transport", "gloo"), ("runtime.activation_checkpointing", "yes"),
     ("runtime.compile", "yes"), ("runtime.compile", 1), ("runtime.collectives", "nccl"), ("runtime.collectives", None),
@@ -147,23 +147,23 @@ def test_a_section_is_a_group(value: object) -> None:
         Settings.from_dict({"model": value})
 
 
-def test_units_divide_the_batch() -> None:
+def test_microbatches_divide_the_batch() -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings(train=TrainSettings(global_batch=12), unit=UnitSettings(5))
-    assert caught.value.where == "unit.size=5 train.global_batch=12"
-    assert caught.value.exists == "unit.size of 1, 2, 3, 4, 6, 12"
-    assert caught.value.fix == "unit.size=4, or train.global_batch=15"
+        Settings(train=TrainSettings(global_batch=12, microbatch_size=5))
+    assert caught.value.where == "train.microbatch_size=5 train.global_batch=12"
+    assert caught.value.exists == "train.microbatch_size of 1, 2, 3, 4, 6, 12"
+    assert caught.value.fix == "train.microbatch_size=4, or train.global_batch=15"
 
 
 @given(batch=st.integers(1, 10_000), size=st.integers(1, 10_000))
-def test_units_and_batch(batch: int, size: int) -> None:
-    train, unit = TrainSettings(global_batch=batch), UnitSettings(size)
+def test_microbatches_and_batch(batch: int, size: int) -> None:
+    train = TrainSettings(global_batch=batch, microbatch_size=size)
     if batch % size == 0:
-        assert Settings(train=train, unit=unit).num_units * size == batch
+        assert Settings(train=train).num_microbatches * size == batch
     else:
         with pytest.raises(ConfigError) as caught:
-            Settings(train=train, unit=unit)
-        advised = int(caught.value.fix.partition(",")[0].removeprefix("unit.size="))
+            Settings(train=train)
+        advised = int(caught.value.fix.partition(",")[0].removeprefix("train.microbatch_size="))
         assert batch % advised == 0
 
 

@@ -1,4 +1,4 @@
-"""Made-up workers in the zygote's place, for tests of the controller: real links, no processes, no training."""
+"""Made-up workers in the fork server's place, for tests of the controller: real links, no processes, no training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _OverError(Exception):
 
 
 class Workers:
-    """In the zygote's place: two workers that do what `script` says once both have been asked for.
+    """In the fork server's place: two workers that do what `script` says once both have been asked for.
 
     A script that waits for what the controller says is a `story`: it has a thread of its own.
     """
@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.ended: list[Exited] = []  # what `poll` says next
-        self.unreaped: list[Exited] = []  # what the zygote would find if it looked now
+        self.unreaped: list[Exited] = []  # what the fork server would find if it looked now
         self.killed: list[int] = []  # by the controller
         self.stopped = False
         self.specs: dict[int, dict[str, Any]] = {}
@@ -159,7 +159,7 @@ class Story:
             for message in self.workers.take(rank):
                 self.heard.setdefault(rank, []).append(message)
                 if isinstance(message, m.Prepare) and rank not in self.mute:
-                    self.workers.say(m.Status(message.epoch, rank, self.versions.get(rank, 0)))
+                    self.workers.say(m.StepReport(message.epoch, rank, self.versions.get(rank, 0)))
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + _PATIENCE_S
@@ -170,8 +170,8 @@ class Story:
             time.sleep(0.005)
             self.listen()
 
-    def places(self, rank: int) -> list[m.Place]:
-        return [message for message in self.heard.get(rank, ()) if isinstance(message, m.Place)]
+    def places(self, rank: int) -> list[m.Reconfigure]:
+        return [message for message in self.heard.get(rank, ()) if isinstance(message, m.Reconfigure)]
 
     def prepares(self, rank: int) -> list[m.Prepare]:
         return [message for message in self.heard.get(rank, ()) if isinstance(message, m.Prepare)]
@@ -181,7 +181,7 @@ class Story:
         self.workers.start(*ranks)
         self.until(lambda: all(self.places(rank) for rank in ranks))
 
-    def until_epoch(self, rank: int, members: set[int]) -> m.Place:
+    def until_epoch(self, rank: int, members: set[int]) -> m.Reconfigure:
         """Waits until a worker has a place in a mesh of exactly these."""
         self.until(lambda: self.places(rank) and {r for s in self.places(rank)[-1].stages for r in s} == members)
         return self.places(rank)[-1]
@@ -230,8 +230,7 @@ def settings_in(folder: Path, steps: int = 2, timeouts: dict[str, float] | None 
             "mesh": {"dp": 2},
             "model": {"target": "mlp", "layers": 1, "d_model": 8, "heads": 1},
             "data": {"name": "text", "path": str(folder / "text.txt"), "cache": str(folder / "cache")},
-            "train": {"seq_len": 8, "global_batch": 4, "steps": steps},
-            "unit": {"size": 2},
+            "train": {"seq_len": 8, "global_batch": 4, "microbatch_size": 2, "steps": steps},
             "elastic": elastic or {},
             "timeouts": timeouts or {},
             "run": {"dir": str(folder / "run"), "tensorboard": False},

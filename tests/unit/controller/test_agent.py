@@ -1,4 +1,4 @@
-"""What an agent does when it is told of the run, with a made-up zygote and no controller."""
+"""What an agent does when it is told of the run, with a made-up fork server and no controller."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.unit.controller.made_up_workers import settings_in
 def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its zygote is started before anything is known of the run."""
+    """Its fork server is started before anything is known of the run."""
     settings: Settings = settings_in(tmp_path, timeouts={"controller": 50.0, "shutdown": 70.0})
     data = prepare_data(data_spec(settings))
     told: list[Any] = []
-    zygote = SimpleNamespace(pid=0, ready=lambda: told.append("ready"), set_orphan_grace=told.append)
+    fork_server = SimpleNamespace(pid=0, ready=lambda: told.append("ready"), set_orphan_grace=told.append)
     links = SimpleNamespace(send=lambda peer, header: told.append(am.decode(header)))
     monkeypatch.setattr(module, "make_room", lambda workers: None)
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, zygote), {})
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), {})
     agent._prepare(2, settings, data)
     assert told == ["ready", 120.0, am.Prepared()]

@@ -29,16 +29,16 @@ from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 USES = [LayerUse(name, (ParameterInfo(f"{name}.w", (64,)),)) for name in "ab"]
 LAYOUT = lay_out(USES, page_size=64)
-HOLDERS = {
+REPLICAS = {
     layer.index: tuple(
-        HolderRun(layer.index, block.first_page, block.first_page + block.num_pages, 2 * layer.index, holders)
+        ReplicaSet(layer.index, block.first_page, block.first_page + block.num_pages, 2 * layer.index, replicas)
         for block in layer.blocks
     )
-    for layer, holders in zip(LAYOUT.layers, (frozenset({0, 1}), frozenset({2})), strict=True)
+    for layer, replicas in zip(LAYOUT.layers, (frozenset({0, 1}), frozenset({2})), strict=True)
 }
 
 
@@ -47,7 +47,7 @@ class World:
 
     def __init__(self, folder: Path, elastic: ElasticSettings) -> None:
         mesh = Mesh.initial(MeshShape.of_stages((2, 1)))
-        placement = Placement(mesh, 4, (0, 1, 2), ((2, 2), (4,)), Shardings(), holders=HOLDERS)
+        placement = Placement(mesh, 4, (0, 1, 2), ((2, 2), (4,)), Shardings(), replicas=REPLICAS)
         self.protocol = ControllerProtocol(placement, LAYOUT, 9)
         self.workers: dict[int, int | None] = {0: 100, 1: 101, 2: None}
         self.effects: list[Effect] = []
@@ -148,9 +148,9 @@ def test_status_of_a_loss_that_json_has_no_number_for(world: World) -> None:
 
 
 def test_learners_are_named(world: World) -> None:
-    (run,) = HOLDERS[0]
-    learning = {**HOLDERS, 0: (dataclasses.replace(run, learners=frozenset({2})),)}
-    world.protocol.placement = dataclasses.replace(world.protocol.placement, holders=learning)
+    (run,) = REPLICAS[0]
+    learning = {**REPLICAS, 0: (dataclasses.replace(run, learners=frozenset({2})),)}
+    world.protocol.placement = dataclasses.replace(world.protocol.placement, replicas=learning)
     assert world.ask(command="status")["learners"] == [2]
 
 

@@ -17,7 +17,7 @@ from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.transport import links
 from elaswave_spmd.runtime.transport.links import Links, socket_directory
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run
@@ -46,8 +46,8 @@ def end(planned: tuple[RunPlan, PreparedData], scratch: str, tmp_path: Path) -> 
     def run(script: Script, start_timeout_s: float = 60.0) -> tuple[object, str]:
         workers = Workers(script)
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
-        zygote = cast(Zygote, workers)
-        controller = Controller(*planned, zygote, observer, scratch, start_timeout_s=start_timeout_s)
+        fork_server = cast(ForkServerClient, workers)
+        controller = Controller(*planned, fork_server, observer, scratch, start_timeout_s=start_timeout_s)
         with observer, pytest.raises((Exception, KeyboardInterrupt)) as caught:
             controller.run()
         workers.stop()
@@ -147,14 +147,14 @@ def test_pages_that_never_came_are_missed(end) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Workers]:
-    """The zygotes that `controller.run` starts."""
+    """The fork servers that `controller.run` starts."""
     found: list[Workers] = []
 
     def start(*_: object, **__: object) -> Workers:
         found.append(Workers(lambda workers: None))
         return found[-1]
 
-    monkeypatch.setattr(module.Zygote, "start", start)
+    monkeypatch.setattr(module.ForkServerClient, "start", start)
     return found
 
 

@@ -19,7 +19,7 @@ from elaswave_spmd.run_dir import RunDir, RunObserver, read_events, read_metrics
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
 from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.transport.links import socket_directory
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.optimizers import AdamW
@@ -62,8 +62,8 @@ def told(scratch: str, tmp_path: Path) -> Callable[..., Told]:
         plan = plan_run(settings, data)
         story = Story(lambda story: tell(story, plan.description.layout))
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
-        zygote = cast(Zygote, story.workers)
-        controller = Controller(plan, data, zygote, observer, scratch, start_timeout_s=start_timeout_s)
+        fork_server = cast(ForkServerClient, story.workers)
+        controller = Controller(plan, data, fork_server, observer, scratch, start_timeout_s=start_timeout_s)
         error = None
         try:
             with observer:
@@ -93,7 +93,7 @@ def test_a_run_goes_on_after_one_loss(told: Callable[..., Told]) -> None:
         one_step(story)
         story.kill(1)
         place = story.until_epoch(0, {0})
-        assert (place.stages, place.unit_counts) == (((0,),), ((2,),)) and place.addresses.keys() == {0}
+        assert (place.stages, place.microbatch_counts) == (((0,),), ((2,),)) and place.addresses.keys() == {0}
         assert story.prepares(0)[0] == m.Prepare(1, -1), "at once"
         story.workers.end(Exited(rank=1, pid=71, code=None, signal=9))  # said twice, it is one loss
         the_rest(story, layout, 0)
@@ -213,7 +213,7 @@ def test_the_last_worker_ends_the_run(told: Callable[..., Told]) -> None:
     assert not (run.folder / "summary.json").exists()
 
 
-def write(story: Story, rank: int, layout: ModelLayout, place: m.Place) -> None:
+def write(story: Story, rank: int, layout: ModelLayout, place: m.Reconfigure) -> None:
     """A worker that has all pages writes them, all zeros, and says so."""
     orders = story.workers.specs[rank]["checkpoints"]
     runs = [
@@ -369,7 +369,7 @@ def test_a_worker_that_asked_to_leave_and_is_not_let_go_has_failed(told: Callabl
         story.mute.add(0)
         story.until(lambda: story.prepares(0) and story.prepares(0)[-1].after == -1)
         story.dead.add(1)
-        story.workers.say(m.Status(story.prepares(0)[-1].epoch, 0, 1))
+        story.workers.say(m.StepReport(story.prepares(0)[-1].epoch, 0, 1))
         story.mute.clear()
         story.until_epoch(0, {0})
         the_rest(story, layout, 0)

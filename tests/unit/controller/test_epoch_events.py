@@ -20,10 +20,10 @@ from elaswave_spmd.run_dir import MetricsLine, RunDir, RunObserver, read_events
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 NOW = 1000.0
-UNITS = 8
+MICROBATCHES = 8
 # Two layers; 4 full pages of 64 elements, and 1 full one. The last has the page of the loss as well.
 USES = [LayerUse(name, (ParameterInfo(f"{name}.w", (size,)),)) for name, size in (("a", 256), ("b", 64))]
 LAYOUT = lay_out(USES, page_size=64)
@@ -73,8 +73,8 @@ def begun(
     version: int = 3,
 ) -> EpochBegun:
     mesh = Mesh(MeshShape.of_stages(map(len, stages)), stages, 5)
-    counts = tuple(even_counts(UNITS, len(members)) for members in stages)
-    placement = Placement(mesh, UNITS, tuple(range(len(stages) + 1)), counts, Shardings())
+    counts = tuple(even_counts(MICROBATCHES, len(members)) for members in stages)
+    placement = Placement(mesh, MICROBATCHES, tuple(range(len(stages) + 1)), counts, Shardings())
     return EpochBegun(placement, kinds, reasons or {}, version, redone, learners)
 
 
@@ -84,8 +84,8 @@ def test_a_loss_is_one_line_with_its_cause_and_how_long_the_answer_took(lines: L
     lines.events.begun(begun({1: "fail"}, reasons={1: "killed"}, redone=4, learners=2))
     fail = lines.of("fail")
     wanted = {"ranks": [1], "mesh_epoch": 5, "mesh": "dp2", "reason": "killed", "after_step": 3, "edit_ms": 250.0}
-    assert {name: fail[name] for name in wanted} == wanted and (fail["units_redone"], fail["copies"]) == (4, 2)
-    assert fail["message"] == "worker 1 lost (killed): dp2, mesh epoch 5, after step 3, 4 units again"
+    assert {name: fail[name] for name in wanted} == wanted and (fail["microbatches_redone"], fail["copies"]) == (4, 2)
+    assert fail["message"] == "worker 1 lost (killed): dp2, mesh epoch 5, after step 3, 4 micro-batches again"
 
 
 def test_several_losses_of_one_epoch_are_one_line(lines: Lines) -> None:
@@ -125,24 +125,24 @@ def test_a_newcomer_that_never_joined_changes_no_mesh(lines: Lines) -> None:
     assert "before it joined" in fail["message"]
 
 
-def test_the_penalty_is_what_neither_a_usual_step_nor_the_units_done_again_explain(lines: Lines) -> None:
+def test_the_penalty_is_what_neither_a_usual_step_nor_the_microbatches_done_again_explain(lines: Lines) -> None:
     for step, seconds in enumerate((0.7, 0.8, 5.0), start=1):
         lines.commit(step, seconds)
     lines.events.begun(begun({1: "fail"}, redone=4))
     assert not any(line["event"] == "recovered" for line in lines.all)
     lines.commit(4, 2.0, 0, 2)
-    # usual: 0.8 s, the median, on 3 workers: 0.3 s a unit. 4 units over 2 workers: 0.6 s.
+    # usual: 0.8 s, the median, on 3 workers: 0.3 s a micro-batch. 4 micro-batches over 2 workers: 0.6 s.
     recovered = lines.of("recovered")
     assert recovered["penalty_ms"] == pytest.approx(1e3 * (2.0 - 0.8 - 0.6))
     assert (recovered["step"], recovered["mesh_epoch"]) == (4, 5)
     assert recovered["message"] == "step 4 took 2.000 s, 600 ms more than work explains"
 
 
-def test_units_of_several_stages_are_smaller(lines: Lines) -> None:
+def test_microbatches_of_several_stages_are_smaller(lines: Lines) -> None:
     lines.commit(1, 0.8)
     lines.events.begun(begun({1: "fail"}, ((0, 2), (3,)), redone=4))
     lines.commit(2, 2.0, 0, 2, 3)
-    # 4 workers before, 8 units through 2 stages: 0.2 s each. 4 units over 3 workers.
+    # 4 workers before, 8 micro-batches through 2 stages: 0.2 s each. 4 micro-batches over 3 workers.
     assert lines.of("recovered")["penalty_ms"] == pytest.approx(1e3 * (2.0 - 0.8 - 4 * 0.2 / 3), abs=1e-2)
 
 
@@ -242,17 +242,17 @@ def test_the_bytes_of_all_copies_and_the_least_are_told(lines: Lines) -> None:
     assert loss is not None
     both, new = frozenset((0, 2)), frozenset((2,))
     one = frozenset((0,))
-    holders = {
-        0: (HolderRun(0, 0, 2, 0, one), HolderRun(0, 2, 4, 0, one, new)),
-        1: (HolderRun(1, 0, 1, 0, one), HolderRun(1, 1, 2, 0, one, new)),
+    replicas = {
+        0: (ReplicaSet(0, 0, 2, 0, one), ReplicaSet(0, 2, 4, 0, one, new)),
+        1: (ReplicaSet(1, 0, 1, 0, one), ReplicaSet(1, 1, 2, 0, one, new)),
     }
     target = {
-        0: (HolderRun(0, 0, 2, 0, one), HolderRun(0, 2, 4, 2, new)),
-        1: (HolderRun(1, 0, 1, 0, one), HolderRun(1, 1, 2, 2, both)),
+        0: (ReplicaSet(0, 0, 2, 0, one), ReplicaSet(0, 2, 4, 2, new)),
+        1: (ReplicaSet(1, 0, 1, 0, one), ReplicaSet(1, 1, 2, 2, both)),
     }
     mesh = Mesh(MeshShape.of_stages((2,)), ((0, 2),), 5)
-    placement = Placement(mesh, UNITS, (0, 2), ((4, 4),), Shardings(), holders=holders)
-    there = replace(placement, holders=target)
+    placement = Placement(mesh, MICROBATCHES, (0, 2), ((4, 4),), Shardings(), replicas=replicas)
+    there = replace(placement, replicas=target)
     lines.events.begun(EpochBegun(placement, {2: "join"}, {}, 3, 0, 2, target=there))
     join = lines.of("join")
     assert (join["copies"], join["bytes_moved"], join["bytes_bound"]) == (2, 2 * 64 * 12, 2 * 64 * 12)
@@ -273,7 +273,9 @@ def test_a_link_that_is_made_again_is_a_line_of_its_own_and_loses_nobody(lines: 
     lines.events.begun(begun({0: "link", 2: "link"}, reasons={0: why, 2: why}, redone=4))
     link = lines.of("link")
     assert (link["ranks"], link["reason"], link["edit_ms"]) == ([0, 2], why, None)
-    assert link["message"] == f"workers 0, 2 linked again ({why}): dp2, mesh epoch 5, after step 3, 4 units again"
+    assert (
+        link["message"] == f"workers 0, 2 linked again ({why}): dp2, mesh epoch 5, after step 3, 4 micro-batches again"
+    )
     lines.commit(2, 2.0, 0, 2)
-    # 2 workers before and after: 0.25 s a unit.
+    # 2 workers before and after: 0.25 s a micro-batch.
     assert lines.of("recovered")["penalty_ms"] == pytest.approx(1e3 * (2.0 - 1.0 - 4 * 0.25 / 2), abs=1e-2)

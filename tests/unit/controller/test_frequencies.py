@@ -70,7 +70,7 @@ class World:
             on_event=lambda kind, **fields: self.events.append({"event": kind, **fields}),
             run_dir=SimpleNamespace(write_costs=lambda text: None),
         )
-        still = {"dataflow": False, "graph": False, "every": 2, "window": 3, "f_margin": 0.0}
+        still = {"microbatches": False, "layers": False, "every": 2, "window": 3, "f_margin": 0.0}
         chosen = ScheduleSettings(**still | fields)  # pyright: ignore[reportArgumentType]
         self.frequencies = Frequencies(chosen, cast(Any, observer), guard)
         self.rescheduler = Rescheduler(
@@ -92,16 +92,19 @@ class World:
             self.step += 1
             self.rescheduler.committed(self.step)
             for rank in self.placement.mesh.members:
-                units = len(self.placement.units_of(rank))
+                microbatches = len(self.placement.microbatches_of(rank))
                 frequency = self.guard.set_to.get(str(rank), 1.0) if self.guard else 1.0
-                slow = units / self.speeds.get(rank, 1.0) / frequency
+                slow = microbatches / self.speeds.get(rank, 1.0) / frequency
                 layers = self.placement.layers_of_stage(self.placement.mesh.stage_of(rank))
-                rows = ((ly, 0.01 * slow * self.costs[ly], 0.02 * slow * self.costs[ly], units, units) for ly in layers)
+                rows = (
+                    (ly, 0.01 * slow * self.costs[ly], 0.02 * slow * self.costs[ly], microbatches, microbatches)
+                    for ly in layers
+                )
                 self.rescheduler.measured(Measured(rank, self.step, tuple(rows)))
 
 
 def uneven(guard: MadeUpGuard | None = None) -> World:
-    """Five workers: the first two have three units each, the others two."""
+    """Five workers: the first two have three micro-batches each, the others two."""
     return World([5], guard or MadeUpGuard())
 
 
@@ -128,7 +131,7 @@ def test_what_waits_for_nobody_is_left_alone() -> None:
 
 
 def test_hints_come_when_nothing_else_is_to_be_changed() -> None:
-    world = World([2], MadeUpGuard(), dataflow=True)
+    world = World([2], MadeUpGuard(), microbatches=True)
     world.speeds[1] = 0.5
     world.train(40)
     assert world.guard is not None and world.goals and not world.guard.orders
@@ -236,7 +239,7 @@ def test_accelerators_go_to_workers_in_turn() -> None:
     guard = MadeUpGuard({name: DeviceRange(1, 2, 2) for name in "abc"})
     world = uneven(guard)
     world.frequencies.hint(world.placement, costs_of([0.03] * 6), 5)
-    assert guard.orders == [{"a": 1.0, "b": 1.0, "c": 0.67}]  # the first two run a worker with three units each
+    assert guard.orders == [{"a": 1.0, "b": 1.0, "c": 0.67}]  # the first two run a worker with three micro-batches each
 
 
 @st.composite

@@ -10,7 +10,7 @@ import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller import failures as module
-from elaswave_spmd.controller.failures import Losses
+from elaswave_spmd.controller.failures import FailureHandler
 from elaswave_spmd.controller.supervision import Loss
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.recovery.messages import Failed
@@ -43,7 +43,7 @@ class World:
             lost=lambda rank, at, sign: (self.reported.append(rank), self.signs.append(sign)),
             newcomer_lost=lambda rank, mesh, reason: self.newcomers_lost.append((rank, reason)),
         )
-        self.losses = Losses(
+        self.losses = FailureHandler(
             ElasticSettings(**elastic),
             cast(Any, self.protocol),
             cast(Any, supervision),

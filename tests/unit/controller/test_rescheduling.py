@@ -18,7 +18,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import plan_change
 from tests.unit.scheduling.planning_cases import costs_of, placed
 
-UNITS, LAYERS = 12, 6
+MICROBATCHES, LAYERS = 12, 6
 
 
 class World:
@@ -27,7 +27,7 @@ class World:
     def __init__(
         self, sizes: Sequence[int], *, evict_below: float = 0.0, min_workers: int = 1, **settings: Any
     ) -> None:
-        self.placement: Placement = placed(sizes, UNITS, LAYERS)
+        self.placement: Placement = placed(sizes, MICROBATCHES, LAYERS)
         self.protocol = SimpleNamespace(
             placement=self.placement, settled=True, rebalance=self.rebalance, drain=self.drain
         )
@@ -69,11 +69,11 @@ class World:
             self.step += 1
             self.rescheduler.committed(self.step)
             for rank in self.placement.mesh.members:
-                units = len(self.placement.units_of(rank))
+                microbatches = len(self.placement.microbatches_of(rank))
                 rows = []
                 for layer in self.placement.layers_of_stage(self.placement.mesh.stage_of(rank)):
-                    seconds = units * self.costs[layer] / self.speeds.get(rank, 1.0)
-                    rows.append((layer, 0.01 * seconds, 0.02 * seconds, units, units))
+                    seconds = microbatches * self.costs[layer] / self.speeds.get(rank, 1.0)
+                    rows.append((layer, 0.01 * seconds, 0.02 * seconds, microbatches, microbatches))
                 self.rescheduler.measured(Measured(rank, self.step, tuple(rows)))
 
 
@@ -86,13 +86,15 @@ def test_equal_workers_and_layers_stay_as_they_are() -> None:
     assert '"speeds"' in world.saved
 
 
-def test_a_slow_worker_gets_fewer_units_and_is_told_of_once() -> None:
+def test_a_slow_worker_gets_fewer_microbatches_and_is_told_of_once() -> None:
     world = World([3])
     world.train(10)
     world.speeds[1] = 0.5
     world.train(30)
-    counts = world.goals[0].unit_counts[0]
-    assert sum(counts) == UNITS and counts[1] < counts[0] and "units dealt by speed" in world.goals[0].why
+    counts = world.goals[0].microbatch_counts[0]
+    assert (
+        sum(counts) == MICROBATCHES and counts[1] < counts[0] and "micro-batches dealt by speed" in world.goals[0].why
+    )
     assert world.goals[0].layer_cuts == (0, LAYERS)
     assert world.events == [("slow", [1])]
     world.speeds.clear()
@@ -111,14 +113,14 @@ def test_one_odd_step_changes_nothing() -> None:
 
 
 def test_layers_follow_their_costs() -> None:
-    world = World([1, 1], dataflow=False)
+    world = World([1, 1], microbatches=False)
     world.costs[5] = 4.0
     world.train(40)
     assert world.goals[0].layer_cuts[1] > LAYERS // 2 and "layers by cost" in world.goals[0].why
 
 
 def test_what_is_switched_off_does_not_happen() -> None:
-    world = World([2, 1], dataflow=False, graph=False)
+    world = World([2, 1], microbatches=False, layers=False)
     world.speeds[0], world.costs[5] = 0.3, 5.0
     world.train(40)
     assert world.goals == [] and not hasattr(world.protocol, "deal")
@@ -157,7 +159,7 @@ def test_nobody_is_let_go_that_the_run_needs(sizes: list[int]) -> None:
     assert world.drained == []
 
 
-def test_units_are_dealt_by_speed_after_a_change_of_members() -> None:
+def test_microbatches_are_dealt_by_speed_after_a_change_of_members() -> None:
     world = World([4])
     world.speeds[3] = 0.5
     world.train(12)
@@ -197,7 +199,7 @@ def test_other_groupings_are_looked_at_once_while_nothing_changes(monkeypatch: p
 
 
 @pytest.mark.parametrize("sizes", [[3, 4, 4], [2, 3], [30, 31]])
-def test_units_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> None:
+def test_microbatches_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> None:
     world = World(sizes)
     world.train(10)
     counts = world.rescheduler._deal(world.placement.mesh.stages, 64)

@@ -54,7 +54,7 @@ def test_values_and_gradients_equal_the_oracle_bit_for_bit(dtype: torch.dtype) -
     assert fast_dx.dtype == dtype and bits(fast_dx) == bits(slow_dx)
 
 
-def test_a_sample_has_one_mask_in_any_unit() -> None:
+def test_a_sample_has_one_mask_in_any_microbatch() -> None:
     x = torch.ones(4, 6, 10)
     ids = [5, 17, 2**40, 3]
     together = keyed_dropout(x, 0.5, Keys.make(1, 2, ids, 3), 0)

@@ -1,4 +1,4 @@
-"""The canonical tree: any assignment of units, any order of arrival, the same additions."""
+"""The canonical tree: any assignment of micro-batches, any order of arrival, the same additions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elaswave_spmd.determinism.reduction_tree import (
     split,
 )
 
-UNITS = st.integers(1, 70)
+MICROBATCHES = st.integers(1, 70)
 
 
 def tree_value(lo: int, hi: int) -> str:
@@ -30,8 +30,8 @@ def tree_value(lo: int, hi: int) -> str:
 class Sums:
     """A reduction whose values are the bracketed sums themselves."""
 
-    def __init__(self, num_units: int) -> None:
-        self.reduction, self.values = Reduction(num_units), {}
+    def __init__(self, num_microbatches: int) -> None:
+        self.reduction, self.values = Reduction(num_microbatches), {}
 
     def add(self, node: tuple[int, int], value: str) -> None:
         added = self.reduction.add(node)
@@ -52,39 +52,41 @@ def test_worked_example():
     assert maximal_nodes([7, 8, 9], 10) == ((7, 8), (8, 10))
 
 
-@given(UNITS, st.randoms(use_true_random=False))
-def test_any_order_of_arrival_gives_the_tree(num_units: int, rng: random.Random):
-    order = list(range(num_units))
+@given(MICROBATCHES, st.randoms(use_true_random=False))
+def test_any_order_of_arrival_gives_the_tree(num_microbatches: int, rng: random.Random):
+    order = list(range(num_microbatches))
     rng.shuffle(order)
-    sums = Sums(num_units)
-    for unit in order:
-        sums.add((unit, unit + 1), str(unit))
+    sums = Sums(num_microbatches)
+    for microbatch in order:
+        sums.add((microbatch, microbatch + 1), str(microbatch))
         if rng.random() < 0.3:  # the same contribution twice
-            again = rng.choice(order[: order.index(unit) + 1])
+            again = rng.choice(order[: order.index(microbatch) + 1])
             sums.add((again, again + 1), "wrong")
     assert sums.reduction.done
-    assert sums.values[0, num_units] == tree_value(0, num_units)
+    assert sums.values[0, num_microbatches] == tree_value(0, num_microbatches)
 
 
-@given(UNITS, st.integers(1, 9), st.randoms(use_true_random=False))
-def test_any_assignment_gives_the_tree(num_units: int, workers: int, rng: random.Random):
-    owner = [rng.randrange(workers) for _ in range(num_units)]
+@given(MICROBATCHES, st.integers(1, 9), st.randoms(use_true_random=False))
+def test_any_assignment_gives_the_tree(num_microbatches: int, workers: int, rng: random.Random):
+    owner = [rng.randrange(workers) for _ in range(num_microbatches)]
     nodes = [
-        n for w in range(workers) for n in maximal_nodes([u for u in range(num_units) if owner[u] == w], num_units)
+        n
+        for w in range(workers)
+        for n in maximal_nodes([u for u in range(num_microbatches) if owner[u] == w], num_microbatches)
     ]
-    assert sorted(u for lo, hi in nodes for u in range(lo, hi)) == list(range(num_units))
+    assert sorted(u for lo, hi in nodes for u in range(lo, hi)) == list(range(num_microbatches))
     rng.shuffle(nodes)
-    sums = Sums(num_units)
+    sums = Sums(num_microbatches)
     for node in nodes:
         sums.add(node, tree_value(*node))
-    assert sums.values[0, num_units] == tree_value(0, num_units)
+    assert sums.values[0, num_microbatches] == tree_value(0, num_microbatches)
 
 
-@given(UNITS, st.randoms(use_true_random=False))
-def test_covering_nodes_supersede_and_inside_nodes_are_ignored(num_units: int, rng: random.Random):
-    """Salvage re-sends sums of other cuts: whatever mixture arrives, each unit counts once."""
+@given(MICROBATCHES, st.randoms(use_true_random=False))
+def test_covering_nodes_supersede_and_inside_nodes_are_ignored(num_microbatches: int, rng: random.Random):
+    """Salvage re-sends sums of other cuts: whatever mixture arrives, each micro-batch counts once."""
     nodes = []
-    stack = [(0, num_units)]
+    stack = [(0, num_microbatches)]
     while stack:
         node = stack.pop()
         nodes.append(node)
@@ -92,25 +94,25 @@ def test_covering_nodes_supersede_and_inside_nodes_are_ignored(num_units: int, r
             middle = split(node)
             stack += [(node[0], middle), (middle, node[1])]
     picked = rng.sample(nodes, rng.randint(0, len(nodes)))
-    picked += [(u, u + 1) for u in range(num_units)]
+    picked += [(u, u + 1) for u in range(num_microbatches)]
     rng.shuffle(picked)
-    sums = Sums(num_units)
+    sums = Sums(num_microbatches)
     for node in picked:
         sums.add(node, tree_value(*node))
-    assert sums.values[0, num_units] == tree_value(0, num_units)
+    assert sums.values[0, num_microbatches] == tree_value(0, num_microbatches)
 
 
 @given(st.integers(2, 70))
-def test_parent_and_sibling_invert_split(num_units: int):
-    for lo in range(num_units):
+def test_parent_and_sibling_invert_split(num_microbatches: int):
+    for lo in range(num_microbatches):
         node = (lo, lo + 1)
-        while above := parent_and_sibling(node, num_units):
+        while above := parent_and_sibling(node, num_microbatches):
             parent, sibling = above
             assert {node, sibling} == {(parent[0], split(parent)), (split(parent), parent[1])}
             node = parent
-        assert node == (0, num_units)
+        assert node == (0, num_microbatches)
 
 
-@pytest.mark.parametrize(("units", "most"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 4)])
-def test_open_nodes_grow_with_the_logarithm(units: int, most: int):
-    assert max_open_nodes(range(units), units) == most
+@pytest.mark.parametrize(("microbatches", "most"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 4)])
+def test_open_nodes_grow_with_the_logarithm(microbatches: int, most: int):
+    assert max_open_nodes(range(microbatches), microbatches) == most

@@ -39,7 +39,7 @@ def programs(model: LayeredModel, place: torch.device) -> tuple[StagePrograms, l
 
 
 def step(name: str, place: torch.device) -> list[Tensor]:
-    """One unit forward and backward: outputs, gradients, and the gradient by each layer's input, on the host."""
+    """One micro-batch forward and backward: outputs, gradients, and the gradient by each layer's input, on the host."""
     with torch.device("meta"):
         model = build_model(name, SIZES, {})
     stage, gradients = programs(model, place)
@@ -60,7 +60,7 @@ def step(name: str, place: torch.device) -> list[Tensor]:
 
 
 def differences(name: str, tolerance: float) -> list[str]:
-    """What a unit's step on the made-up device gives other than on the CPU; tolerance 0: other bits."""
+    """What a micro-batch's step on the made-up device gives other than on the CPU; tolerance 0: other bits."""
     assert DEVICE is not None
     pairs = zip(step(name, DEVICE.place), step(name, torch.device("cpu")), strict=True)
     apart = [(i, float((a - b).abs().max())) for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]

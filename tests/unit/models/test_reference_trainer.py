@@ -36,12 +36,12 @@ def llama() -> LayeredModel:
     return Llama(vocab_size=V, layers=2, d_model=16, heads=2, kv_heads=1, dropout=0.1, tied=True)
 
 
-SETTINGS = Settings(lr_at=lambda step: 1e-2 / step, seed=3, steps=4, global_batch=6, unit_size=2)
+SETTINGS = Settings(lr_at=lambda step: 1e-2 / step, seed=3, steps=4, global_batch=6, microbatch_size=2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_one_unit_without_clipping_is_plain_pytorch(optimizer: str) -> None:
-    s = replace(SETTINGS, unit_size=6, clip=0.0, optimizer=optimizer)
+def test_one_microbatch_without_clipping_is_plain_pytorch(optimizer: str) -> None:
+    s = replace(SETTINGS, microbatch_size=6, clip=0.0, optimizer=optimizer)
     ours = train(gpt(), Text(), s)
     model, losses = gpt(), []
     with torch.no_grad():
@@ -75,8 +75,8 @@ def test_one_unit_without_clipping_is_plain_pytorch(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("make", [gpt, llama])
-def test_the_size_of_units_changes_rounding_only(make: object) -> None:
-    runs = [train(make(), Text(), replace(SETTINGS, unit_size=size)) for size in (1, 2, 3, 6)]  # type: ignore[operator]
+def test_the_size_of_microbatches_changes_rounding_only(make: object) -> None:
+    runs = [train(make(), Text(), replace(SETTINGS, microbatch_size=size)) for size in (1, 2, 3, 6)]  # type: ignore[operator]
     curves = [[float.fromhex(x) for x in run.loss_hex] for run in runs]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-4)
@@ -93,15 +93,15 @@ def test_a_run_repeats_itself_and_depends_on_its_seed(dtype: torch.dtype) -> Non
 
 
 def test_the_tree_splits_at_the_largest_power_of_two() -> None:
-    def leaf(unit: int) -> list[Tensor]:
-        return [torch.tensor(float(unit), dtype=torch.float64)]
+    def leaf(microbatch: int) -> list[Tensor]:
+        return [torch.tensor(float(microbatch), dtype=torch.float64)]
 
     class Sum(list):  # adds by writing down what was added
         def __add__(self, other: object) -> Sum:  # type: ignore[override]
             return Sum([f"({self[0]}{other[0]})"])  # type: ignore[index]
 
     assert tree(leaf, 0, 10)[0] == 45
-    assert tree(lambda unit: [Sum([str(unit)])], 0, 7)[0][0] == "(((01)(23))((45)6))"  # type: ignore[arg-type]
+    assert tree(lambda microbatch: [Sum([str(microbatch)])], 0, 7)[0][0] == "(((01)(23))((45)6))"  # type: ignore[arg-type]
 
 
 def test_the_norm_counts_each_parameter_once_in_pages() -> None:

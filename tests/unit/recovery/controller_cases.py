@@ -9,23 +9,23 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.actions import Effect, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status, StepHeld
+from elaswave_spmd.recovery.messages import Prepare, Ready, Reconfigure, StepHeld, StepReport
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from tests.unit.runtime.runtime_cases import small_layout
 
 LAYOUT: ModelLayout = small_layout(64)
 STEPS = 20
 
 
-def placement(*stages: int, units: int = 5, zero: int = 0) -> Placement:
+def placement(*stages: int, microbatches: int = 5, zero: int = 0) -> Placement:
     """Three layers on one, two or three stages."""
     sizes = stages or (2, 1)
     cuts = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}[len(sizes)]
-    counts = tuple(even_counts(units, size) for size in sizes)
-    return Placement(Mesh.initial(MeshShape.of_stages(sizes)), units, cuts, counts, Shardings().with_zero(zero))
+    counts = tuple(even_counts(microbatches, size) for size in sizes)
+    return Placement(Mesh.initial(MeshShape.of_stages(sizes)), microbatches, cuts, counts, Shardings().with_zero(zero))
 
 
 def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> ControllerProtocol:
@@ -42,9 +42,9 @@ def started(*stages: int, **options: Any) -> ControllerProtocol:
     return protocol
 
 
-def places(effects: Iterable[Effect]) -> dict[int, Place]:
+def places(effects: Iterable[Effect]) -> dict[int, Reconfigure]:
     """Rank -> the PLACE that is sent to it."""
-    return {e.rank: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Place)}
+    return {e.rank: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Reconfigure)}
 
 
 def prepares(effects: Iterable[Effect]) -> dict[int, Prepare]:
@@ -57,9 +57,9 @@ def answer(protocol: ControllerProtocol, version: int = 0, *held: StepHeld) -> l
     effects: list[Effect] = []
     for rank in protocol.changing:
         assert not places(effects)
-        effects = protocol.status(Status(protocol._last_epoch, rank, version, held))
+        effects = protocol.status(StepReport(protocol._last_epoch, rank, version, held))
     return effects
 
 
-def holders_of(protocol: ControllerProtocol) -> list[HolderRun]:
-    return [run for runs in protocol.placement.holder_runs(LAYOUT).values() for run in runs]
+def replicas_of(protocol: ControllerProtocol) -> list[ReplicaSet]:
+    return [run for runs in protocol.placement.replica_map(LAYOUT).values() for run in runs]

@@ -11,7 +11,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from tests.unit.recovery.salvage_world import runs_of
 
 T = TypeVar("T")
@@ -35,38 +35,38 @@ def cut(draw: random.Random, items: Sequence[T], parts: int) -> list[tuple[T, ..
     return [tuple(items[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
-def some_counts(draw: random.Random, num_units: int, parts: int) -> tuple[int, ...]:
-    owners = [draw.randrange(parts) for _ in range(num_units)]
+def some_counts(draw: random.Random, num_microbatches: int, parts: int) -> tuple[int, ...]:
+    owners = [draw.randrange(parts) for _ in range(num_microbatches)]
     return tuple(owners.count(part) for part in range(parts))
 
 
-def some_runs(draw: random.Random, layout: ModelLayout, members: Sequence[int]) -> dict[int, tuple[HolderRun, ...]]:
-    """A holder map with anybody as a holder of anything."""
-    found: dict[int, tuple[HolderRun, ...]] = {}
+def some_runs(draw: random.Random, layout: ModelLayout, members: Sequence[int]) -> dict[int, tuple[ReplicaSet, ...]]:
+    """A replica map with anybody as a replica of anything."""
+    found: dict[int, tuple[ReplicaSet, ...]] = {}
     for layer in layout.layers:
         runs = []
         for block in (b for b in layer.blocks if b.source is None):
             for pages in cut(draw, block.pages, draw.randrange(1, block.num_pages + 1)):
-                holders = draw.sample(members, draw.randrange(1, min(3, len(members)) + 1))
-                runs.append(HolderRun(layer.index, pages[0], pages[-1] + 1, holders[0], frozenset(holders)))
+                replicas = draw.sample(members, draw.randrange(1, min(3, len(members)) + 1))
+                runs.append(ReplicaSet(layer.index, pages[0], pages[-1] + 1, replicas[0], frozenset(replicas)))
         found[layer.index] = tuple(runs)
     return found
 
 
-def changed_runs(draw: random.Random, old: Placement, members: Sequence[int]) -> dict[int, tuple[HolderRun, ...]]:
-    """The map after a change of members: runs split here and there, holders that are left, some new ones."""
-    found: dict[int, tuple[HolderRun, ...]] = {}
+def changed_runs(draw: random.Random, old: Placement, members: Sequence[int]) -> dict[int, tuple[ReplicaSet, ...]]:
+    """The map after a change of members: runs split here and there, replicas that are left, some new ones."""
+    found: dict[int, tuple[ReplicaSet, ...]] = {}
     for layer, runs in runs_of(old).items():
         new = []
         for run in runs:
             pages = range(run.first, run.stop)
             for part in cut(draw, pages, draw.randrange(1, len(pages) + 1) if draw.random() < 0.3 else 1):
-                left = sorted(run.holders & set(members)) or [draw.choice(members)]
+                left = sorted(run.replicas & set(members)) or [draw.choice(members)]
                 if draw.random() < 0.1:
-                    left = draw.sample(left, draw.randrange(1, len(left) + 1))  # a holder is let off
+                    left = draw.sample(left, draw.randrange(1, len(left) + 1))  # a replica is let off
                 primary = run.primary if run.primary in left and draw.random() < 0.9 else draw.choice(left)
                 more = draw.sample(members, draw.randrange(2)) if draw.random() < 0.3 else []
-                new.append(HolderRun(layer, part[0], part[-1] + 1, primary, frozenset((*left, *more))))
+                new.append(ReplicaSet(layer, part[0], part[-1] + 1, primary, frozenset((*left, *more))))
         found[layer] = tuple(new)
     return found
 
@@ -75,10 +75,10 @@ def some_placement(draw: random.Random, layout: ModelLayout) -> Placement:
     members = list(range(draw.choice((1, 2, 3, 4, 5, 6, 7, 7))))
     mesh = Mesh(MeshShape.of_stages([len(members)]), (tuple(members),))
     mesh, cuts = regrouped(draw, mesh, layout, members)
-    num_units = draw.randrange(1, 10)
-    counts = tuple(some_counts(draw, num_units, len(stage)) for stage in mesh.stages)
+    num_microbatches = draw.randrange(1, 10)
+    counts = tuple(some_counts(draw, num_microbatches, len(stage)) for stage in mesh.stages)
     shardings = Shardings().with_zero(draw.choice((0, 2)))
-    return Placement(mesh, num_units, cuts, counts, shardings, holders=some_runs(draw, layout, members))
+    return Placement(mesh, num_microbatches, cuts, counts, shardings, replicas=some_runs(draw, layout, members))
 
 
 def regrouped(
@@ -104,5 +104,5 @@ def changed_placement(draw: random.Random, old: Placement, layout: ModelLayout, 
         cuts = (0, *(cuts[s] for s in keep[1:]), cuts[-1])
     if draw.random() < 0.25:
         mesh, cuts = regrouped(draw, mesh, layout, members)
-    counts = tuple(some_counts(draw, old.num_units, len(stage)) for stage in mesh.stages)
-    return Placement(mesh, old.num_units, cuts, counts, old.shardings, holders=changed_runs(draw, old, members))
+    counts = tuple(some_counts(draw, old.num_microbatches, len(stage)) for stage in mesh.stages)
+    return Placement(mesh, old.num_microbatches, cuts, counts, old.shardings, replicas=changed_runs(draw, old, members))

@@ -11,22 +11,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes
-from elaswave_spmd.recovery.messages import StepHeld, Work
+from elaswave_spmd.recovery.messages import Recompute, StepHeld
 from elaswave_spmd.recovery.partial_step import executor_view, peer_of
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 
 Page = tuple[int, int]
 """(owner layer, page)."""
 Boundary = tuple[str, int, int]
-"""("A" or "G", layer, unit)."""
+"""("A" or "G", layer, micro-batch)."""
 STEP = 8
 
 
-def runs_of(placement: Placement) -> HolderMap:
-    assert placement.holders is not None
-    return placement.holders
+def runs_of(placement: Placement) -> ReplicaMap:
+    assert placement.replicas is not None
+    return placement.replicas
 
 
 def uses_of_page(layout: ModelLayout) -> dict[Page, frozenset[int]]:
@@ -51,7 +51,7 @@ class Sum:
 
 @dataclass
 class Task:
-    """What is to be done of one unit: `layers` are those whose backward is still ahead, last one first."""
+    """What is to be done of one micro-batch: `layers` are those whose backward is still ahead, last one first."""
 
     forward: bool
     backward: int
@@ -79,18 +79,18 @@ class Worker:
         self.early: list[tuple[Page, int, Node]] = []
         self.asked = False
         self.forward_since: set[int] = set()  # STATUS
-        self.backward_since: dict[int, int] = {}  # STATUS: unit -> how
+        self.backward_since: dict[int, int] = {}  # STATUS: micro-batch -> how
         self.placement: Placement
-        self.plan: Sequence[Work] | None = None
+        self.plan: Sequence[Recompute] | None = None
 
     # ---- the mesh changes
 
-    def place(self, placement: Placement, plan: Sequence[Work] | None) -> None:
+    def place(self, placement: Placement, plan: Sequence[Recompute] | None) -> None:
         stage = placement.mesh.stage_of(self.rank)
         same, self.layers = self.layers == placement.layers_of_stage(stage), placement.layers_of_stage(stage)
         self.placement, self.plan = placement, plan
         if plan is None:
-            self.assigned = set(placement.units_of(self.rank))
+            self.assigned = set(placement.microbatches_of(self.rank))
             self.tasks = {u: Task(True, 2, list(reversed(self.layers))) for u in self.assigned}
         else:
             self._take_lines(executor_view(plan, stage, self.rank), same)
@@ -102,13 +102,13 @@ class Worker:
         self.asked, self.forward_since, self.backward_since = False, set(), {}
         self._emit_what_is_final()
 
-    def _take_lines(self, lines: Sequence[Work], same: bool) -> None:
+    def _take_lines(self, lines: Sequence[Recompute], same: bool) -> None:
         old, self.tasks = self.tasks, {}
         if not same:
             self.assigned, self.computed, self.saved = set(), set(), set()
             old, self.forward_since, self.backward_since = {}, set(), {}
         for line in lines:
-            u, before = line.unit, old.get(line.unit)
+            u, before = line.microbatch, old.get(line.microbatch)
             task = Task(line.forward and u not in self.forward_since, line.backward, list(reversed(self.layers)))
             if line.backward <= self.backward_since.get(u, 0):
                 task = Task(task.forward, 0, [])  # if its forward was done before, the output is wanted again
@@ -120,7 +120,7 @@ class Worker:
             self.computed -= {u} if task.layers else set()
             if task.forward or task.layers:
                 self.tasks[u] = task
-        self.assigned |= {line.unit for line in lines}
+        self.assigned |= {line.microbatch for line in lines}
 
     def _hand_over(self) -> None:
         """Trees, sums and entries go to those who need them in the new map."""
@@ -150,7 +150,7 @@ class Worker:
         return bool(task.layers) and (task.started or (u in self.saved and gradient))
 
     def run(self, u: int) -> None:
-        """One action of a unit: its forward, or the backward of one layer."""
+        """One action of a micro-batch: its forward, or the backward of one layer."""
         task = self.tasks[u]
         if self._can_backward(u, task):
             self._backward(u, task)
@@ -186,15 +186,15 @@ class Worker:
         self._send_boundary(boundary)
 
     def _send_boundary(self, boundary: Boundary) -> None:
-        kind, layer, unit = boundary
+        kind, layer, microbatch = boundary
         edges = self.placement.layer_cuts[1:-1]
         edge = layer if kind == "A" else layer + 1
         if edge not in edges:
             return
         stage = edges.index(edge) + (kind == "A")
         if self.plan is None:
-            self.world.send(self.rank, self.placement.worker_of_unit(stage, unit), boundary)
-        elif (peer := peer_of(self.plan, self.placement, stage, unit)) is not None:
+            self.world.send(self.rank, self.placement.worker_of_microbatch(stage, microbatch), boundary)
+        elif (peer := peer_of(self.plan, self.placement, stage, microbatch)) is not None:
             self.world.send(self.rank, peer, boundary)
 
     # ---- adding up
@@ -204,7 +204,7 @@ class Worker:
         if any(s.layer == layer and s.node[0] <= u < s.node[1] for s in (*self.sums, *mine.values())):
             self._emit(Sum(layer, (u, u + 1)))  # again: it goes alone
             return
-        node, tree = (u, u + 1), Reduction(self.placement.num_units, set(mine))
+        node, tree = (u, u + 1), Reduction(self.placement.num_microbatches, set(mine))
         added = tree.add(node)
         assert added is not None
         for merge in added.merges:
@@ -219,11 +219,11 @@ class Worker:
         """From now on the largest nodes that its sums and lines make; those that are there already go."""
         for layer in {*self.open, *self.layers}:
             mine = self.open.setdefault(layer, {})
-            units = {u for lo, hi in mine for u in range(lo, hi)}
+            microbatches = {u for lo, hi in mine for u in range(lo, hi)}
             if layer in self.layers:
                 coming = {u for u, task in self.tasks.items() if task.backward == 2 and layer in task.layers}
-                units |= coming - {u for s in self.sums if s.layer == layer for u in range(*s.node)}
-            self.final[layer] = maximal_nodes(units, self.placement.num_units)
+                microbatches |= coming - {u for s in self.sums if s.layer == layer for u in range(*s.node)}
+            self.final[layer] = maximal_nodes(microbatches, self.placement.num_microbatches)
             for node in [n for n in mine if n in self.final[layer]]:
                 self._emit(mine.pop(node))
 
@@ -251,7 +251,7 @@ class Worker:
     def _add(self, page: Page, use: int, node: Node) -> None:
         if page in self.entries:
             return
-        self.trees.setdefault((page, use), Reduction(self.placement.num_units)).add(node)
+        self.trees.setdefault((page, use), Reduction(self.placement.num_microbatches)).add(node)
         if all((page, each) in self.trees and self.trees[page, each].done for each in self.world.uses[page]):
             self.entry_known(page)
 
@@ -264,8 +264,8 @@ class Worker:
             self.trees.pop((page, use), None)
 
     def _send_entry(self, page: Page) -> None:
-        for holder in self.world.run_of(self.placement, page).holders - {self.rank}:
-            self.world.send(self.rank, holder, ("entry", page))
+        for replica in self.world.run_of(self.placement, page).replicas - {self.rank}:
+            self.world.send(self.rank, replica, ("entry", page))
 
     # ---- STATUS
 
@@ -315,7 +315,7 @@ class World:
         self.workers: dict[int, Worker] = {}
         self.place(placement, None)
 
-    def run_of(self, placement: Placement, page: Page) -> HolderRun:
+    def run_of(self, placement: Placement, page: Page) -> ReplicaSet:
         return next(run for run in runs_of(placement)[page[0]] if run.first <= page[1] < run.stop)
 
     def primary(self, placement: Placement, page: Page) -> int:
@@ -324,7 +324,7 @@ class World:
     def send(self, rank: int, peer: int, message: tuple) -> None:
         self.flying.append((rank, peer, message))
 
-    def place(self, placement: Placement, plan: Sequence[Work] | None) -> None:
+    def place(self, placement: Placement, plan: Sequence[Recompute] | None) -> None:
         """Every member learns of the new mesh at another moment, newcomers first; meanwhile the others go on."""
         known = [rank for rank in placement.mesh.members if rank in self.workers]
         for rank in set(placement.mesh.members) - set(known):
@@ -341,8 +341,8 @@ class World:
             if not ready and not self.flying:
                 return False
             if ready and (not self.flying or self.draw.random() < 0.3):
-                worker, unit = self.draw.choice(ready)
-                worker.run(unit)
+                worker, microbatch = self.draw.choice(ready)
+                worker.run(microbatch)
             else:
                 _, rank, message = self.flying.pop(self.draw.randrange(len(self.flying)))
                 self._deliver(rank, message)
@@ -372,14 +372,14 @@ class World:
             worker.sums = [held for held in worker.sums if self.draw.random() < 0.7]
 
     def lacking(self, placement: Placement) -> list[tuple[int, Page]]:
-        """(holder, page) without an entry."""
+        """(replica, page) without an entry."""
         return [
             (rank, page)
             for page in self.uses
-            for rank in self.run_of(placement, page).holders
+            for rank in self.run_of(placement, page).replicas
             if page not in self.workers[rank].entries
         ]
 
 
-def pages_of(run: HolderRun) -> list[Page]:
+def pages_of(run: ReplicaSet) -> list[Page]:
     return [(run.layer, page) for page in range(run.first, run.stop)]

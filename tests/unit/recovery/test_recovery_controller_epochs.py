@@ -8,18 +8,27 @@ from elaswave_spmd.recovery.actions import Done, EpochBegun, Evict, Send, Unreco
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
     Applied,
+    CaughtUp,
     Damaged,
     Finished,
-    Learned,
     Ready,
-    Status,
     StepHeld,
+    StepReport,
     Stop,
     ValidationLoss,
 )
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.sharding.replicas import from_rows
-from tests.unit.recovery.controller_cases import LAYOUT, STEPS, answer, holders_of, make, places, prepares, started
+from tests.unit.recovery.controller_cases import (
+    LAYOUT,
+    STEPS,
+    answer,
+    make,
+    places,
+    prepares,
+    replicas_of,
+    started,
+)
 
 
 def commit(protocol: ControllerProtocol, step: int) -> None:
@@ -59,15 +68,15 @@ def test_the_place_after_a_loss_says_everything() -> None:
     found = places(effects)
     assert sorted(found) == [0, 2] and found[0] == found[2]
     place = found[0]
-    assert (place.epoch, place.stages, place.layer_cuts, place.unit_counts) == (
+    assert (place.epoch, place.stages, place.layer_cuts, place.microbatch_counts) == (
         1,
         ((0,), (2,)),
         (0, 1, 3),
         ((5,), (5,)),
     )
     assert place.addresses == {0: "at 0", 2: "at 2"} and (place.version, place.work) == (3, None)
-    holders = from_rows(place.holders)
-    assert {run.primary for run in holders[0]} == {0} and all(1 not in run.receivers for run in holders[0])
+    replicas = from_rows(place.replicas)
+    assert {run.primary for run in replicas[0]} == {0} and all(1 not in run.receivers for run in replicas[0])
     event = begun(effects)
     assert event.kinds == {1: "fail"} and event.reasons == {1: "killed"} and event.version == 3
     assert not protocol.changing and protocol.placement.mesh.epoch == 1
@@ -76,39 +85,39 @@ def test_the_place_after_a_loss_says_everything() -> None:
 def test_the_highest_version_counts_and_what_was_begun_is_planned() -> None:
     protocol = started()
     protocol.lost(1, "killed")
-    protocol.status(Status(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2), computed=(0,)),)))
-    effects = protocol.status(Status(1, 2, 4, (StepHeld(5),)))
+    protocol.status(StepReport(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2), computed=(0,)),)))
+    effects = protocol.status(StepReport(1, 2, 4, (StepHeld(5),)))
     place = places(effects)[0]
     assert place.version == 4 and place.work is not None, "a worker behind has entries of a step that is decided"
-    assert {(w.stage, w.unit) for w in place.work} == {(s, u) for s in (0, 1) for u in range(5)}, "all of step 5"
+    assert {(w.stage, w.microbatch) for w in place.work} == {(s, u) for s in (0, 1) for u in range(5)}, "all of step 5"
     assert {w.worker for w in place.work if w.stage == 0} == {0}
 
 
-def test_units_of_a_lost_worker_are_counted_as_redone_and_those_of_survivors_are_not() -> None:
+def test_microbatches_of_a_lost_worker_are_counted_as_redone_and_those_of_survivors_are_not() -> None:
     protocol = started()
     protocol.lost(1, "killed")
-    protocol.status(Status(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2)),)))
-    effects = protocol.status(Status(1, 2, 3, (StepHeld(4, assigned=(0, 1, 2, 3, 4)),)))
-    assert begun(effects).units_redone == 2, "units 3 and 4 of stage 0"
+    protocol.status(StepReport(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2)),)))
+    effects = protocol.status(StepReport(1, 2, 3, (StepHeld(4, assigned=(0, 1, 2, 3, 4)),)))
+    assert begun(effects).microbatches_redone == 2, "micro-batches 3 and 4 of stage 0"
 
 
 def test_answers_to_another_prepare_and_of_the_lost_are_void() -> None:
     protocol = started()
-    assert protocol.status(Status(0, 0, 0)) == [], "nobody asked"
+    assert protocol.status(StepReport(0, 0, 0)) == [], "nobody asked"
     protocol.lost(1, "killed")
-    assert protocol.status(Status(0, 0, 0)) == [] and protocol.changing == (0, 2)
-    assert protocol.status(Status(1, 1, 0)) == []
-    assert protocol.status(Status(1, 0, 0)) == [] and protocol.changing == (2,)
+    assert protocol.status(StepReport(0, 0, 0)) == [] and protocol.changing == (0, 2)
+    assert protocol.status(StepReport(1, 1, 0)) == []
+    assert protocol.status(StepReport(1, 0, 0)) == [] and protocol.changing == (2,)
 
 
 def test_a_loss_while_the_mesh_changes_begins_again_with_the_next_number() -> None:
     protocol = started(3, 1)
     protocol.lost(1, "killed")
-    protocol.status(Status(1, 0, 0))
+    protocol.status(StepReport(1, 0, 0))
     effects = protocol.lost(2, "killed too")
     assert {rank: p.epoch for rank, p in prepares(effects).items()} == {0: 2, 3: 2}
     assert protocol.changing == (0, 3), "whoever had answered answers again"
-    assert protocol.status(Status(1, 3, 0)) == []
+    assert protocol.status(StepReport(1, 3, 0)) == []
     effects = answer(protocol)
     assert places(effects)[0].stages == ((0,), (3,)) and begun(effects).kinds == {1: "fail", 2: "fail"}
 
@@ -123,13 +132,13 @@ def test_a_planned_change_does_not_make_a_loss_less_urgent() -> None:
     assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
 
 
-def test_pages_without_a_holder_end_the_run() -> None:
+def test_pages_without_a_replica_end_the_run() -> None:
     protocol = started()
     protocol.lost(2, "killed")
     effects = answer(protocol)
     (end,) = effects
     assert isinstance(end, Unrecoverable) and {run.layer for run in end.runs} == {1, 2}
-    assert "all holders" in end.reason and not places(effects)
+    assert "all replicas" in end.reason and not places(effects)
 
 
 def test_the_last_worker_ends_the_run() -> None:
@@ -174,9 +183,11 @@ def test_a_newcomer_gets_its_place_between_two_steps() -> None:
     effects = answer(protocol, 4)
     place = places(effects)[3]
     assert place.stages == ((0, 1), (2, 3)) and place.addresses[3] == "at 3" and begun(effects).kinds == {3: "join"}
-    holders = from_rows(place.holders)
-    assert all(3 in run.learners and 3 not in run.holders for run in (*holders[1], *holders[2])), "it has no state yet"
-    assert begun(effects).learners == len(holders[1]) + len(holders[2])
+    replicas = from_rows(place.replicas)
+    assert all(3 in run.learners and 3 not in run.replicas for run in (*replicas[1], *replicas[2])), (
+        "it has no state yet"
+    )
+    assert begun(effects).learners == len(replicas[1]) + len(replicas[2])
 
 
 def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:
@@ -198,16 +209,16 @@ def test_learners_are_promoted_when_all_have_caught_up() -> None:
     protocol.ready(Ready(3, "at 3"))
     protocol.ready(Ready(4, "at 4"))
     answer(protocol, 1)
-    assert {rank for run in holders_of(protocol) for rank in run.learners} == {3, 4}
+    assert {rank for run in replicas_of(protocol) for rank in run.learners} == {3, 4}
     epoch = protocol.placement.mesh.epoch
-    assert protocol.learned(Learned(3, epoch)) == []
-    assert protocol.learned(Learned(4, epoch - 1)) == [], "of an older epoch"
-    effects = protocol.learned(Learned(4, epoch))
+    assert protocol.learned(CaughtUp(3, epoch)) == []
+    assert protocol.learned(CaughtUp(4, epoch - 1)) == [], "of an older epoch"
+    effects = protocol.learned(CaughtUp(4, epoch))
     assert {p.after for p in prepares(effects).values()} == {protocol.version + 1}, "a planned change"
     effects = answer(protocol, 2)
-    assert not any(run.learners for run in holders_of(protocol)) and not begun(effects).kinds
-    assert {3, 4} <= {rank for run in holders_of(protocol) for rank in run.holders}
-    assert {3, 4} <= {run.primary for run in holders_of(protocol)}, "and is the primary of its share"
+    assert not any(run.learners for run in replicas_of(protocol)) and not begun(effects).kinds
+    assert {3, 4} <= {rank for run in replicas_of(protocol) for rank in run.replicas}
+    assert {3, 4} <= {run.primary for run in replicas_of(protocol)}, "and is the primary of its share"
 
 
 def test_what_is_learned_while_the_mesh_changes_counts_in_the_next_epoch() -> None:
@@ -215,10 +226,10 @@ def test_what_is_learned_while_the_mesh_changes_counts_in_the_next_epoch() -> No
     protocol.ready(Ready(3, "at 3"))
     answer(protocol, 1)
     protocol.lost(1, "killed")
-    assert protocol.learned(Learned(3, protocol.placement.mesh.epoch)) == []
+    assert protocol.learned(CaughtUp(3, protocol.placement.mesh.epoch)) == []
 
 
-def test_a_learner_is_no_holder() -> None:
+def test_a_learner_is_no_replica() -> None:
     """It is the only one of its stage that is left, but has no state."""
     protocol = started()
     protocol.ready(Ready(3, "at 3"))
@@ -231,18 +242,18 @@ def test_a_learner_is_no_holder() -> None:
 
 def test_mirrors_are_made_again_after_a_loss() -> None:
     protocol = started(4, zero=1, policy=Policy(mirror_count=1))
-    assert all(len(run.holders) == 1 for run in holders_of(protocol)), "dealt without the assembly's mirrors"
+    assert all(len(run.replicas) == 1 for run in replicas_of(protocol)), "dealt without the assembly's mirrors"
     protocol.ready(Ready(4, "at 4"))
     answer(protocol, 1)
     for _ in range(2):  # learned, then promoted
-        for rank in {rank for run in holders_of(protocol) for rank in run.learners}:
-            protocol.learned(Learned(rank, protocol.placement.mesh.epoch))
+        for rank in {rank for run in replicas_of(protocol) for rank in run.learners}:
+            protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
         answer(protocol, 2)
-    assert all(len(run.holders) == 2 and not run.learners for run in holders_of(protocol))
+    assert all(len(run.replicas) == 2 and not run.learners for run in replicas_of(protocol))
     effects = protocol.lost(0, "killed")
     assert prepares(effects) and not any(isinstance(e, Unrecoverable) for e in answer(protocol, 2))
-    assert all(run.holders | run.learners for run in holders_of(protocol))
-    assert all(len(run.holders | run.learners) == 2 for run in holders_of(protocol))
+    assert all(run.replicas | run.learners for run in replicas_of(protocol))
+    assert all(len(run.replicas | run.learners) == 2 for run in replicas_of(protocol))
 
 
 # ---- validation and the end
@@ -250,7 +261,7 @@ def test_mirrors_are_made_again_after_a_loss() -> None:
 
 @pytest.mark.parametrize(("reported", "again"), [((0,), 2), ((0, 1), -1)])
 def test_a_validation_that_was_not_complete_is_run_again(reported: tuple[int, ...], again: int) -> None:
-    protocol = started(num_validation_units=2, validates_at=lambda step: step % 2 == 0)
+    protocol = started(num_validation_microbatches=2, validates_at=lambda step: step % 2 == 0)
     commit(protocol, 2)
     protocol.validation(ValidationLoss(2, 2, reported, (1.0,) * len(reported)))
     protocol.lost(1, "killed")
@@ -279,28 +290,28 @@ def test_the_layout_of_these_cases_has_state_in_every_layer() -> None:
 def test_a_blocking_move_has_training_stand_still_until_all_have_learned() -> None:
     protocol = started(zero=1)
     commit(protocol, 3)
-    goal = Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.unit_counts, "a test", blocking=True)
+    goal = Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts, "a test", blocking=True)
     assert {p.after for p in prepares(protocol.rebalance(goal)).values()} == {4}
     effects = answer(protocol, 4)
     assert all(place.pause and place.layer_cuts == (0, 1, 3) for place in places(effects).values())
-    learners = {rank for run in holders_of(protocol) for rank in run.learners}
+    learners = {rank for run in replicas_of(protocol) for rank in run.learners}
     assert learners and not prepares(effects)
     for rank in learners:
         commit(protocol, 4)
-        effects = protocol.learned(Learned(rank, protocol.placement.mesh.epoch))
+        effects = protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
     assert {p.after for p in prepares(effects).values()} == {4}, "nobody has begun another step"
     assert all(not p.pause and p.layer_cuts == (0, 2, 3) for p in places(answer(protocol, 4)).values())
 
 
 def test_a_live_move_does_not_stop_training() -> None:
     protocol = started(zero=1)
-    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.unit_counts))
+    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts))
     assert not any(place.pause for place in places(answer(protocol, 1)).values())
 
 
 def test_a_loss_ends_the_standing_still() -> None:
     protocol = started(zero=1)
-    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.unit_counts, blocking=True))
+    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts, blocking=True))
     answer(protocol, 1)
     assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
     assert not any(place.pause for place in places(answer(protocol, 1)).values())
@@ -313,13 +324,13 @@ def test_a_loss_ends_the_standing_still() -> None:
 def test_a_worker_that_lost_what_it_had_is_named_in_the_next_place_alone(runs: object) -> None:
     protocol = started(3)
     commit(protocol, 3)
-    own = tuple(run.key for run in holders_of(protocol) if run.primary == 1)
+    own = tuple(run.key for run in replicas_of(protocol) if run.primary == 1)
     effects = protocol.damaged(Damaged(1, 0, 4, own if runs == "all" else (), "UCE ERROR"))
     assert {p.after for p in prepares(effects).values()} == {-1} and len(prepares(effects)) == 3
     found = places(answer(protocol, 3))
     assert {place.forgot for place in found.values()} == {(1,)}
     if runs == "all":
-        assert not any(1 in run.holders for run in holders_of(protocol) if run.key in own)
+        assert not any(1 in run.replicas for run in replicas_of(protocol) if run.key in own)
     protocol.lost(2, "killed")
     assert {place.forgot for place in places(answer(protocol, 3)).values()} == {()}
 

@@ -8,7 +8,7 @@ import pytest
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Committed, Done, Send, ValidationDone
-from elaswave_spmd.recovery.messages import Applied, Finished, Place, Ready, Validated, ValidationLoss
+from elaswave_spmd.recovery.messages import Applied, Finished, Ready, Reconfigure, Validated, ValidationLoss
 from tests.unit.recovery.controller_cases import make, places, started
 
 
@@ -23,7 +23,7 @@ def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
     effects = protocol.ready(Ready(1, "b"))
     assert [e.rank for e in effects if isinstance(e, Send)] == [0, 1, 2] and len(effects) == 3
     assert places(effects)[0] == places(effects)[1] == places(effects)[2]
-    assert places(effects)[0] == Place(
+    assert places(effects)[0] == Reconfigure(
         0, ((0, 1), (2,)), (0, 1, 3), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}, (), version=0, work=None, validate=-1
     )
 
@@ -87,7 +87,7 @@ def totals(effects: object) -> list[tuple[int, float]]:
 def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
     losses = [1e16, 1.0, 1.0, -1e16, 0.25]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
-        protocol = started(num_validation_units=5)
+        protocol = started(num_validation_microbatches=5)
         results = [protocol.validation(ValidationLoss(7, 2, (u,), (losses[u],))) for u in order]
         assert results[:4] == [[]] * 4 and totals(results[4]) == [(7, 2.25)]
         assert results[4][1:] == [Send(rank, Validated(7)) for rank in (0, 1, 2)], "training may go on"
@@ -95,9 +95,11 @@ def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
 
 def test_validations_of_two_steps_do_not_mix() -> None:
     """Validation t + 1 is begun only after t is complete: late losses of an older one are void."""
-    protocol = started(num_validation_units=2)
+    protocol = started(num_validation_microbatches=2)
     assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == []
-    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == [], "the same unit twice is one unit"
+    assert protocol.validation(ValidationLoss(1, 1, (0,), (1.0,))) == [], (
+        "the same micro-batch twice is one micro-batch"
+    )
     assert totals(protocol.validation(ValidationLoss(1, 2, (1,), (2.0,)))) == [(1, 3.0)]
     assert protocol.validation(ValidationLoss(2, 1, (0,), (8.0,))) == []
     assert protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0))) == [], "run again by those that came later"
@@ -105,8 +107,8 @@ def test_validations_of_two_steps_do_not_mix() -> None:
     assert not protocol._validation
 
 
-def test_a_unit_that_is_validated_again_after_a_loss_counts_once() -> None:
-    protocol = started(num_validation_units=2)
+def test_a_microbatch_that_is_validated_again_after_a_loss_counts_once() -> None:
+    protocol = started(num_validation_microbatches=2)
     protocol.validation(ValidationLoss(1, 0, (0,), (1.0,)))
     assert totals(protocol.validation(ValidationLoss(1, 1, (0, 1), (1.0, 2.0)))) == [(1, 3.0)]
 

@@ -8,18 +8,18 @@ from elaswave_spmd.recovery.actions import Effect, EpochBegun, Evict, Save, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
     Applied,
+    CaughtUp,
     Damaged,
     Finished,
-    Learned,
-    Place,
     Ready,
-    Status,
+    Reconfigure,
     StepHeld,
+    StepReport,
     Stop,
     ValidationLoss,
 )
 from elaswave_spmd.sharding.replicas import from_rows
-from tests.unit.recovery.controller_cases import STEPS, answer, holders_of, places, prepares, started
+from tests.unit.recovery.controller_cases import STEPS, answer, places, prepares, replicas_of, started
 
 TWO = Policy(mirror_count=1, min_workers=2)
 HALF_DONE = StepHeld(5, assigned=(0, 1, 2), computed=(0,))
@@ -54,8 +54,8 @@ def test_with_too_few_left_the_newest_version_is_saved_and_nothing_is_computed()
     assert save == Save(4, protocol.placement.mesh.epoch, "1 workers are left, elastic.min_workers is 2")
     place = places(effects)[2]
     assert place.save and (place.version, place.work, place.stages) == (4, (), ((2,),))
-    assert {row[3] for row in place.holders} == {2} and not any(row[5] for row in place.holders)
-    assert begun(effects).kinds == {1: "fail"} and begun(effects).units_redone == 0
+    assert {row[3] for row in place.replicas} == {2} and not any(row[5] for row in place.replicas)
+    assert begun(effects).kinds == {1: "fail"} and begun(effects).microbatches_redone == 0
     assert not any(isinstance(effect, Unrecoverable) for effect in effects)
 
 
@@ -63,8 +63,8 @@ def test_the_newest_version_is_that_of_any_member() -> None:
     """Whoever is behind has voted for it, and completes it with the others' votes."""
     protocol = started(3, policy=Policy(min_workers=3))
     protocol.lost(0, "killed")
-    protocol.status(Status(1, 1, 6, ()))
-    effects = protocol.status(Status(1, 2, 5, (StepHeld(6),)))
+    protocol.status(StepReport(1, 1, 6, ()))
+    effects = protocol.status(StepReport(1, 2, 5, (StepHeld(6),)))
     assert saves(effects)[0].version == 6 and places(effects)[1].version == 6
 
 
@@ -119,14 +119,14 @@ def test_while_the_state_is_saved_nothing_else_changes() -> None:
     protocol.lost(0, "killed")
     epoch = saves(answer(protocol, 4))[0].epoch
     assert protocol.ready(Ready(3, "at 3")) == [] and protocol.drain(1, "asked to leave") == []
-    assert protocol.learned(Learned(1, epoch)) == [] and protocol.free_to_leave == ()
+    assert protocol.learned(CaughtUp(1, epoch)) == [] and protocol.free_to_leave == ()
     protocol.lost(2, "killed")
     effects = answer(protocol, 4)
     assert saves(effects) and places(effects).keys() == {1}, "a newcomer has nothing to save"
 
 
 def test_a_validation_is_left_to_whoever_goes_on() -> None:
-    protocol = started(2, policy=TWO, num_validation_units=2, validates_at=lambda step: step == 4)
+    protocol = started(2, policy=TWO, num_validation_microbatches=2, validates_at=lambda step: step == 4)
     commit(protocol, 4)
     protocol.lost(0, "killed")
     assert places(answer(protocol, 4))[1].validate == -1
@@ -165,7 +165,7 @@ def test_a_link_is_made_again_by_an_epoch_with_the_same_members() -> None:
     place = places(effects)[0]
     assert (place.epoch, place.stages) == (1, ((0, 1, 2), (3,))) and place.work, "what is under way is salvaged"
     assert begun(effects).kinds == {0: "link", 2: "link"} and begun(effects).reasons[2] == "the link was lost"
-    assert not any(run.learners for run in holders_of(protocol))
+    assert not any(run.learners for run in replicas_of(protocol))
     protocol.relink(frozenset((1, 2)), "another")
     assert begun(answer(protocol, 4)).kinds == {1: "link", 2: "link"}, "told once"
 
@@ -187,14 +187,14 @@ def test_after_a_loss_everybody_owes_an_answer_at_once() -> None:
     assert protocol.owing == (0, ())
     protocol.lost(0, "killed")
     assert protocol.owing == (1, (1, 2))
-    protocol.status(Status(1, 1, 0))
+    protocol.status(StepReport(1, 1, 0))
     assert protocol.owing == (1, (2,))
-    protocol.status(Status(1, 2, 0))
+    protocol.status(StepReport(1, 2, 0))
     assert protocol.owing[1] == ()
 
 
 def test_a_planned_change_is_owed_after_its_step_and_its_validation() -> None:
-    protocol = started(2, num_validation_units=2, validates_at=lambda step: step == 5)
+    protocol = started(2, num_validation_microbatches=2, validates_at=lambda step: step == 5)
     commit(protocol, 4)
     protocol.ready(Ready(2, "at 2"))
     assert protocol.owing == (1, ())
@@ -207,7 +207,7 @@ def test_a_planned_change_is_owed_after_its_step_and_its_validation() -> None:
 
 
 def test_a_loss_does_not_wait_for_a_validation() -> None:
-    protocol = started(2, num_validation_units=2, validates_at=lambda step: step == 5)
+    protocol = started(2, num_validation_microbatches=2, validates_at=lambda step: step == 5)
     commit(protocol, 5)
     protocol.lost(0, "killed")
     assert protocol.owing == (1, (1,))
@@ -228,11 +228,11 @@ def test_two_that_have_the_only_copies_together_are_not_both_free() -> None:
     protocol.damaged(Damaged(0, 0, 1, ()))  # a change in which mirrors are made
     answer(protocol, 1)
     for _ in range(2):
-        for rank in {rank for run in holders_of(protocol) for rank in run.learners}:
-            protocol.learned(Learned(rank, protocol.placement.mesh.epoch))
+        for rank in {rank for run in replicas_of(protocol) for rank in run.learners}:
+            protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
         if protocol.changing:
             answer(protocol, 2)
-    assert all(len(run.holders) == 2 for run in holders_of(protocol))
+    assert all(len(run.replicas) == 2 for run in replicas_of(protocol))
     for rank in (0, 1):
         protocol.drain(rank, "asked to leave")
     assert len(protocol.free_to_leave) == 1
@@ -241,7 +241,7 @@ def test_two_that_have_the_only_copies_together_are_not_both_free() -> None:
 def test_the_rows_of_a_place_that_saves_name_every_page() -> None:
     protocol = started(3, policy=Policy(min_workers=3))
     commit(protocol, 4)
-    before = {run.key for run in holders_of(protocol)}
+    before = {run.key for run in replicas_of(protocol)}
     protocol.lost(0, "killed")
-    place: Place = places(answer(protocol, 4))[1]
-    assert {run.key for runs in from_rows(place.holders).values() for run in runs} == before
+    place: Reconfigure = places(answer(protocol, 4))[1]
+    assert {run.key for runs in from_rows(place.replicas).values() for run in runs} == before

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery.reconfiguration import Stages, graduate, next_stages
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 
 @st.composite
@@ -103,10 +103,10 @@ def test_choices(stages: Stages, gone: set[int], newcomers: tuple[int, ...], wan
     assert next_stages(stages, gone, newcomers, wanted) == found
 
 
-def test_learners_who_have_caught_up_are_holders_and_primaries_stay() -> None:
-    run = HolderRun(0, 0, 2, 1, frozenset({1, 2}), frozenset({3, 4}))
-    other = HolderRun(0, 2, 3, 2, frozenset({2}))
+def test_learners_who_have_caught_up_are_replicas_and_primaries_stay() -> None:
+    run = ReplicaSet(0, 0, 2, 1, frozenset({1, 2}), frozenset({3, 4}))
+    other = ReplicaSet(0, 2, 3, 2, frozenset({2}))
     found = graduate({0: (run, other), 1: ()}, {3, 9})
-    assert found == {0: (HolderRun(0, 0, 2, 1, frozenset({1, 2, 3}), frozenset({4})), other), 1: ()}
+    assert found == {0: (ReplicaSet(0, 0, 2, 1, frozenset({1, 2, 3}), frozenset({4})), other), 1: ()}
     assert found[0][1] is other, "runs that nobody learns are left as they are"
     assert graduate({0: (run,)}, ()) == {0: (run,)}

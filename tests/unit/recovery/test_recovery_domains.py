@@ -9,11 +9,11 @@ import pytest
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.recovery.actions import Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Place, Prepare, Ready, Status
+from elaswave_spmd.recovery.messages import Prepare, Ready, Reconfigure, StepReport
 from elaswave_spmd.scheduling.placement import place
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import from_rows
 
 LAYOUT = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (600,)),)) for i in range(2)], page_size=64)
@@ -24,31 +24,31 @@ def protocol_of(hosts: str, newcomers: str = "") -> ControllerProtocol:
     topology = Topology.of({rank: (host,) for rank, host in enumerate(hosts)})
     mesh = Mesh.initial(MeshShape.of(dp=len(hosts)), topology)
     placement = place(mesh, LAYOUT, Shardings().with_zero(2), 8)
-    holders = deal_holders(
+    replicas = place_replicas(
         LAYOUT, mesh.stages, placement.layer_cuts, replicated=False, topology=topology, mirror_count=1, scatter=1
     )
     later = {len(hosts) + n: (host,) for n, host in enumerate(newcomers)}
-    return ControllerProtocol(replace(placement, holders=holders), LAYOUT, 10, domain_of=later.get)
+    return ControllerProtocol(replace(placement, replicas=replicas), LAYOUT, 10, domain_of=later.get)
 
 
-def start(protocol: ControllerProtocol) -> Place:
+def start(protocol: ControllerProtocol) -> Reconfigure:
     sent = [it for rank in protocol.placement.mesh.members for it in protocol.ready(Ready(rank, f"at {rank}"))]
-    message, *_ = [it.message for it in sent if isinstance(it, Send) and isinstance(it.message, Place)]
+    message, *_ = [it.message for it in sent if isinstance(it, Send) and isinstance(it.message, Reconfigure)]
     return message
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aabc"])
-def test_the_first_place_names_holders_that_only_the_controller_can_work_out(hosts: str) -> None:
+def test_the_first_place_names_replicas_that_only_the_controller_can_work_out(hosts: str) -> None:
     protocol = protocol_of(hosts)
     message = start(protocol)
-    assert from_rows(message.holders) == protocol.placement.holders
-    for runs in from_rows(message.holders).values():
+    assert from_rows(message.replicas) == protocol.placement.replicas
+    for runs in from_rows(message.replicas).values():
         for run in runs:
-            assert len({hosts[rank] for rank in run.holders}) == 2, "primary and mirror on two hosts"
+            assert len({hosts[rank] for rank in run.replicas}) == 2, "primary and mirror on two hosts"
 
 
 def test_on_one_host_the_first_place_stays_short() -> None:
-    assert start(protocol_of("aaa")).holders == ()
+    assert start(protocol_of("aaa")).replicas == ()
 
 
 @pytest.mark.parametrize("host", ["a", "b", "c"])
@@ -58,7 +58,7 @@ def test_a_newcomer_stands_where_it_was_started(host: str) -> None:
     effects = protocol.ready(Ready(2, "at 2"))
     (epoch,) = {it.message.epoch for it in effects if isinstance(it, Send) and isinstance(it.message, Prepare)}
     for rank in (0, 1):
-        effects = protocol.status(Status(epoch, rank, 0, ()))
-    assert any(isinstance(it, Send) and isinstance(it.message, Place) for it in effects)
+        effects = protocol.status(StepReport(epoch, rank, 0, ()))
+    assert any(isinstance(it, Send) and isinstance(it.message, Reconfigure) for it in effects)
     assert protocol.placement.mesh.members == (0, 1, 2)
     assert protocol.placement.mesh.topology.path(2) == (host,)

@@ -74,11 +74,13 @@ def test_a_rank_that_is_watched_again_starts_anew() -> None:
 
 def test_no_progress_is_suspect_and_says_where() -> None:
     liveness = watching(2)
-    liveness.heartbeat(2, 0, False, "forward of unit 0")
-    liveness.heartbeat(2, 1, False, "forward of unit 1")
-    count, suspect = ticks_until_suspect(liveness, rank=2, progress=1, waiting=False, action="backward of unit 4")
+    liveness.heartbeat(2, 0, False, "forward of micro-batch 0")
+    liveness.heartbeat(2, 1, False, "forward of micro-batch 1")
+    count, suspect = ticks_until_suspect(
+        liveness, rank=2, progress=1, waiting=False, action="backward of micro-batch 4"
+    )
     assert count * BEAT == T.progress
-    assert suspect.reason == "no progress for 4.0 s in backward of unit 4, and it waits for nobody"
+    assert suspect.reason == "no progress for 4.0 s in backward of micro-batch 4, and it waits for nobody"
 
 
 def test_the_first_action_may_take_as_long_as_a_start() -> None:

@@ -28,8 +28,8 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Activation(1, 2, 3, (2, 8, 16)),
     m.Activation(1, 2, 3, (2, 8, 16), True),
     m.ActivationGradient(3, 0, 1, ()),
-    m.NodeSum(1, 2, 3, 4, 5, 6),
-    m.Entry(1, 2, 3, 5, b"\0\0\x80?\xff\0\0\0"),
+    m.PartialSum(1, 2, 3, 4, 5, 6),
+    m.ReducedGradient(1, 2, 3, 5, b"\0\0\x80?\xff\0\0\0"),
     m.Publish(7, 0, 0, 3),
     m.PageState(7, 0, 0, 2, b"\0\0\x80?\xff\0\0\0"),
     m.Need(7, 0, 0, 3),
@@ -39,10 +39,10 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Ready(3, "tcp://127.0.0.1:5", True),
     m.Prepare(4),
     m.Prepare(4, 17),
-    m.Status(4, 1, 7, (HELD, m.StepHeld(9))),
-    m.Status(4, 1, 7),
-    m.Place(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
-    m.Place(
+    m.StepReport(4, 1, 7, (HELD, m.StepHeld(9))),
+    m.StepReport(4, 1, 7),
+    m.Reconfigure(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
+    m.Reconfigure(
         5,
         ((0, 1), (2,)),
         (0, 2, 4),
@@ -50,15 +50,15 @@ EXAMPLES: list[m.AnyMessage] = [
         {0: "a", 1: "b", 2: "c"},
         ((0, 0, 3, 1, (0, 2), (7,)), (0, 3, 4, 0, (), ())),
         7,
-        (m.Work(0, 3, 1, True, 2), m.Work(1, 3, 2, False, 1)),
+        (m.Recompute(0, 3, 1, True, 2), m.Recompute(1, 3, 2, False, 1)),
         6,
     ),
-    m.Place(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, ()),
-    m.Learned(3, 5),
+    m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, ()),
+    m.CaughtUp(3, 5),
     m.Fingerprints(3, 8, ((0, 0, 3, b"\0\xff"), (1, 4, 5, b""))),
     m.Damaged(3, 5, 8, ((0, 0, 3), (1, 4, 5))),
     m.Damaged(3, 5, 8, (), "UCE ERROR"),
-    m.Place(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), -1, False, False, (1,)),
+    m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), -1, False, False, (1,)),
     m.LinkClosed(3, 1),
     m.GroupLost(3, 1),
     m.GroupLost(3, 1, "Connection closed by peer"),
@@ -85,13 +85,13 @@ EXAMPLES: list[m.AnyMessage] = [
 def test_a_message_survives_its_encoding(message: m.AnyMessage) -> None:
     data = m.encode(message)
     assert m.decode(data) == message and type(m.decode(memoryview(data))) is type(message)
-    assert hash(m.decode(data)) if not isinstance(message, m.Place | m.Finished | m.Status) else True
+    assert hash(m.decode(data)) if not isinstance(message, m.Reconfigure | m.Finished | m.StepReport) else True
 
 
 def test_no_plan_and_an_empty_plan_are_two_things() -> None:
     """None: nothing of the step was begun. Empty: all of it was done, and nobody has anything left to do."""
-    places = [m.decode(m.encode(m.Place(5, ((0,),), (0, 4), ((5,),), {}, work=work))) for work in (None, ())]
-    assert [place.work for place in places if isinstance(place, m.Place)] == [None, ()]
+    places = [m.decode(m.encode(m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {}, work=work))) for work in (None, ())]
+    assert [place.work for place in places if isinstance(place, m.Reconfigure)] == [None, ()]
 
 
 def test_every_kind_of_message_has_an_example() -> None:

@@ -12,9 +12,9 @@ from elaswave_spmd.recovery.reconfiguration import least_elements, moved_element
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replica_rebalance import refill
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs, promote, with_learners
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs, promote, with_learners
 from tests.unit.recovery.controller_cases import LAYOUT, placement
 
 PAGE = 64
@@ -29,7 +29,7 @@ def layout_of(*sizes: int) -> ModelLayout:
 def dealt(layout: ModelLayout, stages: tuple[int, ...], cuts: tuple[int, ...], zero: int, mirrors: int) -> Placement:
     shardings = Shardings().with_zero(zero)
     mesh = Mesh.initial(MeshShape.of_stages(stages))
-    holders = deal_holders(
+    replicas = place_replicas(
         layout,
         mesh.stages,
         cuts,
@@ -38,9 +38,9 @@ def dealt(layout: ModelLayout, stages: tuple[int, ...], cuts: tuple[int, ...], z
         mirror_count=mirrors,
         scatter=0,
     )
-    units = max(stages)
-    counts = tuple((units - size + 1, *(1,) * (size - 1)) for size in stages)
-    return Placement(mesh, units, cuts, counts, shardings, holders=holders)
+    microbatches = max(stages)
+    counts = tuple((microbatches - size + 1, *(1,) * (size - 1)) for size in stages)
+    return Placement(mesh, microbatches, cuts, counts, shardings, replicas=replicas)
 
 
 def test_what_learners_get_is_counted_once_for_each_and_the_loss_page_never() -> None:
@@ -48,47 +48,47 @@ def test_what_learners_get_is_counted_once_for_each_and_the_loss_page_never() ->
     loss = layout.layers[1].loss_block
     assert loss is not None
     one, two = frozenset((0,)), frozenset((1, 2))
-    holders: HolderMap = {
-        0: (HolderRun(0, 0, 1, 0, one), HolderRun(0, 1, 3, 0, one, two)),
-        1: (HolderRun(1, 0, 1, 0, one), HolderRun(1, loss.first_page, loss.first_page + 1, 0, one, two)),
+    replicas: ReplicaMap = {
+        0: (ReplicaSet(0, 0, 1, 0, one), ReplicaSet(0, 1, 3, 0, one, two)),
+        1: (ReplicaSet(1, 0, 1, 0, one), ReplicaSet(1, loss.first_page, loss.first_page + 1, 0, one, two)),
     }
-    assert moved_elements(holders, layout) == 2 * (128 + 64)
+    assert moved_elements(replicas, layout) == 2 * (128 + 64)
 
 
 def test_a_map_without_learners_moves_nothing() -> None:
     found = placement(2, 1)
-    assert moved_elements(found.holder_runs(LAYOUT), LAYOUT) == 0
+    assert moved_elements(found.replica_map(LAYOUT), LAYOUT) == 0
 
 
-def test_a_newcomer_is_to_have_its_share_though_no_holder_is_missing() -> None:
+def test_a_newcomer_is_to_have_its_share_though_no_replica_is_missing() -> None:
     """Without mirrors, two workers of four pages each become three: the third one has at least two of the eight."""
     layout = layout_of(8 * 128)
     before = dealt(layout, (2,), (0, 1), zero=1, mirrors=0)
     after = next_placement(before, layout, 1, ((0, 1, 2),), lambda _: None)
-    target = target_of(before.holder_runs(layout), after, layout, 0)
-    found = replace(after, holders=with_learners(before.holder_runs(layout), target))
-    there = replace(after, holders=target)
-    assert found.holders is not None
-    assert least_elements(found.holders, there, layout) == 2 * 128 == moved_elements(found.holders, layout)
+    target = target_of(before.replica_map(layout), after, layout, 0)
+    found = replace(after, replicas=with_learners(before.replica_map(layout), target))
+    there = replace(after, replicas=target)
+    assert found.replicas is not None
+    assert least_elements(found.replicas, there, layout) == 2 * 128 == moved_elements(found.replicas, layout)
 
 
 def test_a_lost_mirror_is_copied_once_and_that_is_the_least() -> None:
     layout = layout_of(1024, 512)
     before = dealt(layout, (4,), (0, 2), zero=1, mirrors=1)
-    holders, homeless = promote(before.holder_runs(layout), {1})
+    replicas, homeless = promote(before.replica_map(layout), {1})
     after = next_placement(before, layout, 1, ((0, 2, 3),), lambda _: None)
-    target = target_of(holders, after, layout, 1)
-    found = replace(after, holders=with_learners(holders, target))
-    there = replace(after, holders=target)
-    alone = sum(run.num_pages for run in all_runs(holders) if len(run.holders) == 1)
-    assert not homeless and found.holders is not None and alone
-    assert least_elements(found.holders, there, layout) >= 128 * (alone - 1), "the loss page may be among them"
-    assert moved_elements(found.holders, layout) == least_elements(found.holders, there, layout)
+    target = target_of(replicas, after, layout, 1)
+    found = replace(after, replicas=with_learners(replicas, target))
+    there = replace(after, replicas=target)
+    alone = sum(run.num_pages for run in all_runs(replicas) if len(run.replicas) == 1)
+    assert not homeless and found.replicas is not None and alone
+    assert least_elements(found.replicas, there, layout) >= 128 * (alone - 1), "the loss page may be among them"
+    assert moved_elements(found.replicas, layout) == least_elements(found.replicas, there, layout)
 
 
-def target_of(holders: HolderMap, after: Placement, layout: ModelLayout, mirrors: int) -> HolderMap:
+def target_of(replicas: ReplicaMap, after: Placement, layout: ModelLayout, mirrors: int) -> ReplicaMap:
     return refill(
-        holders,
+        replicas,
         layout,
         after.mesh.stages,
         after.layer_cuts,
@@ -117,20 +117,20 @@ def test_the_bound_is_one_and_both_are_those_of_the_map(
     gone = lost & set(before.mesh.members)
     ranks = range(100, 100 + newcomers)
     now = next_stages(before.mesh.stages, gone, ranks, len(stages))
-    holders, homeless = promote(before.holder_runs(layout), gone)
+    replicas, homeless = promote(before.replica_map(layout), gone)
     if homeless or not now:
         return
     after = next_placement(before, layout, 1, now, lambda _: None)
-    target = target_of(holders, after, layout, mirrors)
-    found = replace(after, holders=with_learners(holders, target))
-    there = replace(after, holders=target)
-    assert found.holders is not None
-    moved, least = moved_elements(found.holders, layout), least_elements(found.holders, there, layout)
+    target = target_of(replicas, after, layout, mirrors)
+    found = replace(after, replicas=with_learners(replicas, target))
+    there = replace(after, replicas=target)
+    assert found.replicas is not None
+    moved, least = moved_elements(found.replicas, layout), least_elements(found.replicas, there, layout)
     missing = {
         (run.layer, page, rank)
-        for then, run in zip(all_runs(target), all_runs(found.holders), strict=True)
+        for then, run in zip(all_runs(target), all_runs(found.replicas), strict=True)
         for page in range(run.first, run.stop)
-        for rank in then.holders - run.holders
+        for rank in then.replicas - run.replicas
         if layout.layers[run.layer].block_of(page).kind == "state"
     }
     spans = [layout.layers[layer].span(page, page + 1) for layer, page, _ in missing]
@@ -142,4 +142,4 @@ def test_domains_are_those_of_the_launcher() -> None:
     found = placement(2, 1)
     after = next_placement(found, LAYOUT, 1, ((0, 1), (2, 9)), lambda rank: (f"host {rank}",))
     assert after.mesh.topology.path(9) == ("host 9",) and isinstance(after.mesh.topology, Topology)
-    assert (after.mesh.epoch, after.layer_cuts, after.unit_counts) == (1, found.layer_cuts, ((3, 2), (3, 2)))
+    assert (after.mesh.epoch, after.layer_cuts, after.microbatch_counts) == (1, found.layer_cuts, ((3, 2), (3, 2)))

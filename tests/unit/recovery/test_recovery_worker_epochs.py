@@ -9,13 +9,13 @@ import pytest
 
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 ME, OTHER, THIRD = 1, 0, 2
-OWN = HolderRun(0, 0, 2, ME, frozenset({ME, OTHER}))
-MIRRORED = HolderRun(0, 2, 3, OTHER, frozenset({OTHER, ME}))
-THIRDS = HolderRun(0, 3, 4, THIRD, frozenset({THIRD, ME}))
-LOSS = HolderRun(1, 4, 5, ME, frozenset({ME}))
+OWN = ReplicaSet(0, 0, 2, ME, frozenset({ME, OTHER}))
+MIRRORED = ReplicaSet(0, 2, 3, OTHER, frozenset({OTHER, ME}))
+THIRDS = ReplicaSet(0, 3, 4, THIRD, frozenset({THIRD, ME}))
+LOSS = ReplicaSet(1, 4, 5, ME, frozenset({ME}))
 NORMS = {OWN: [9.0, 7.0], MIRRORED: [5.0], THIRDS: [4.0], LOSS: [99.0]}
 OLD, NEW = 3, 4
 
@@ -25,7 +25,7 @@ def worker(version: int = 0) -> WorkerProtocol:
     return WorkerProtocol(ME, OLD, (OTHER, ME, THIRD), [OWN, MIRRORED, THIRDS, LOSS], LOSS.key, version)
 
 
-def entries(protocol: WorkerProtocol, step: int, *runs: HolderRun) -> list[Effect]:
+def entries(protocol: WorkerProtocol, step: int, *runs: ReplicaSet) -> list[Effect]:
     effects: list[Effect] = []
     for run in runs or tuple(NORMS):
         effects += protocol.entry_complete(step, run.key, NORMS[run], 2.5 if run is LOSS else None)
@@ -37,7 +37,7 @@ def vote(step: int, sender: int, epoch: int, *norm: float, loss: float | None = 
 
 
 def ready_to_vote(step: int = 1) -> WorkerProtocol:
-    """It has everything of the step but its own units."""
+    """It has everything of the step but its own micro-batches."""
     protocol = worker(step - 1)
     entries(protocol, step)
     return protocol
@@ -52,7 +52,7 @@ def voted(step: int = 1) -> WorkerProtocol:
 def enter(
     protocol: WorkerProtocol,
     highest: int,
-    held: Sequence[HolderRun] = (OWN, MIRRORED, LOSS),
+    held: Sequence[ReplicaSet] = (OWN, MIRRORED, LOSS),
     members: Sequence[int] = (OTHER, ME),
     epoch: int = NEW,
 ) -> list[Effect]:
@@ -149,7 +149,7 @@ def test_early_votes_count_when_their_epoch_has_begun() -> None:
 
 
 def test_it_computes_again_before_it_votes_for_a_step_that_nobody_has_applied() -> None:
-    """A unit of the lost may be its own now: its votes of the old epoch said something else."""
+    """A micro-batch of the lost may be its own now: its votes of the old epoch said something else."""
     protocol = voted()
     effects = enter(protocol, 0)
     assert sent(effects) == []
@@ -179,13 +179,13 @@ def test_nothing_is_voted_for_again_before_the_first_step() -> None:
 
 def test_a_promoted_mirror_votes_with_the_norms_of_its_new_pages() -> None:
     protocol = voted()
-    mine = HolderRun(*THIRDS.key, ME, frozenset({ME, OTHER}))
+    mine = ReplicaSet(*THIRDS.key, ME, frozenset({ME, OTHER}))
     (again,) = sent(enter(protocol, 1, [OWN, MIRRORED, mine, LOSS]))
     assert math.fsum(again.norm) == 9.0 + 7.0 + 4.0
 
 
 def test_a_promoted_mirror_votes_with_the_loss() -> None:
-    mirrored = HolderRun(*LOSS.key, THIRD, frozenset({ME, THIRD}))
+    mirrored = ReplicaSet(*LOSS.key, THIRD, frozenset({ME, THIRD}))
     protocol = WorkerProtocol(ME, OLD, (OTHER, ME, THIRD), [OWN, mirrored], LOSS.key)
     protocol.entry_complete(1, OWN.key, [1.0, 1.0])
     protocol.entry_complete(1, LOSS.key, [], 2.5)
@@ -197,7 +197,7 @@ def test_a_promoted_mirror_votes_with_the_loss() -> None:
 
 def test_norms_follow_a_run_that_was_cut() -> None:
     protocol = voted()
-    halves = [HolderRun(0, 0, 1, OTHER, frozenset({OTHER, ME})), HolderRun(0, 1, 2, ME, frozenset({ME, OTHER}))]
+    halves = [ReplicaSet(0, 0, 1, OTHER, frozenset({OTHER, ME})), ReplicaSet(0, 1, 2, ME, frozenset({ME, OTHER}))]
     (again,) = sent(enter(protocol, 1, [*halves, MIRRORED, LOSS]))
     assert math.fsum(again.norm) == 7.0 and protocol.norms_at(1, (0, 0, 1)) == (9.0,)
     assert protocol.has_entry(1, (0, 1, 2)) and protocol.norms_at(1, OWN.key) == ()
@@ -206,7 +206,7 @@ def test_norms_follow_a_run_that_was_cut() -> None:
 def test_entries_of_a_step_under_way_stay_and_new_ones_are_missing() -> None:
     protocol = worker()
     entries(protocol, 1, OWN, LOSS)
-    new = HolderRun(0, 7, 9, OTHER, frozenset({OTHER}), frozenset({ME}))
+    new = ReplicaSet(0, 7, 9, OTHER, frozenset({OTHER}), frozenset({ME}))
     enter(protocol, 0, [OWN, MIRRORED, LOSS, new])
     assert protocol.has_entry(1, OWN.key) and protocol.has_entry(1, LOSS.key)
     assert not protocol.has_entry(1, MIRRORED.key) and not protocol.has_entry(1, new.key)
@@ -224,7 +224,7 @@ def test_entries_of_what_it_does_not_hold_any_more_are_not_waited_for() -> None:
 
 def test_a_learner_that_is_behind_does_not_wait_for_entries_that_nobody_sends_any_more() -> None:
     protocol = voted()
-    new = HolderRun(0, 7, 9, OTHER, frozenset({OTHER}), frozenset({ME}))
+    new = ReplicaSet(0, 7, 9, OTHER, frozenset({OTHER}), frozenset({ME}))
     assert len(sent(enter(protocol, 1, [OWN, MIRRORED, LOSS, new]))) == 1
     assert applied(protocol.vote_received(vote(1, OTHER, NEW, 9.0))) == [1]
 

@@ -9,12 +9,12 @@ import pytest
 
 from elaswave_spmd.recovery.messages import Publish, Vote
 from elaswave_spmd.recovery.worker_protocol import Apply, Install, SendVote, WorkerProtocol, held_runs
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 ME, OTHER, THIRD = 1, 0, 2
-OWN = HolderRun(0, 0, 2, ME, frozenset({ME, OTHER}))  # this worker is its primary ...
-MIRRORED = HolderRun(0, 2, 3, OTHER, frozenset({OTHER, ME}))  # ... and mirrors this one
-LOSS = HolderRun(1, 4, 5, ME, frozenset({ME}))
+OWN = ReplicaSet(0, 0, 2, ME, frozenset({ME, OTHER}))  # this worker is its primary ...
+MIRRORED = ReplicaSet(0, 2, 3, OTHER, frozenset({OTHER, ME}))  # ... and mirrors this one
+LOSS = ReplicaSet(1, 4, 5, ME, frozenset({ME}))
 OWN_NORMS, MIRRORED_NORMS = [9.0, 7.0], [5.0]
 
 
@@ -25,7 +25,7 @@ def worker(
     return WorkerProtocol(ME, epoch, members, held, LOSS.key if loss else None, version)
 
 
-def entries(protocol: WorkerProtocol, step: int, runs: Sequence[HolderRun] = (OWN, MIRRORED, LOSS)) -> list[object]:
+def entries(protocol: WorkerProtocol, step: int, runs: Sequence[ReplicaSet] = (OWN, MIRRORED, LOSS)) -> list[object]:
     """Completes the entries of these runs; returns all effects."""
     norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: [99.0]}  # the loss page is no part of the norm
     effects: list[object] = []
@@ -38,7 +38,7 @@ def vote(step: int, sender: int = OTHER, epoch: int = 3, norm: tuple[float, ...]
     return Vote(step, epoch, sender, norm, None)
 
 
-def test_a_vote_waits_for_the_own_units() -> None:
+def test_a_vote_waits_for_the_own_microbatches() -> None:
     protocol = worker()
     assert entries(protocol, 1) == []
     (sent,) = protocol.computed(1)
@@ -46,7 +46,7 @@ def test_a_vote_waits_for_the_own_units() -> None:
 
 
 @pytest.mark.parametrize("late", [OWN, MIRRORED, LOSS], ids=["primary", "mirror", "loss"])
-def test_a_vote_waits_for_the_entry_of_every_held_run(late: HolderRun) -> None:
+def test_a_vote_waits_for_the_entry_of_every_held_run(late: ReplicaSet) -> None:
     protocol = worker()
     protocol.computed(1)
     assert entries(protocol, 1, [run for run in (OWN, MIRRORED, LOSS) if run is not late]) == []
@@ -62,7 +62,7 @@ def test_a_worker_votes_once() -> None:
 
 def test_entries_of_the_next_step_do_not_make_a_vote_early() -> None:
     protocol = worker()
-    assert entries(protocol, 2) == []  # a worker without units may have them before it has applied step 1
+    assert entries(protocol, 2) == []  # a worker without micro-batches may have them before it has applied step 1
     protocol.computed(1)
     assert entries(protocol, 1, [OWN, MIRRORED]) == []
     entries(protocol, 1, [LOSS])
@@ -183,12 +183,12 @@ def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
     values = [1e30, 1.0, -1.0, 1e-30, 3.0]  # a plain sum in another order would lose the small ones
     norms = set()
     for own in range(1, len(values)):
-        mine = HolderRun(0, 0, own, ME, frozenset({ME}))
+        mine = ReplicaSet(0, 0, own, ME, frozenset({ME}))
         protocol = WorkerProtocol(ME, 0, (OTHER, ME), [mine, LOSS], LOSS.key)
         protocol.entry_complete(1, mine.key, values[:own])
         protocol.entry_complete(1, LOSS.key, [], 1.0)
         (sent,) = protocol.computed(1)
-        other = HolderRun(0, 0, len(values) - own, OTHER, frozenset({OTHER}))
+        other = ReplicaSet(0, 0, len(values) - own, OTHER, frozenset({OTHER}))
         peer = WorkerProtocol(OTHER, 0, (OTHER, ME), [other])
         peer.entry_complete(1, other.key, values[own:])
         (theirs,) = peer.computed(1)
@@ -202,7 +202,7 @@ def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
 
 def test_the_sum_over_workers_is_exactly_rounded_too() -> None:
     members = tuple(range(9))
-    run = HolderRun(0, 0, 1, ME, frozenset({ME}))
+    run = ReplicaSet(0, 0, 1, ME, frozenset({ME}))
     protocol = WorkerProtocol(ME, 0, members, [run])
     protocol.entry_complete(1, run.key, [1.0])
     protocol.computed(1)
@@ -237,8 +237,8 @@ def test_norm_values_are_kept_for_two_versions() -> None:
 
 
 def test_held_runs_are_in_layer_and_page_order() -> None:
-    first, second = HolderRun(0, 0, 1, 5, frozenset({5})), HolderRun(1, 0, 1, 4, frozenset({4, 5}))
-    found = held_runs({1: (second,), 0: (first, HolderRun(0, 1, 2, 4, frozenset({4})))}, 5)
+    first, second = ReplicaSet(0, 0, 1, 5, frozenset({5})), ReplicaSet(1, 0, 1, 4, frozenset({4, 5}))
+    found = held_runs({1: (second,), 0: (first, ReplicaSet(0, 1, 2, 4, frozenset({4})))}, 5)
     assert found == (first, second)
     keys = [run.key for run in found]
     assert keys == [(0, 0, 1), (1, 0, 1)]

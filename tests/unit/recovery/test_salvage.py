@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.messages import StepHeld, Work
-from elaswave_spmd.recovery.partial_step import executor_view, peer_of, salvage_plan
-from elaswave_spmd.scheduling.placement import Placement, deal_units
+from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
+from elaswave_spmd.scheduling.placement import Placement, deal_microbatches
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 STEP = 5
 Stages = tuple[tuple[int, ...], ...]
-Runs = dict[int, tuple[HolderRun, ...]]
+Runs = dict[int, tuple[ReplicaSet, ...]]
 
 
 def layers(count: int, pages: int = 2, *, tied: bool = False) -> ModelLayout:
@@ -31,11 +31,11 @@ def placed(
     stages: Stages, cuts: tuple[int, ...], counts: tuple[tuple[int, ...], ...], runs: Runs | None = None, zero: int = 0
 ) -> Placement:
     mesh = Mesh(MeshShape.of_stages(map(len, stages)), stages, epoch=1)
-    return Placement(mesh, sum(counts[0]), cuts, counts, Shardings().with_zero(zero), holders=runs)
+    return Placement(mesh, sum(counts[0]), cuts, counts, Shardings().with_zero(zero), replicas=runs)
 
 
-def run(layer: int, first: int, stop: int, primary: int, *mirrors: int) -> HolderRun:
-    return HolderRun(layer, first, stop, primary, frozenset((primary, *mirrors)))
+def run(layer: int, first: int, stop: int, primary: int, *mirrors: int) -> ReplicaSet:
+    return ReplicaSet(layer, first, stop, primary, frozenset((primary, *mirrors)))
 
 
 def has(assigned: tuple[int, ...] = (), computed: tuple[int, ...] = (), **more: object) -> StepHeld:
@@ -51,13 +51,15 @@ def plan_of(
     kept: bool = True,
     undisturbed: bool = False,
 ) -> list[str]:
-    """Lines like `1: 0FB by 4`: stage, unit, worker; F forward, B backward in full, b for the input's gradient only."""
+    """Lines like `1: 0FB by 4`: stage, micro-batch, worker; F forward, B backward in full, b for the input's gradient
+    only.
+    """
     if old_layers is None:
         cuts = placement.layer_cuts
         old_layers = {r: (cuts[s], cuts[s + 1]) for s, ranks in enumerate(placement.mesh.stages) for r in ranks}
-    plan = salvage_plan(STEP, placement, layout, held, old_layers, boundaries_kept=kept, undisturbed=undisturbed)
-    assert list(plan) == sorted(plan, key=lambda w: (w.stage, w.unit))
-    return [f"{w.stage}: {w.unit}{'F' * w.forward}{['', 'b', 'B'][w.backward]} by {w.worker}" for w in plan]
+    plan = recovery_plan(STEP, placement, layout, held, old_layers, boundaries_kept=kept, undisturbed=undisturbed)
+    assert list(plan) == sorted(plan, key=lambda w: (w.stage, w.microbatch))
+    return [f"{w.stage}: {w.microbatch}{'F' * w.forward}{['', 'b', 'B'][w.backward]} by {w.worker}" for w in plan]
 
 
 # ---- a healthy step
@@ -66,14 +68,14 @@ def plan_of(
 @pytest.mark.parametrize("zero", [0, 2])
 def test_nothing_done_and_everybody_alive_is_the_placement(zero: int) -> None:
     p = placed(((0, 1, 2), (3, 4)), (0, 1, 3), ((1, 5, 2), (8, 0)), zero=zero)
-    held = {rank: has(p.units_of(rank)) for rank in p.mesh.members}
-    wanted = [f"{s}: {u}FB by {p.worker_of_unit(s, u)}" for s in range(2) for u in range(8)]
+    held = {rank: has(p.microbatches_of(rank)) for rank in p.mesh.members}
+    wanted = [f"{s}: {u}FB by {p.worker_of_microbatch(s, u)}" for s in range(2) for u in range(8)]
     assert plan_of(p, layers(3), held) == wanted
 
 
 def test_nobody_has_anything() -> None:
     p = placed(((0, 1, 2),), (0, 1), ((3, 2, 2),))
-    wanted = [f"0: {u}FB by {w}" for u, w in enumerate(deal_units((0, 1, 2), (3, 2, 2), "contiguous"))]
+    wanted = [f"0: {u}FB by {w}" for u, w in enumerate(deal_microbatches((0, 1, 2), (3, 2, 2), "contiguous"))]
     assert plan_of(p, layers(1), dict.fromkeys(range(3))) == plan_of(p, layers(1), {}) == wanted
 
 
@@ -95,7 +97,7 @@ def test_a_stage_without_parameters_runs_what_others_need() -> None:
 LOST_ONE = {0: (run(0, 0, 1, 0, 2), run(0, 1, 2, 0, 2), run(0, 2, 3, 2, 0))}
 
 
-def test_a_lost_workers_units_are_dealt_contiguously() -> None:
+def test_a_lost_workers_microbatches_are_dealt_contiguously() -> None:
     p = placed(((0, 2),), (0, 1), ((5, 5),), LOST_ONE)
     held = {
         0: has((0, 1, 2, 3), (0, 1, 2, 3), nodes={0: ((0, 4),)}, trees=((0, 0, 1, 0, ((0, 4), (8, 10))),)),
@@ -110,17 +112,17 @@ def test_whoever_has_less_left_gets_more() -> None:
         0: has((0, 1, 2, 3), (0, 1), forwarded=(2,), nodes={0: ((0, 2),)}, trees=((0, 0, 1, 0, ((0, 2),)),)),
         2: has((7, 8, 9), (7, 8, 9), nodes={0: ((7, 8), (8, 10))}, trees=((0, 2, 3, 0, ((7, 8), (8, 10))),)),
     }
-    # What is worker 0's stays with it; then loads are 2 and 0, and the three lost units make them 3 and 2.
+    # What is worker 0's stays with it; then loads are 2 and 0, and the three lost micro-batches make them 3 and 2.
     assert plan_of(p, layers(1), held) == [
         *("0: 2B by 0", "0: 3FB by 0"),
         *("0: 4FB by 0", "0: 5FB by 2", "0: 6FB by 2"),
     ]
 
 
-def test_time_major_units_are_dealt_in_turn() -> None:
+def test_time_major_microbatches_are_dealt_in_turn() -> None:
     p = placed(((0, 2),), (0, 1), ((5, 5),), LOST_ONE, zero=2)
     mine, other = (0, 3, 6, 9), (2, 5, 8)
-    nodes = {rank: {0: tuple((u, u + 1) for u in units)} for rank, units in ((0, mine), (2, other))}
+    nodes = {rank: {0: tuple((u, u + 1) for u in microbatches)} for rank, microbatches in ((0, mine), (2, other))}
     held = {0: has(mine, mine, nodes=nodes[0]), 2: has(other, other, nodes=nodes[2])}
     assert plan_of(p, layers(1), held) == ["0: 1FB by 0", "0: 4FB by 2", "0: 7FB by 0"]
 
@@ -201,7 +203,7 @@ def test_only_members_count() -> None:
     assert plan_of(p, layers(1), held, {0: (0, 1), 1: (0, 1), 2: (0, 1)}) == ["0: 0FB by 0", "0: 1FB by 2"]
 
 
-def test_the_lowest_rank_of_two_claimers_runs_the_unit() -> None:
+def test_the_lowest_rank_of_two_claimers_runs_the_microbatch() -> None:
     p = placed(((2, 0),), (0, 1), ((1, 1),), {0: (run(0, 0, 3, 0, 2),)})
     assert plan_of(p, layers(1), {2: has((0, 1)), 0: has((1,))}) == ["0: 0FB by 2", "0: 1FB by 0"]
 
@@ -218,7 +220,8 @@ def test_a_report_of_another_step_is_a_mistake() -> None:
         plan_of(p, layers(1), {0: StepHeld(STEP + 1)})
 
 
-# ---- stages: units 0 and 1 went 0 -> 2 -> 4, units 2 and 3 went 1 -> 3 -> 5; all pages are held by 1, 3 and 5
+# ---- stages: micro-batches 0 and 1 went 0 -> 2 -> 4, micro-batches 2 and 3 went 1 -> 3 -> 5; all pages are held by 1,
+# 3 and 5
 
 
 PIPELINE = {s: (run(s, 0, 2, 1, 3), run(s, 2, 3, 1, 3))[: 2 if s == 2 else 1] for s in range(3)}
@@ -230,17 +233,19 @@ def pipeline(stages: Stages) -> Placement:
 
 
 def survivors(**of_two: object) -> dict[int, StepHeld]:
-    """Workers 1, 3, 5 have done units 2 and 3; worker 2 as said."""
-    units = (2, 3)
+    """Workers 1, 3, 5 have done micro-batches 2 and 3; worker 2 as said."""
+    microbatches = (2, 3)
     return {
-        1: has(units, units, nodes={0: ((2, 4),)}, activations=((1, 2), (1, 3))),
-        3: has(units, units, nodes={1: ((2, 4),)}, activations=((2, 2), (2, 3)), gradients=((0, 2), (0, 3))),
-        5: has(units, units, nodes={2: ((2, 4),)}, gradients=((1, 2), (1, 3))),
+        1: has(microbatches, microbatches, nodes={0: ((2, 4),)}, activations=((1, 2), (1, 3))),
+        3: has(
+            microbatches, microbatches, nodes={1: ((2, 4),)}, activations=((2, 2), (2, 3)), gradients=((0, 2), (0, 3))
+        ),
+        5: has(microbatches, microbatches, nodes={2: ((2, 4),)}, gradients=((1, 2), (1, 3))),
         2: has((0, 1), **of_two),  # pyright: ignore[reportArgumentType]
     }
 
 
-def test_both_neighbours_of_units_are_lost_and_the_one_between_has_done_them() -> None:
+def test_both_neighbours_of_microbatches_are_lost_and_the_one_between_has_done_them() -> None:
     p = pipeline(((1,), (2, 3), (5,)))
     held = survivors(computed=(0, 1), nodes={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1)))
     assert plan_of(p, layers(3), held) == ["0: 0FB by 1", "0: 1FB by 1", "2: 0FB by 5", "2: 1FB by 5"]
@@ -255,7 +260,7 @@ def test_both_neighbours_of_units_are_lost_and_the_one_between_has_done_them() -
 
 
 def test_both_neighbours_are_lost_halfway() -> None:
-    """Worker 2 has forward of unit 0 only; unit 1 has not come to it."""
+    """Worker 2 has forward of micro-batch 0 only; micro-batch 1 has not come to it."""
     p = pipeline(((1,), (2, 3), (5,)))
     held = survivors(forwarded=(0,), activations=((2, 0),))
     assert plan_of(p, layers(3), held) == [
@@ -279,16 +284,16 @@ def test_activations_are_computed_again_down_to_one_that_is_kept() -> None:
 
 def test_outputs_alone_go_to_whoever_has_the_least_to_do() -> None:
     p = placed(((0, 7), (2, 3), (5,)), (0, 1, 2, 3), ((2, 2), (2, 2), (4,)), PIPELINE)
-    p = placed(p.mesh.stages, p.layer_cuts, p.unit_counts, {**PIPELINE, 0: (run(0, 0, 2, 0),)})
+    p = placed(p.mesh.stages, p.layer_cuts, p.microbatch_counts, {**PIPELINE, 0: (run(0, 0, 2, 0),)})
     held = survivors(computed=(0, 1), nodes={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1)))
     del held[1], held[3]
     held[0] = has((0, 1), forwarded=(0, 1), trees=((0, 0, 2, 0, ((2, 4),)),))
-    # Worker 1 delivered its sums of units 2 and 3, but its outputs, which stage 1 needs again, went with it.
+    # Worker 1 delivered its sums of micro-batches 2 and 3, but its outputs, which stage 1 needs again, went with it.
     assert plan_of(p, layers(3), held)[:4] == ["0: 0B by 0", "0: 1B by 0", "0: 2F by 7", "0: 3F by 7"]
 
 
-def test_an_unfinished_unit_waits_for_what_its_survivor_already_sent() -> None:
-    """Not kept boundaries count as received by the one that claims the unit, while no PLACE has come between."""
+def test_an_unfinished_microbatch_waits_for_what_its_survivor_already_sent() -> None:
+    """Not kept boundaries count as received by the one that claims the micro-batch, while no PLACE has come between."""
     p = pipeline(((0, 1), (2, 3), (4, 5)))
     held = survivors(computed=(0, 1), nodes={1: ((0, 2),)})
     held[0] = has((0, 1), forwarded=(0, 1))
@@ -296,7 +301,7 @@ def test_an_unfinished_unit_waits_for_what_its_survivor_already_sent() -> None:
     assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == ["0: 0B by 0", "0: 1B by 0"]
     again = [f"{s}: {u}F{g} by {w}" for s, g, w in ((0, "B", 0), (1, "b", 2), (2, "b", 4)) for u in (0, 1)]
     assert plan_of(p, layers(3), held, kept=False) == again
-    # The sender may have meant somebody else: two claim unit 0.
+    # The sender may have meant somebody else: two claim micro-batch 0.
     held[1] = has((0, 2, 3), (2, 3), nodes={0: ((2, 4),)}, forwarded=(0,))
     redone = [line for line in again if " 0F" in line]
     assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == [redone[0], "0: 1B by 0", *redone[1:]]
@@ -307,20 +312,21 @@ def test_an_activation_on_its_way_is_not_made_again() -> None:
     held = survivors(forwarded=(0,))
     held[0] = has((0, 1), forwarded=(0, 1))
     wanted = ["0: 0B by 0", "0: 1B by 0", "1: 0FB by 2", "1: 1FB by 2", "2: 0FB by 5", "2: 1FB by 5"]
-    # Unit 0 has been through stage 1, so its input there is used up: stage 0 makes it once more.
+    # Micro-batch 0 has been through stage 1, so its input there is used up: stage 0 makes it once more.
     wanted[0] = "0: 0FB by 0"
     assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == wanted
 
 
 def test_a_stage_goes_to_its_neighbour() -> None:
-    """Of the new stage of two layers nobody claims a unit; sums and boundaries of single layers still count."""
+    """Of the new stage of two layers nobody claims a micro-batch; sums and boundaries of single layers still count."""
     p = placed(((0, 1),), (0, 2), ((2, 2),), {0: (run(0, 0, 2, 0, 1),), 1: (run(1, 0, 2, 1), run(1, 2, 3, 0))})
     old = {0: (0, 1), 1: (0, 1)}
     held = {
         0: has((0, 1), (0,), forwarded=(1,), nodes={0: ((0, 1),)}, activations=((1, 0), (1, 1))),
         1: has((2, 3), (2, 3), nodes={0: ((2, 4),)}, trees=((1, 0, 2, 1, ((0, 1), (2, 4))),)),
     }
-    # Of layer 1 only worker 1 has trees, and of its loss page nobody: all units, dealt anew, with their forwards.
+    # Of layer 1 only worker 1 has trees, and of its loss page nobody: all micro-batches, dealt anew, with their
+    # forwards.
     everything = [f"0: {u}FB by {u // 2}" for u in range(4)]
     assert plan_of(p, layers(2), held, old) == everything
     held[0] = has((0, 1), (0,), forwarded=(1,), nodes={0: ((0, 1),)}, trees=((1, 2, 3, 1, ((0, 1), (2, 4))),))
@@ -339,7 +345,7 @@ def test_kept_boundaries_are_found_by_layer_under_other_cuts() -> None:
     assert plan_of(p, layers(3), held, old) == ["0: 0FB by 1", "0: 1FB by 1"]
 
 
-# ---- tied parameters: layer 2 reads the weight of layer 0; stages (0, 1) and (2, 3) of 2 units each
+# ---- tied parameters: layer 2 reads the weight of layer 0; stages (0, 1) and (2, 3) of 2 micro-batches each
 
 
 TIED = {0: (run(0, 0, 2, 0, 1),), 1: (run(1, 0, 2, 1, 0),), 2: (run(2, 0, 2, 2, 0), run(2, 4, 5, 2, 0))}
@@ -355,7 +361,8 @@ def test_a_lost_reader_is_computed_again_and_the_owner_is_not() -> None:
         1: has((1,), (1,), nodes={0: ((1, 2),), 1: ((1, 2),)}, activations=((2, 1),), entries=((1, 0, 2),)),
         2: has((0,), (0,), entries=((2, 0, 2), (2, 4, 5))),
     }
-    # Worker 3's unit 1 is in the entries of layer 2's own pages, but its part of the tied weight was not delivered.
+    # Worker 3's micro-batch 1 is in the entries of layer 2's own pages, but its part of the tied weight was not
+    # delivered.
     assert plan_of(p, layers(3, tied=True), held) == ["1: 1FB by 2"]
     held[2] = has((0, 1), (0, 1), entries=((2, 0, 2), (2, 4, 5)), nodes={2: ((0, 2),)})
     assert plan_of(p, layers(3, tied=True), held) == []
@@ -377,9 +384,9 @@ def test_trees_of_one_use_say_nothing_of_another() -> None:
 # ---- reading a plan
 
 
-def test_a_plan_is_read_by_worker_and_by_unit() -> None:
+def test_a_plan_is_read_by_worker_and_by_microbatch() -> None:
     p = placed(((0, 1), (2,)), (0, 1, 2), ((2, 2), (4,)))
-    plan = (Work(0, 1, 1, True, 2), Work(0, 3, 0, False, 2), Work(1, 1, 2, True, 1))
+    plan = (Recompute(0, 1, 1, True, 2), Recompute(0, 3, 0, False, 2), Recompute(1, 1, 2, True, 1))
     assert executor_view(plan, 0, 0) == plan[1:2] and executor_view(plan, 0, 1) == plan[:1]
     assert executor_view(plan, 1, 2) == plan[2:] and executor_view(plan, 1, 0) == executor_view((), 0, 0) == ()
     assert [peer_of(plan, p, 0, u) for u in range(4)] == [None, 1, None, 0]

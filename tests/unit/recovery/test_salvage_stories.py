@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.recovery.messages import StepHeld, Work
-from elaswave_spmd.recovery.partial_step import executor_view, peer_of, salvage_plan
+from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.gradient_reduction import uses_of
@@ -25,7 +25,7 @@ class Story:
 
     draw: random.Random
     kept: bool
-    plans: list[tuple[Work, ...]] = field(default_factory=list)
+    plans: list[tuple[Recompute, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layout = some_layout(self.draw)
@@ -50,7 +50,7 @@ class Story:
         layers = {rank: (w.layers.start, w.layers.stop) for rank, w in self.world.workers.items()}
         lost = set(self.placement.mesh.members) - self.world.workers.keys()
         self.placement = changed_placement(self.draw, self.placement, self.layout, lost)
-        plan = salvage_plan(
+        plan = recovery_plan(
             STEP,
             self.placement,
             self.layout,
@@ -99,63 +99,63 @@ class Need:
         layers = self.placement.layers_of_stage(stage)
         return rank in self.said and self.old_layers[rank] == (layers.start, layers.stop)
 
-    def claimers(self, stage: int, unit: int) -> list[int]:
+    def claimers(self, stage: int, microbatch: int) -> list[int]:
         members = sorted(self.placement.mesh.stages[stage])
-        return [rank for rank in members if self.stays(stage, rank) and unit in self.said[rank].assigned]
+        return [rank for rank in members if self.stays(stage, rank) and microbatch in self.said[rank].assigned]
 
-    def arrived(self, stage: int, unit: int, sender_stage: int) -> bool:
-        """Something that was sent, not kept, and waits at the one claimer of the unit."""
-        receivers, senders = self.claimers(stage, unit), self.claimers(sender_stage, unit)
-        if self.kept or not self.undisturbed or len(receivers) != 1 or unit in self.said[receivers[0]].computed:
+    def arrived(self, stage: int, microbatch: int, sender_stage: int) -> bool:
+        """Something that was sent, not kept, and waits at the one claimer of the micro-batch."""
+        receivers, senders = self.claimers(stage, microbatch), self.claimers(sender_stage, microbatch)
+        if self.kept or not self.undisturbed or len(receivers) != 1 or microbatch in self.said[receivers[0]].computed:
             return False
         done = {u for r in senders for u in self.said[r].computed}
         if sender_stage > stage:
-            return unit in done
+            return microbatch in done
         done |= {u for r in senders for u in self.said[r].forwarded}
-        return unit in done and unit not in self.said[receivers[0]].forwarded
+        return microbatch in done and microbatch not in self.said[receivers[0]].forwarded
 
-    def has_gradient(self, stage: int, unit: int) -> bool:
-        at = (self.placement.layer_cuts[stage + 1] - 1, unit)
+    def has_gradient(self, stage: int, microbatch: int) -> bool:
+        at = (self.placement.layer_cuts[stage + 1] - 1, microbatch)
         kept = stage == self.placement.num_stages - 1 or any(at in r.gradients for r in self.said.values())
-        return kept or self.arrived(stage, unit, stage + 1)
+        return kept or self.arrived(stage, microbatch, stage + 1)
 
-    def has_activation(self, stage: int, unit: int) -> bool:
-        at = (self.placement.layer_cuts[stage], unit)
+    def has_activation(self, stage: int, microbatch: int) -> bool:
+        at = (self.placement.layer_cuts[stage], microbatch)
         kept = stage == 0 or any(at in r.activations for r in self.said.values())
-        return kept or self.arrived(stage, unit, stage - 1)
+        return kept or self.arrived(stage, microbatch, stage - 1)
 
-    def check(self, plan: tuple[Work, ...]) -> None:
+    def check(self, plan: tuple[Recompute, ...]) -> None:
         """Every line is needed, and what is needed has a line."""
-        lines = {(w.stage, w.unit): w for w in plan}
+        lines = {(w.stage, w.microbatch): w for w in plan}
         assert list(lines) == sorted(lines) and len(lines) == len(plan)
         for stage in range(self.placement.num_stages):
-            for unit in range(self.placement.num_units):
-                line = lines.get((stage, unit))
-                below, above = lines.get((stage - 1, unit)), lines.get((stage + 1, unit))
-                asked = below is not None and below.backward > 0 and not self.has_gradient(stage - 1, unit)
-                full = lacks(self.placement, self.layout, self.said, stage, unit)
-                wanted = above is not None and above.forward and not self.has_activation(stage + 1, unit)
-                assert (line is not None) == (full or asked or wanted), (stage, unit, line)
-                assert peer_of(plan, self.placement, stage, unit) == (line.worker if line else None)
+            for microbatch in range(self.placement.num_microbatches):
+                line = lines.get((stage, microbatch))
+                below, above = lines.get((stage - 1, microbatch)), lines.get((stage + 1, microbatch))
+                asked = below is not None and below.backward > 0 and not self.has_gradient(stage - 1, microbatch)
+                full = lacks(self.placement, self.layout, self.said, stage, microbatch)
+                wanted = above is not None and above.forward and not self.has_activation(stage + 1, microbatch)
+                assert (line is not None) == (full or asked or wanted), (stage, microbatch, line)
+                assert peer_of(plan, self.placement, stage, microbatch) == (line.worker if line else None)
                 if line is None:
                     continue
                 assert line.backward == (2 if full else 1 if asked else 0), (line, full, asked)
-                saved = self.stays(stage, line.worker) and unit in self.said[line.worker].forwarded
+                saved = self.stays(stage, line.worker) and microbatch in self.said[line.worker].forwarded
                 assert line.forward == (wanted or (line.backward > 0 and not saved)), line
-                assert line.worker in (self.claimers(stage, unit)[:1] or self.placement.mesh.stages[stage])
+                assert line.worker in (self.claimers(stage, microbatch)[:1] or self.placement.mesh.stages[stage])
                 assert line in executor_view(plan, stage, line.worker)
 
 
-def lacks(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld], stage: int, unit: int) -> bool:
-    """Whether the unit's contribution to some page of the stage's layers is nowhere."""
+def lacks(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld], stage: int, microbatch: int) -> bool:
+    """Whether the micro-batch's contribution to some page of the stage's layers is nowhere."""
     return any(
-        not covered(placement, said, page, use, unit)
+        not covered(placement, said, page, use, microbatch)
         for page, uses in uses_of_page(layout).items()
         for use in uses & set(placement.layers_of_stage(stage))
     )
 
 
-def covered(placement: Placement, said: Mapping[int, StepHeld], page: Page, use: int, unit: int) -> bool:
+def covered(placement: Placement, said: Mapping[int, StepHeld], page: Page, use: int, microbatch: int) -> bool:
     run = next(r for r in runs_of(placement)[page[0]] if page in pages_of(r))
 
     def of_run(layer: int, first: int, stop: int) -> bool:
@@ -164,9 +164,9 @@ def covered(placement: Placement, said: Mapping[int, StepHeld], page: Page, use:
     for rank, report in said.items():
         has_entry = any(of_run(*key) for key in report.entries)
         trees = [(each, nodes) for *key, each, nodes in report.trees if of_run(*key)]
-        in_tree = any(lo <= unit < hi for each, nodes in trees if each == use for lo, hi in nodes)
-        in_node = any(lo <= unit < hi for lo, hi in report.nodes.get(use, ()))
-        if in_tree or (has_entry and rank in run.holders) or (in_node and not has_entry and not trees):
+        in_tree = any(lo <= microbatch < hi for each, nodes in trees if each == use for lo, hi in nodes)
+        in_node = any(lo <= microbatch < hi for lo, hi in report.nodes.get(use, ()))
+        if in_tree or (has_entry and rank in run.replicas) or (in_node and not has_entry and not trees):
             return True
     return False
 

@@ -15,7 +15,7 @@ from elaswave_spmd.run_dir.checkpoints import write_manifest
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replicas import RunKey
+from elaswave_spmd.sharding.replicas import PageRange
 
 BALLOT = Ballot(1, 3)
 KINDS = ("master", "exp_avg")
@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> ModelLayout:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, layout: ModelLayout) -> list[RunKey]:
+def cuts(draw: st.DrawFn, layout: ModelLayout) -> list[PageRange]:
     """Every state page in one run, runs cut anywhere, also across blocks."""
     runs = []
     for layer in layout.layers:
@@ -56,7 +56,7 @@ def cuts(draw: st.DrawFn, layout: ModelLayout) -> list[RunKey]:
     return runs
 
 
-def whole(layout: ModelLayout) -> list[RunKey]:
+def whole(layout: ModelLayout) -> list[PageRange]:
     """One run per layer."""
     return [(layer.index, 0, layer.num_state_pages) for layer in layout.layers if layer.num_state_pages]
 
@@ -71,7 +71,7 @@ def state_of(layout: ModelLayout, seed: int) -> State:
     }
 
 
-def part(layout: ModelLayout, state: State, run: RunKey, kind: str) -> np.ndarray:
+def part(layout: ModelLayout, state: State, run: PageRange, kind: str) -> np.ndarray:
     """A run's values, by the layout's own account of where pages lie."""
     layer = layout.layers[run[0]]
     spans = [layer.span(page, page + 1) for page in range(run[1], run[2])]
@@ -82,7 +82,7 @@ def write_shards(
     directory: Path,
     layout: ModelLayout,
     state: State,
-    runs_by_rank: Mapping[int, Iterable[RunKey]],
+    runs_by_rank: Mapping[int, Iterable[PageRange]],
     *,
     step: int,
     ballot: Ballot = BALLOT,

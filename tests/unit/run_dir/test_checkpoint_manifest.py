@@ -15,11 +15,11 @@ from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, w
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint, write_manifest
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, check_identity, layout_fingerprint
-from elaswave_spmd.sharding.replicas import RunKey
+from elaswave_spmd.sharding.replicas import PageRange
 from tests.unit.run_dir.checkpoint_cases import BALLOT, manifest_of, save, small_layout, state_of, write_shards
 
 
-def _info(*runs: RunKey, rank: int = 0, ballot: Ballot = BALLOT, step: int = 4, run: str = "r1") -> ShardInfo:
+def _info(*runs: PageRange, rank: int = 0, ballot: Ballot = BALLOT, step: int = 4, run: str = "r1") -> ShardInfo:
     return ShardInfo(f"shard_{rank}", run, step, ballot, rank, 100, "0" * 64, runs)
 
 
@@ -70,7 +70,7 @@ WHOLE = ((0, 0, 5), (2, 0, 2))
         (((0, 0, 5), (2, 0, 2), (3, 0, 1)), r"layer 3 has no pages \[0, 1\)"),
     ],
 )
-def test_every_page_once_or_no_manifest(runs: tuple[RunKey, ...], why: str) -> None:
+def test_every_page_once_or_no_manifest(runs: tuple[PageRange, ...], why: str) -> None:
     shards = [_info(*runs[::2], rank=0), _info(*runs[1::2], rank=1)]
     with pytest.raises(CheckpointError, match=f"a checkpoint holds every page once.\n  got:    {why}$"):
         manifest_of(small_layout(), shards, 4)
@@ -171,7 +171,7 @@ def test_the_same_identity_in_other_clothes() -> None:
     ("saved", "present", "line"),
     [
         ({"seed": 1}, {"seed": 2}, "seed: saved 1, now 2"),
-        ({"unit": {"size": 4}}, {"unit": {"size": 8}}, "unit.size: saved 4, now 8"),
+        ({"train": {"microbatch_size": 4}}, {"train": {"microbatch_size": 8}}, "train.microbatch_size: saved 4, now 8"),
         ({"a": {"b": "x"}}, {"a": {}}, 'a.b: saved "x", now nothing'),
         ({}, {"versions": {"torch": "2.9"}}, 'versions.torch: saved nothing, now "2.9"'),
         ({"x": 1}, {"x": True}, "x: saved 1, now true"),

@@ -9,38 +9,38 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.run_dir.manifest import writers_of
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun, all_runs
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
 from tests.unit.run_dir.checkpoint_cases import cuts, layouts, small_layout
 
 
 @st.composite
-def holder_maps(draw: st.DrawFn) -> tuple[ModelLayout, HolderMap]:
-    """Any holders and learners, on workers that need not be of the layer's stage."""
+def replica_maps(draw: st.DrawFn) -> tuple[ModelLayout, ReplicaMap]:
+    """Any replicas and learners, on workers that need not be of the layer's stage."""
     layout = draw(layouts())
     workers = st.integers(0, 5)
-    found: dict[int, list[HolderRun]] = {layer.index: [] for layer in layout.layers}
+    found: dict[int, list[ReplicaSet]] = {layer.index: [] for layer in layout.layers}
     for layer, first, stop in draw(cuts(layout)):
-        holders = draw(st.frozensets(workers, min_size=1, max_size=4))
-        learners = draw(st.frozensets(workers, max_size=2)) - holders
-        primary = draw(st.sampled_from(sorted(holders)))
-        found[layer].append(HolderRun(layer, first, stop, primary, holders, learners))
+        replicas = draw(st.frozensets(workers, min_size=1, max_size=4))
+        learners = draw(st.frozensets(workers, max_size=2)) - replicas
+        primary = draw(st.sampled_from(sorted(replicas)))
+        found[layer].append(ReplicaSet(layer, first, stop, primary, replicas, learners))
     last = layout.layers[-1]
     if last.loss_block is not None:
         page = last.loss_block.first_page
-        found[last.index].append(HolderRun(last.index, page, page + 1, 0, frozenset({0, 1})))
+        found[last.index].append(ReplicaSet(last.index, page, page + 1, 0, frozenset({0, 1})))
     return layout, {layer: tuple(runs) for layer, runs in found.items()}
 
 
-@given(holder_maps())
-def test_every_state_page_has_one_writer_that_holds_it(case: tuple[ModelLayout, HolderMap]) -> None:
-    layout, holders = case
-    writers = writers_of(holders, layout)
-    state = [r for r in all_runs(holders) if layout.layers[r.layer].block_of(r.first).kind != LOSS]
+@given(replica_maps())
+def test_every_state_page_has_one_writer_that_holds_it(case: tuple[ModelLayout, ReplicaMap]) -> None:
+    layout, replicas = case
+    writers = writers_of(replicas, layout)
+    state = [r for r in all_runs(replicas) if layout.layers[r.layer].block_of(r.first).kind != LOSS]
     assert writers.keys() == {run.key for run in state}
     assert sum(stop - first for _, first, stop in writers) == sum(layer.num_state_pages for layer in layout.layers)
     for run in state:
-        assert writers[run.key] in run.holders
-        assert writers[run.key] != run.primary or len(run.holders) == 1
+        assert writers[run.key] in run.replicas
+        assert writers[run.key] != run.primary or len(run.replicas) == 1
 
 
 def test_the_loss_page_is_not_written() -> None:
@@ -48,13 +48,13 @@ def test_the_loss_page_is_not_written() -> None:
     last = layout.layers[-1]
     assert last.loss_block is not None
     page = last.loss_block.first_page
-    holders = {last.index: (HolderRun(last.index, page, page + 1, 0, frozenset({0})),)}
-    assert writers_of(holders, layout) == {}
+    replicas = {last.index: (ReplicaSet(last.index, page, page + 1, 0, frozenset({0})),)}
+    assert writers_of(replicas, layout) == {}
 
 
 def test_equal_runs_are_spread_evenly() -> None:
     layout = small_layout()
     everybody = frozenset(range(4))
-    runs = tuple(HolderRun(0, page, page + 1, 0, everybody) for page in range(layout.layers[0].num_state_pages))
+    runs = tuple(ReplicaSet(0, page, page + 1, 0, everybody) for page in range(layout.layers[0].num_state_pages))
     loads = Counter(writers_of({0: runs}, layout).values())
     assert loads.keys() == {1, 2, 3} and max(loads.values()) - min(loads.values()) <= 1

@@ -50,7 +50,7 @@ def test_all_that_a_worker_does_is_on_its_row(tmp_path: Path) -> None:
         trace = part(tmp_path, rank)
         trace.action(1, 4, 2, False, 50.5, 50.75)
         trace.action(1, 4, 2, True, 51.0, 51.5)
-        trace.wait("activation of unit 5", 51.5, 52.0)
+        trace.wait("activation of micro-batch 5", 51.5, 52.0)
         trace.send(-1 if rank else 11, "Activation", 4096, 52.0, 52.001)
         trace.mark("step 1 applied", 52.5)
         trace.close()
@@ -60,13 +60,13 @@ def test_all_that_a_worker_does_is_on_its_row(tmp_path: Path) -> None:
     assert names == {1: "controller", 2: "worker 0", 13: "worker 11"}
     of = [e for e in events if e["pid"] == 13 and e["ph"] != "M"]
     assert [(e["ph"], e["tid"], e["name"], e["ts"], e.get("dur")) for e in of] == [
-        ("X", 1, "F unit 4, layer 2", 0.5e6, 0.25e6),
-        ("X", 1, "B unit 4, layer 2", 1e6, 0.5e6),
-        ("X", 1, "wait: activation of unit", 1.5e6, 0.5e6),
+        ("X", 1, "F micro-batch 4, layer 2", 0.5e6, 0.25e6),
+        ("X", 1, "B micro-batch 4, layer 2", 1e6, 0.5e6),
+        ("X", 1, "wait: activation of micro-batch", 1.5e6, 0.5e6),
         ("X", 2, "Activation to controller", 2e6, 1e3),
         ("i", 1, "step 1 applied", 2.5e6, None),
     ]
-    assert of[0]["args"] == {"step": 1, "unit": 4, "layer": 2} and of[3]["args"] == {"bytes": 4096, "to": -1}
+    assert of[0]["args"] == {"step": 1, "microbatch": 4, "layer": 2} and of[3]["args"] == {"bytes": 4096, "to": -1}
     assert [e["cat"] for e in of[:4]] == ["forward", "backward", "wait", "send"]
 
 
@@ -112,7 +112,7 @@ def test_what_was_marked_survives_a_death_and_a_torn_line_is_left_out(tmp_path: 
     again.action(2, 0, 0, False, 60.0, 60.1)
     again.close()
     found = [(e["name"], e["ts"]) for e in merged(tmp_path) if e["pid"] == 2 and e["ph"] != "M"]
-    assert found == [("F unit 0, layer 0", 0.0), ("step 1 applied", 0.2e6), ("F unit 0, layer 0", 20e6)]
+    assert found == [("F micro-batch 0, layer 0", 0.0), ("step 1 applied", 0.2e6), ("F micro-batch 0, layer 0", 20e6)]
 
 
 def test_no_part_no_trace(tmp_path: Path) -> None:

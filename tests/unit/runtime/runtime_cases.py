@@ -27,7 +27,9 @@ def small_layout(page_size: int = 128) -> ModelLayout:
     return lay_out([embed, block, head], page_size=page_size)
 
 
-def placed(stages: tuple[int, ...], cuts: tuple[int, ...], units: tuple[tuple[int, ...], ...], zero: int) -> Placement:
-    """A placement with these unit counts."""
+def placed(
+    stages: tuple[int, ...], cuts: tuple[int, ...], microbatches: tuple[tuple[int, ...], ...], zero: int
+) -> Placement:
+    """A placement with these micro-batch counts."""
     mesh = Mesh.initial(MeshShape.of_stages(stages))
-    return Placement(mesh, sum(units[0]), cuts, units, Shardings().with_zero(zero))
+    return Placement(mesh, sum(microbatches[0]), cuts, microbatches, Shardings().with_zero(zero))

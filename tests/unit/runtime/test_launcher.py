@@ -1,4 +1,4 @@
-"""The launcher: how ranks are dealt to machines, and that without agents it is the zygote and nothing else."""
+"""The launcher: how ranks are dealt to machines, and that without agents it is the fork server and nothing else."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents, RemoteExited
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, Zygote
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher, share
 from elaswave_spmd.runtime.transport.mailbox import Interrupted, SelectableMailbox
 
 
-class FakeZygote:
+class FakeForkServer:
     """Writes down what it is asked."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class FakeZygote:
         return self.poll()
 
 
-class FakeAgents(FakeZygote):
+class FakeAgents(FakeForkServer):
     """Agents on hosts a, b, ... with these capacities."""
 
     def __init__(self, *capacities: int) -> None:
@@ -80,9 +80,9 @@ class FakeAgents(FakeZygote):
         return self.poll()
 
 
-def launcher_of(*capacities: int) -> tuple[Launcher, FakeZygote, FakeAgents]:
-    zygote, agents = FakeZygote(), FakeAgents(*capacities)
-    return Launcher(cast(Zygote, zygote), cast(Agents, agents)), zygote, agents
+def launcher_of(*capacities: int) -> tuple[Launcher, FakeForkServer, FakeAgents]:
+    fork_server, agents = FakeForkServer(), FakeAgents(*capacities)
+    return Launcher(cast(ForkServerClient, fork_server), cast(Agents, agents)), fork_server, agents
 
 
 def exit_of(rank: int, host: str = "") -> Exited:
@@ -131,54 +131,54 @@ def test_too_few_places_are_refused_with_what_the_agents_offer() -> None:
     assert caught.value.fix.startswith("runtime.local_workers=3,")
 
 
-def test_without_agents_it_is_the_zygote() -> None:
-    zygote = FakeZygote()
-    launcher = Launcher(cast(Zygote, zygote))
+def test_without_agents_it_is_the_fork_server() -> None:
+    fork_server = FakeForkServer()
+    launcher = Launcher(cast(ForkServerClient, fork_server))
     launcher.ready()
     launcher.spawn(3, {"a": 1})
     assert launcher.signal(0, 9) and not launcher.signal(1, 0)
-    assert launcher.fileno() == zygote.fileno() and launcher.agents is None
-    zygote.exits = [exit_of(3)]
+    assert launcher.fileno() == fork_server.fileno() and launcher.agents is None
+    fork_server.exits = [exit_of(3)]
     assert launcher.poll() == [exit_of(3)] and launcher.poll() == []
     assert launcher.host_of(3) == socket.gethostname() and launcher.domain_of(3) is None
     launcher.stop(0.5)
-    assert zygote.asked == [
+    assert fork_server.asked == [
         "ready", ("spawn", 3, {"a": 1}), ("signal", 0, 9), ("signal", 1, 0), ("stop", 0.5)
     ]  # fmt: skip
 
 
 def test_orders_go_where_the_rank_is() -> None:
-    launcher, zygote, agents = launcher_of(2, 1)
+    launcher, fork_server, agents = launcher_of(2, 1)
     launcher.deal(range(4), 1)
     for rank in range(4):
         launcher.spawn(rank, {})
     launcher.signal(0, 15)
     launcher.signal(3, 15)
-    assert zygote.asked == [("spawn", 0, {}), ("signal", 0, 15)]
+    assert fork_server.asked == [("spawn", 0, {}), ("signal", 0, 15)]
     assert agents.asked == [("spawn", "a", 1), ("spawn", "a", 2), ("spawn", "b", 3), ("signal", "b", 3, 15)]
 
 
 @pytest.mark.parametrize(("rank", "there"), [(0, True), (1, True)])
 def test_signal_0_asks_every_machine_who_has_ended(rank: int, there: bool) -> None:
-    launcher, zygote, agents = launcher_of(1)
+    launcher, fork_server, agents = launcher_of(1)
     launcher.deal(range(2), 1)
     launcher.spawn(1, {})
     assert launcher.signal(rank, 0) is there
-    assert zygote.asked == [("signal", rank, 0)] and agents.asked[-1] == "look"
+    assert fork_server.asked == [("signal", rank, 0)] and agents.asked[-1] == "look"
 
 
 def test_exits_of_all_machines_are_polled_and_their_ranks_forgotten() -> None:
-    launcher, zygote, agents = launcher_of(2)
+    launcher, fork_server, agents = launcher_of(2)
     launcher.deal(range(3), 1)
-    zygote.exits, agents.exits = [exit_of(0)], [exit_of(2, "a")]
+    fork_server.exits, agents.exits = [exit_of(0)], [exit_of(2, "a")]
     assert launcher.poll() == [exit_of(0), exit_of(2, "a")]
-    assert not launcher.signal(2, 9), "the zygote knows no rank 2"
+    assert not launcher.signal(2, 9), "the fork server knows no rank 2"
     assert agents.asked == []
     launcher.spawn(3, {})
     launcher.spawn(4, {})
     assert launcher.domain_of(3) == ("a",), "the place of rank 2"
     assert launcher.domain_of(4) == (socket.gethostname(),), "no place is left there"
-    assert agents.asked == [("spawn", "a", 3)] and zygote.asked[1:] == [("spawn", 4, {})]
+    assert agents.asked == [("spawn", "a", 3)] and fork_server.asked[1:] == [("spawn", 4, {})]
 
 
 def test_newcomers_go_where_the_largest_share_is_free() -> None:
@@ -200,10 +200,10 @@ def test_both_descriptors_wake_a_select_loop() -> None:
 
 
 def test_stop_ends_all_machines_at_once_and_returns_what_was_not_polled() -> None:
-    launcher, zygote, agents = launcher_of(1)
-    zygote.exits, agents.exits = [exit_of(0)], [exit_of(1, "a")]
+    launcher, fork_server, agents = launcher_of(1)
+    fork_server.exits, agents.exits = [exit_of(0)], [exit_of(1, "a")]
     assert launcher.stop(1.5) == [exit_of(0), exit_of(1, "a")]
-    assert agents.asked == [("end", 1.5)] and zygote.asked == [("stop", 1.5)]
+    assert agents.asked == [("end", 1.5)] and fork_server.asked == [("stop", 1.5)]
     assert launcher.agents is None
 
 

@@ -16,7 +16,7 @@ from elaswave_spmd.runtime.devices import HostCopy, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
-from elaswave_spmd.worker.channel import LinkPort
+from elaswave_spmd.worker.channel import SocketChannel
 from tests.unit.runtime.runtime_cases import HOST
 
 NEED = m.Need(1, 0, 0, 1)
@@ -73,9 +73,9 @@ class PinnedDouble(HostDevice):
         return values
 
 
-def port_on(device: HostDevice) -> tuple[LinkPort, RecordingLinks, Mailbox]:
+def port_on(device: HostDevice) -> tuple[SocketChannel, RecordingLinks, Mailbox]:
     links, mailbox = RecordingLinks(), Mailbox()
-    return LinkPort(cast(Links, links), mailbox, torch.float32, device), links, mailbox
+    return SocketChannel(cast(Links, links), mailbox, torch.float32, device), links, mailbox
 
 
 def test_on_the_cpu_a_payload_leaves_at_once_from_where_it_lies() -> None:
@@ -117,7 +117,12 @@ def test_sums_come_to_the_device_and_other_payloads_stay_in_host_memory() -> Non
     device = PinnedDouble()
     port, _, mailbox = port_on(device)
     payload = memoryview(bytearray(np.arange(3, dtype=np.float32).tobytes()))
-    for message in (m.NodeSum(1, 0, 0, 1, 0, 2), m.Entry(1, 0, 0, 1, b""), PUBLISH, m.PageState(1, 0, 0, 1, b"")):
+    for message in (
+        m.PartialSum(1, 0, 0, 1, 0, 2),
+        m.ReducedGradient(1, 0, 0, 1, b""),
+        PUBLISH,
+        m.PageState(1, 0, 0, 1, b""),
+    ):
         mailbox.put(Envelope(1, m.encode(message), (payload,)))
     taken = [incoming.payload for incoming in port.take()]
     assert [any(t is p for p in device.placed) for t in taken] == [True, True, False, False]

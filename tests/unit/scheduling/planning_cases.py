@@ -34,16 +34,16 @@ def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def dealt(
-    sizes: Sequence[int], num_units: int, costs: CostModel, dealing: str = "contiguous", cuts: Sequence[int] = ()
+    sizes: Sequence[int], num_microbatches: int, costs: CostModel, dealing: str = "contiguous", cuts: Sequence[int] = ()
 ) -> Assignment:
-    """Units dealt by speed over these stages."""
+    """Micro-batches dealt by speed over these stages."""
     stages = stages_of(sizes)
-    counts = deal_stages(num_units, [costs.speeds_of(members) for members in stages], dealing=dealing).counts
+    counts = deal_stages(num_microbatches, [costs.speeds_of(members) for members in stages], dealing=dealing).counts
     return Assignment(stages, tuple(cuts) or even_cuts(len(costs.layers), len(sizes)), counts, dealing)
 
 
-def placed(sizes: Sequence[int], num_units: int, num_layers: int, zero: int = 1) -> Placement:
-    """A placement with even cuts and units dealt to equal workers."""
+def placed(sizes: Sequence[int], num_microbatches: int, num_layers: int, zero: int = 1) -> Placement:
+    """A placement with even cuts and micro-batches dealt to equal workers."""
     mesh = Mesh.initial(MeshShape.of_stages(sizes))
-    counts = deal_stages(num_units, [np.ones(size) for size in sizes]).counts
-    return Placement(mesh, num_units, even_cuts(num_layers, len(sizes)), counts, Shardings().with_zero(zero))
+    counts = deal_stages(num_microbatches, [np.ones(size) for size in sizes]).counts
+    return Placement(mesh, num_microbatches, even_cuts(num_layers, len(sizes)), counts, Shardings().with_zero(zero))

@@ -16,20 +16,20 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
     cut_blocks,
     deal_by_speed,
     deal_stages,
-    first_units,
+    first_microbatches,
     least_load,
 )
 from elaswave_spmd.scheduling.pipeline import actions_of, schedule
 from tests.unit.scheduling.planning_cases import costs_of, dealt
 
 
-def caps(num_units: int, speeds: list[np.ndarray]) -> list[np.ndarray]:
-    return [caps_of(least_load(num_units, v), v) for v in speeds]
+def caps(num_microbatches: int, speeds: list[np.ndarray]) -> list[np.ndarray]:
+    return [caps_of(least_load(num_microbatches, v), v) for v in speeds]
 
 
 @st.composite
 def large_stages(draw) -> tuple[int, list[np.ndarray]]:
-    """Stages of 64 to 200 workers that have lost some, a few of them slow, and the units of a step."""
+    """Stages of 64 to 200 workers that have lost some, a few of them slow, and the micro-batches of a step."""
     size, seed = draw(st.integers(64, 200)), draw(st.integers(0, 10**6))
     draws = random.Random(seed)
     speeds = []
@@ -44,50 +44,52 @@ def large_stages(draw) -> tuple[int, list[np.ndarray]]:
 @given(large_stages())
 @settings(deadline=None, max_examples=60)
 def test_blocks_lie_side_by_side_and_have_room(case):
-    num_units, speeds = case
-    of_stages = caps(num_units, speeds)
-    blocks = cut_blocks(num_units, of_stages)
+    num_microbatches, speeds = case
+    of_stages = caps(num_microbatches, speeds)
+    blocks = cut_blocks(num_microbatches, of_stages)
     if not blocks:
         return
-    assert blocks[0].units[0] == 0 and blocks[-1].units[1] == num_units
+    assert blocks[0].microbatches[0] == 0 and blocks[-1].microbatches[1] == num_microbatches
     for left, right in pairwise(blocks):
-        assert left.units[1] == right.units[0]
+        assert left.microbatches[1] == right.microbatches[0]
         assert [b for _, b in left.parts] == [a for a, _ in right.parts]
     for block in blocks:
         for cap, (a, b) in zip(of_stages, block.parts, strict=True):
             assert b - a >= SMALLEST_BLOCK - 1
-            assert int(cap[a:b].sum()) >= block.units[1] - block.units[0]
+            assert int(cap[a:b].sum()) >= block.microbatches[1] - block.microbatches[0]
     assert [b for _, b in blocks[-1].parts] == [len(v) for v in speeds]
 
 
 @given(large_stages())
 @settings(deadline=None, max_examples=60)
 def test_the_largest_load_of_each_stage_is_the_smallest_there_is(case):
-    num_units, speeds = case
-    found = deal_stages(num_units, speeds)
+    num_microbatches, speeds = case
+    found = deal_stages(num_microbatches, speeds)
     for v, counts, load in zip(speeds, found.counts, found.loads, strict=True):
-        assert sum(counts) == num_units and len(counts) == len(v) and min(counts) >= 0
-        assert load == pytest.approx(least_load(num_units, v), rel=1e-12)
+        assert sum(counts) == num_microbatches and len(counts) == len(v) and min(counts) >= 0
+        assert load == pytest.approx(least_load(num_microbatches, v), rel=1e-12)
 
 
 @pytest.mark.parametrize("lost", [3, 64, 131, 198])
 def test_a_loss_is_felt_beside_it_only(lost):
-    """One of 200 is gone, with 16 units each: its 16 units are one more for 16 neighbours, wherever it was."""
+    """One of 200 is gone, with 16 micro-batches each: its 16 micro-batches are one more for 16 neighbours, wherever it
+    was.
+    """
     stages = [tuple(range(s * 200, (s + 1) * 200)) for s in range(3)]
     old = [(16,) * 200] * 3
     left = [stages[0], tuple(rank for rank in stages[1] if rank != 200 + lost), stages[2]]
-    starts = first_units(left, stages, old)
+    starts = first_microbatches(left, stages, old)
     counts = deal_stages(200 * 16, [np.ones(len(members)) for members in left], starts=starts).counts
     assert counts[0] == counts[2] == (16,) * 200
-    others = [left[1][i] - 200 for i, units in enumerate(counts[1]) if units != 16]
+    others = [left[1][i] - 200 for i, microbatches in enumerate(counts[1]) if microbatches != 16]
     assert len(others) == 16 and all(abs(position - lost) <= 2 * SMALLEST_BLOCK for position in others)
     begins = dict(zip(left[1], np.cumsum([0, *counts[1]]).tolist(), strict=False))
     same = [position for position in range(200) if begins.get(200 + position) == 16 * position]
-    assert len(same) >= 200 - 2 * SMALLEST_BLOCK, "most have the units that they had"
+    assert len(same) >= 200 - 2 * SMALLEST_BLOCK, "most have the micro-batches that they had"
 
 
 def test_newcomers_begin_where_the_one_to_their_left_does():
-    starts = first_units([(5, 9, 6), (7,)], [(5, 6), (7,)], [(3, 4), (7,)])
+    starts = first_microbatches([(5, 9, 6), (7,)], [(5, 6), (7,)], [(3, 4), (7,)])
     assert [found.tolist() for found in starts] == [[0, 0, 3], [0]]
 
 
@@ -98,22 +100,26 @@ def test_small_meshes_are_dealt_as_a_whole():
 
 
 def test_blocks_grow_until_there_is_room():
-    """Four of one place are gone: with one unit more each, its neighbours alone could not take all of their units."""
-    units = 16 * 512
+    """Four of one place are gone: with one micro-batch more each, its neighbours alone could not take all of their
+    micro-batches.
+    """
+    microbatches = 16 * 512
     columns = np.arange(512)
     left = np.delete(columns, [200, 201, 202, 203])
     for gone, most in ((columns, 32), (left, 7)):
-        found = cut_blocks(units, caps(units, [np.ones(512), np.ones(len(gone))]), [16 * columns, 16 * gone])
+        found = cut_blocks(
+            microbatches, caps(microbatches, [np.ones(512), np.ones(len(gone))]), [16 * columns, 16 * gone]
+        )
         assert 0 < len(found) <= most
-    assert len(cut_blocks(units, caps(units, [np.ones(512)]))) == 32
+    assert len(cut_blocks(microbatches, caps(microbatches, [np.ones(512)]))) == 32
 
 
 @pytest.mark.parametrize("sizes", [(96, 95, 96), (80, 78, 80, 79)])
 @pytest.mark.parametrize("dealing", ["contiguous", "time-major"])
 def test_one_workers_actions_follow_from_its_neighbours(sizes, dealing):
-    units = 4 * sizes[0]
+    microbatches = 4 * sizes[0]
     costs = costs_of([1.0] * len(sizes))
-    placement = dealt(sizes, units, costs, dealing).placement()
+    placement = dealt(sizes, microbatches, costs, dealing).placement()
     whole = schedule(placement)
     for rank in range(0, sum(sizes), 13):
         assert actions_of(placement, rank) == whole[rank]

@@ -51,14 +51,14 @@ def test_stage_seconds_are_sums_over_its_layers(costs, data):
     layers = costs.layers[first:stop]
     forward, backward = sum(ly.forward_s for ly in layers), sum(ly.backward_s for ly in layers)
     assert costs.stage_s(first, stop) == pytest.approx((forward, backward), abs=1e-9)
-    assert costs.unit_s(first, stop, rank) == pytest.approx((forward + backward) / costs.speed(rank), abs=1e-6)
+    assert costs.microbatch_s(first, stop, rank) == pytest.approx((forward + backward) / costs.speed(rank), abs=1e-6)
     assert costs.speeds_of([rank, 1000]).tolist() == [dict(costs.speeds).get(rank, 1.0), 1.0]
 
 
 @given(COSTS, st.integers(0, 3), st.integers(0, 3), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9))
 @settings(deadline=None)
-def test_memory_of_a_stage_counts_all_that_a_worker_keeps(costs, zero, mirrors, size, units, in_flight):
-    table = MemoryRule(zero, mirrors).stage_bytes(costs, size=size, units=units, in_flight=in_flight)
+def test_memory_of_a_stage_counts_all_that_a_worker_keeps(costs, zero, mirrors, size, microbatches, in_flight):
+    table = MemoryRule(zero, mirrors).stage_bytes(costs, size=size, microbatches=microbatches, in_flight=in_flight)
     last = len(costs.layers)
     for first in range(last):
         for stop in range(first + 1, last + 1):
@@ -66,9 +66,9 @@ def test_memory_of_a_stage_counts_all_that_a_worker_keeps(costs, zero, mirrors, 
             share = 1.0 if zero == 0 else min(1.0, (1 + mirrors) / size)
             wanted = sum(ly.value_bytes + share * ly.state_bytes for ly in layers)
             wanted += sum(ly.gradient_bytes for ly in layers) * (1 if zero < 2 else 1 / size)
-            wanted += min(units, in_flight) * sum(ly.activation_bytes for ly in layers)
-            wanted += units * costs.layers[first - 1].boundary_bytes if first else 0
-            wanted += units * costs.layers[stop - 1].boundary_bytes if stop < last else 0
+            wanted += min(microbatches, in_flight) * sum(ly.activation_bytes for ly in layers)
+            wanted += microbatches * costs.layers[first - 1].boundary_bytes if first else 0
+            wanted += microbatches * costs.layers[stop - 1].boundary_bytes if stop < last else 0
             assert table[first, stop] == pytest.approx(wanted, rel=1e-9, abs=1)
 
 
@@ -80,7 +80,7 @@ def test_with_and_without_speeds():
     assert costs.message_s(0) == 0.0
     late = CostModel((LayerCost("a", 1, 1, boundary_bytes=50),), 100.0, 0.25)
     assert late.message_s(0) == 0.75
-    assert "3: 0.5" in str(costs) and "2 layers, 3 s a unit" in str(costs)
+    assert "3: 0.5" in str(costs) and "2 layers, 3 s a micro-batch" in str(costs)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_products_of_layer_and_speed_are_what_was_measured(speeds, seconds):
     for rank, speed in ranks.items():
         for layer in range(half) if rank % 2 == 0 else range(half, len(seconds)):
             if costs.speed(rank) > 0.2:
-                assert costs.unit_s(layer, layer + 1, rank) == pytest.approx(3 * seconds[layer] / speed, rel=0.01)
+                assert costs.microbatch_s(layer, layer + 1, rank) == pytest.approx(3 * seconds[layer] / speed, rel=0.01)
     assert fastest > 0
 
 

@@ -50,7 +50,7 @@ def fullest(cuts, costs, stages, rule) -> list[float]:
     """By how much each stage's workers lack room; below 0 where there is some left."""
     found = []
     for (a, b), stage in zip(pairwise(cuts), stages, strict=True):
-        table = rule.stage_bytes(costs, size=stage.size, units=stage.units, in_flight=stage.in_flight)
+        table = rule.stage_bytes(costs, size=stage.size, microbatches=stage.microbatches, in_flight=stage.in_flight)
         found.append(float(table[a, b]) - stage.memory_limit)
     return found
 
@@ -135,7 +135,9 @@ def test_what_is_said_to_fit_fits(layers, stages, rule):
     except PlanError as error:
         lacks = min(max(fullest(cuts, costs, stages, rule)) for cuts in all_cuts(len(layers), len(stages)))
         assert f"lacks {lacks:,.0f} B" in str(error)
-        more = [StageWorkers(s.size, s.load, s.units, s.in_flight, s.memory_limit + lacks + 1e-6) for s in stages]
+        more = [
+            StageWorkers(s.size, s.load, s.microbatches, s.in_flight, s.memory_limit + lacks + 1e-6) for s in stages
+        ]
         partition(costs, more, rule=rule)
 
 

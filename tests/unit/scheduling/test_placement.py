@@ -1,4 +1,4 @@
-"""Placements and action lists: every unit, layer and page somewhere exactly once; every list can be run."""
+"""Placements and action lists: every micro-batch, layer and page somewhere exactly once; every list can be run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling import pipeline
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import Action, in_flight_limits, schedule
-from elaswave_spmd.scheduling.placement import deal_units, place
+from elaswave_spmd.scheduling.placement import deal_microbatches, place
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -29,26 +29,26 @@ def layout_of(sizes: list[int], page_size: int = 64) -> ModelLayout:
 
 @given(STAGES, st.integers(1, 23), st.integers(0, 3), st.data())
 @settings(deadline=None)
-def test_every_unit_page_and_action_once(stages, num_units, zero, data):
+def test_every_microbatch_page_and_action_once(stages, num_microbatches, zero, data):
     sizes = data.draw(st.lists(st.integers(1, 900), min_size=len(stages), max_size=7))
     layout = layout_of(sizes)
     mesh = Mesh.initial(MeshShape.of_stages(stages))
-    placement = place(mesh, layout, Shardings().with_zero(zero), num_units)
+    placement = place(mesh, layout, Shardings().with_zero(zero), num_microbatches)
     for stage, members in enumerate(mesh.stages):
-        dealt = sorted(u for m in members for u in placement.units_of(m))
-        assert dealt == list(range(num_units))
-        counts = [len(placement.units_of(m)) for m in members]
+        dealt = sorted(u for m in members for u in placement.microbatches_of(m))
+        assert dealt == list(range(num_microbatches))
+        counts = [len(placement.microbatches_of(m)) for m in members]
         assert max(counts) - min(counts) <= 1
         held = dict.fromkeys(members, 0)
         for layer in placement.layers_of_stage(stage):
-            runs = placement.holder_runs(layout)[layer]
+            runs = placement.replica_map(layout)[layer]
             state = [r for r in runs if r.first < layout.layers[layer].num_state_pages]
             assert [p for r in state for p in range(r.first, r.stop)] == list(
                 range(layout.layers[layer].num_state_pages)
             )
             for run in state:
                 held[run.primary] += run.stop - run.first
-                assert set(run.holders) == ({run.primary} if zero else set(members))
+                assert set(run.replicas) == ({run.primary} if zero else set(members))
         assert max(held.values()) - min(held.values()) <= 1, "load over a stage is even within one page"
     plan = schedule(placement)
     pipeline.check(plan, len(stages))
@@ -59,8 +59,8 @@ def test_every_unit_page_and_action_once(stages, num_units, zero, data):
         running = 0
         for action in todo:
             running += 1 if action.kind == "F" else -1
-            assert 0 <= running <= in_flight_limits(stages, placement.unit_counts)[stage]
-        assert sorted(a.unit for a in todo if a.kind == "B") == list(placement.units_of(rank))
+            assert 0 <= running <= in_flight_limits(stages, placement.microbatch_counts)[stage]
+        assert sorted(a.microbatch for a in todo if a.kind == "B") == list(placement.microbatches_of(rank))
 
 
 def test_even_mesh_is_1f1b():
@@ -84,8 +84,8 @@ def test_check_refuses_an_action_twice():
 
 
 def test_dealings():
-    assert deal_units([7, 8, 9], [2, 1, 1], "contiguous") == (7, 7, 8, 9)
-    assert deal_units([7, 8, 9], [2, 1, 1], "time-major") == (7, 8, 9, 7)
+    assert deal_microbatches([7, 8, 9], [2, 1, 1], "contiguous") == (7, 7, 8, 9)
+    assert deal_microbatches([7, 8, 9], [2, 1, 1], "time-major") == (7, 8, 9, 7)
     assert even_counts(10, 4) == (3, 3, 2, 2)
 
 

@@ -25,16 +25,16 @@ def without(stages, *lost: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rank for rank in members if rank not in lost) for members in stages)
 
 
-def sound(decision: Decision, costs: CostModel, num_units: int, num_layers: int) -> None:
-    """Every variant runs every layer and unit once, with the least load there is."""
+def sound(decision: Decision, costs: CostModel, num_microbatches: int, num_layers: int) -> None:
+    """Every variant runs every layer and micro-batch once, with the least load there is."""
     for variant in filter(None, (decision.now, decision.later)):
         found = variant.assignment
         assert found.layer_cuts[0] == 0 and found.layer_cuts[-1] == num_layers
         assert all(a < b for a, b in zip(found.layer_cuts, found.layer_cuts[1:], strict=False))
-        for members, counts in zip(found.stages, found.unit_counts, strict=True):
-            assert sum(counts) == num_units and len(counts) == len(members)
+        for members, counts in zip(found.stages, found.microbatch_counts, strict=True):
+            assert sum(counts) == num_microbatches and len(counts) == len(members)
             speeds = costs.speeds_of(members)
-            assert (np.array(counts) / speeds).max() == least_load(num_units, speeds)
+            assert (np.array(counts) / speeds).max() == least_load(num_microbatches, speeds)
     assert all(reason in str(decision) for reason in decision.reasons)
 
 
@@ -66,13 +66,13 @@ def test_later_is_taken_exactly_if_its_gain_exceeds_its_move(sizes, zero, remain
 @pytest.mark.parametrize("per_worker", [4, 8])
 def test_fewer_tree_nodes_never_cost_time(sizes, per_worker):
     """Loads are equal, but the pipeline may wait longer with one dealing than with the other."""
-    num_units, num_layers = max(sizes) * per_worker, 2 * len(sizes)
+    num_microbatches, num_layers = max(sizes) * per_worker, 2 * len(sizes)
     costs = costs_of([1.0] * num_layers)
-    decision = plan_change(placed(sizes, num_units, num_layers), costs, 0, stage_counts=())
+    decision = plan_change(placed(sizes, num_microbatches, num_layers), costs, 0, stage_counts=())
     speeds = [np.ones(size) for size in sizes]
     times = []
     for settle in (True, False):
-        counts = deal_stages(num_units, speeds, settle=settle).counts
+        counts = deal_stages(num_microbatches, speeds, settle=settle).counts
         found = Assignment(stages_of(sizes), decision.now.assignment.layer_cuts, counts)
         times.append(step_time(found, costs).seconds)
     assert decision.now.time.seconds == min(times)
@@ -82,14 +82,14 @@ def test_without_remaining_steps_nothing_moves():
     placement = placed([4, 4], 16, 8)
     decision = plan_change(placement, costs_of([1.0] * 8), 0, stages=without(placement.mesh.stages, 5))
     assert decision.later is None and "layers stay" in decision.reasons[1]
-    assert sorted(decision.now.assignment.unit_counts[1]) != [4, 4, 4, 4]
+    assert sorted(decision.now.assignment.microbatch_counts[1]) != [4, 4, 4, 4]
 
 
 def best_cut(decision: Decision, costs: CostModel, num_layers: int) -> float:
     """Least seconds of a step of two stages, over all cuts."""
     last = decision.last.assignment
     cuts = [(0, cut, num_layers) for cut in range(1, num_layers)]
-    return min(step_time(Assignment(last.stages, c, last.unit_counts, last.dealing), costs).seconds for c in cuts)
+    return min(step_time(Assignment(last.stages, c, last.microbatch_counts, last.dealing), costs).seconds for c in cuts)
 
 
 def test_layers_move_where_the_gain_pays():
@@ -120,7 +120,7 @@ def test_fewer_bytes_are_moved_where_that_is_nearly_as_good(size):
 
 
 def test_the_pipeline_s_filling_counts():
-    """Of 4 units, half of a step is filling: a last stage with less to do is better than equal stages."""
+    """Of 4 micro-batches, half of a step is filling: a last stage with less to do is better than equal stages."""
     placement = placed([2, 2], 4, 40)
     costs = costs_of([1.0] * 40, bandwidth=1e6, state_bytes=1000).with_speeds({2: 0.85, 3: 0.85})
     decision = plan_change(placement, costs, 10_000, stage_counts=())
@@ -128,15 +128,15 @@ def test_the_pipeline_s_filling_counts():
     room = costs_of([1.0] * 40, bandwidth=1e6, state_bytes=1000).with_speeds({2: 0.85, 3: 0.85})
     limited = plan_change(placement, room, 10_000, stage_counts=(), memory_limit=23_500.0).last.assignment
     assert limited.layer_cuts[1] == 23 < decision.last.assignment.layer_cuts[1], "with mirrors all of it lies on both"
-    even = Assignment(placement.mesh.stages, (0, 22, 40), decision.last.assignment.unit_counts)
+    even = Assignment(placement.mesh.stages, (0, 22, 40), decision.last.assignment.microbatch_counts)
     assert decision.last.time.bottleneck_s > 1.02 * step_time(even, costs).bottleneck_s
 
 
-def test_a_slow_worker_gets_fewer_units():
+def test_a_slow_worker_gets_fewer_microbatches():
     placement = placed([4, 4], 32, 8)
     costs = costs_of([1.0] * 8).with_speeds({5: 0.5})
     decision = plan_change(placement, costs, 10, stage_counts=())
-    counts = dict(zip(placement.mesh.stages[1], decision.now.assignment.unit_counts[1], strict=True))
+    counts = dict(zip(placement.mesh.stages[1], decision.now.assignment.microbatch_counts[1], strict=True))
     assert counts[5] <= 5 and max(counts.values()) == 10
     assert decision.before.bottleneck_s == pytest.approx(8 * 4 / 0.5)
     assert decision.now.time.bottleneck_s == pytest.approx(10 * 4)
@@ -180,10 +180,10 @@ def test_hosts_are_taken_from_the_mesh():
     assert plan_change(placement, costs_of([1.0, 1.0]), 10).now.dataflow.crossing == 6
 
 
-def test_newcomers_without_a_known_host_are_dealt_units():
+def test_newcomers_without_a_known_host_are_dealt_microbatches():
     placement = placed([2, 2], 8, 4)
     decision = plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1, 9), (2, 3)), stage_counts=())
-    assert len(decision.now.assignment.unit_counts[0]) == 3 and decision.now.move.bytes == 0
+    assert len(decision.now.assignment.microbatch_counts[0]) == 3 and decision.now.move.bytes == 0
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.data())
@@ -244,6 +244,6 @@ def test_bad_input_is_refused():
 def test_assignments_of_placements():
     placement = placed([2, 1], 4, 3, zero=2)
     found = Assignment.of(placement)
-    assert (found.stages, found.layer_cuts, found.unit_counts) == (stages_of([2, 1]), (0, 1, 3), ((2, 2), (4,)))
+    assert (found.stages, found.layer_cuts, found.microbatch_counts) == (stages_of([2, 1]), (0, 1, 3), ((2, 2), (4,)))
     assert found.dealing == "time-major" and found.placement().dealing == "time-major"
     assert math.isclose(step_time(found, costs_of([1, 1, 1])).bottleneck_s, 8)

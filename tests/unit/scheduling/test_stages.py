@@ -115,7 +115,7 @@ def test_regrouping_keeps_even_stages():
 
 @given(crews(), st.integers(1, 12), st.integers(0, 50), st.sampled_from([0, 1, 3]), st.data())
 @settings(deadline=None, max_examples=60)
-def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_units, remaining, zero, data):
+def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_microbatches, remaining, zero, data):
     present, old, cuts = crew
     order = tuple(rank for members in present for rank in members)
     sizes = st.integers(0, 30)
@@ -127,7 +127,7 @@ def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_units, rema
     costs = costs.with_speeds({rank: data.draw(SPEEDS) for rank in order})
     rule, limit = MemoryRule(zero), data.draw(st.sampled_from([math.inf, math.inf, 60.0, 120.0]))
     was = np.concatenate(old_stages_of(present, old))
-    search = Groupings(costs, present, num_units, old, cuts, remaining, rule, limit)
+    search = Groupings(costs, present, num_microbatches, old, cuts, remaining, rule, limit)
     totals = []
     as_they_are = [len(members) for members in present]
     cases = [(as_they_are, math.inf), (as_they_are, 0.0)]
@@ -144,16 +144,16 @@ def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_units, rema
     more = {"old_stages": old, "old_cuts": cuts, "remaining_steps": remaining, "rule": rule, "memory_limit": limit}
     if not totals:
         with pytest.raises(PlanError, match="fits in its memory"):
-            best_of(costs, present, num_units, **more)
+            best_of(costs, present, num_microbatches, **more)
         return
-    found = best_of(costs, present, num_units, **more)
+    found = best_of(costs, present, num_microbatches, **more)
     assert found.seconds * remaining + found.move.seconds == pytest.approx(min(totals))
     assert tuple(rank for members in found.stages for rank in members) == order
     assert len(found.partition.cuts) == len(found.stages) + 1 and "s a step" in str(found)
 
 
 def five_of_six(bandwidth: float, remaining: int, **more):
-    """pp3 with two workers in each stage has lost one; six layers of 1 s, 12 units."""
+    """pp3 with two workers in each stage has lost one; six layers of 1 s, 12 micro-batches."""
     costs = costs_of([1.0] * 6, bandwidth=bandwidth, state_bytes=1000)
     present, old = ((0, 1), (2, 3), (4,)), ((0, 1), (2, 3), (4, 5))
     more = {"old_stages": old, "old_cuts": (0, 2, 4, 6), "remaining_steps": remaining, "rule": MemoryRule(1), **more}
@@ -192,15 +192,15 @@ def test_good_groupings_are_no_worse_than_even_ones(data: st.DataObject):
     cuts = tuple(round(i * num_layers / len(sizes)) for i in range(len(sizes) + 1))
     costs = costs_of(data.draw(st.lists(st.sampled_from([1.0, 2.0]), min_size=num_layers, max_size=num_layers)))
     costs = costs.with_speeds({rank: data.draw(st.sampled_from([1.0, 1.0, 0.5])) for rank in range(sum(sizes))})
-    units = data.draw(st.integers(1, 12))
+    microbatches = data.draw(st.integers(1, 12))
     more = {"old_stages": present, "old_cuts": cuts, "remaining_steps": 1000, "rule": MemoryRule(1)}
-    found = Groupings(costs, present, units, **more).good()
+    found = Groupings(costs, present, microbatches, **more).good()
     total = [choice.seconds * 1000 + choice.move.seconds for choice in found]
     assert total == sorted(total) and len({choice.stages for choice in found}) == len(found) <= 12
     for choice in found:
         assert tuple(rank for members in choice.stages for rank in members) == tuple(range(sum(sizes)))
         assert all(choice.stages)
-    even = best_of(costs, present, units, **more)
+    even = best_of(costs, present, microbatches, **more)
     kept = even.stages == present  # with the layers as they lie, perhaps: groupings are looked at with the best layers
     assert kept or total[0] <= even.seconds * 1000 + even.move.seconds + 1e-9
 

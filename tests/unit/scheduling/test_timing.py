@@ -64,7 +64,7 @@ def test_makespan_is_when_the_last_action_ends(case):
     graph, seconds, delays = timed_graph(assignment, costs)
     wanted = slowly(schedule(assignment.placement()), assignment, costs)
     assert graph.makespan(seconds, delays) == pytest.approx(wanted)
-    assert len(graph.order) == len(set(graph.order)) == 2 * assignment.num_stages * assignment.num_units
+    assert len(graph.order) == len(set(graph.order)) == 2 * assignment.num_stages * assignment.num_microbatches
 
 
 @given(cases())
@@ -78,9 +78,9 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= whole * (1 + 1e-9)
     assert found.seconds == found.pipeline_s, "nothing is reduced where gradients have no bytes"
     loads = {
-        rank: count * costs.unit_s(*assignment.layer_cuts[s : s + 2], rank)
+        rank: count * costs.microbatch_s(*assignment.layer_cuts[s : s + 2], rank)
         for s, members in enumerate(assignment.stages)
-        for rank, count in zip(members, assignment.unit_counts[s], strict=True)
+        for rank, count in zip(members, assignment.microbatch_counts[s], strict=True)
     }
     assert found.bottleneck_s == pytest.approx(max(loads.values()))
     assert loads[found.worker] == pytest.approx(found.bottleneck_s)
@@ -91,23 +91,23 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
 
 
 def test_an_even_pipeline_takes_what_1f1b_takes():
-    """(units + stages - 1) x (forward + backward), Narayanan et al., 2019; and the bound is exact there."""
-    for stages, units in ((4, 8), (3, 3), (1, 5), (5, 2)):
-        assignment = Assignment(stages_of([1] * stages), even_cuts(stages, stages), ((units,),) * stages)
+    """(micro-batches + stages - 1) x (forward + backward), Narayanan et al., 2019; and the bound is exact there."""
+    for stages, microbatches in ((4, 8), (3, 3), (1, 5), (5, 2)):
+        assignment = Assignment(stages_of([1] * stages), even_cuts(stages, stages), ((microbatches,),) * stages)
         found = step_time(assignment, costs_of([3.0] * stages))
-        assert found.seconds == found.bound_s == pytest.approx(3.0 * (units + stages - 1))
-        assert found.bottleneck_s == pytest.approx(3.0 * units)
+        assert found.seconds == found.bound_s == pytest.approx(3.0 * (microbatches + stages - 1))
+        assert found.bottleneck_s == pytest.approx(3.0 * microbatches)
 
 
-def test_waiting_for_the_first_unit_counts_where_links_are_slow():
-    """Both forwards are done long before the first unit is back; then there are two backwards to do."""
+def test_waiting_for_the_first_microbatch_counts_where_links_are_slow():
+    """Both forwards are done long before the first micro-batch is back; then there are two backwards to do."""
     layers = (LayerCost("a", 1, 2), LayerCost("b", 0.1, 0.2))
     found = step_time(Assignment(((0,), (1,)), (0, 1, 2), ((2,), (2,))), CostModel(layers, 1.0, latency_s=10.0))
     assert (found.seconds, found.bound_s) == pytest.approx((25.3, 25.3))  # 1 + 10 + 0.3 + 10, and two backwards
 
 
 def test_the_slowest_part_counts():
-    """Two groups that share no unit; the slow worker is in the second, or in the first."""
+    """Two groups that share no micro-batch; the slow worker is in the second, or in the first."""
     for slow in (4, 5):
         costs = costs_of([3.0, 3.0]).with_speeds({slow: 0.5})
         assignment = Assignment(((0, 1, 2, 3), (4, 5)), (0, 1, 2), ((1, 1, 1, 1), (2, 2)))
@@ -131,7 +131,7 @@ def test_equal_columns_are_timed_once():
 
 
 def test_a_ragged_stage_is_timed_by_its_kinds_of_parts():
-    """One of 1,000 is lost in one stage of three: its units fall on a few columns, the others are as before."""
+    """One of 1,000 is lost in one stage of three: its micro-batches fall on a few columns, the others are as before."""
     costs = costs_of([3.0, 3.0, 3.0])
     assignment = dealt([1000, 999, 1000], 4000, costs)
     found = step_time(assignment, costs)
@@ -176,7 +176,7 @@ def test_memory_of_an_assignment_is_that_of_the_fullest_worker():
 
 def test_assignments_print():
     text = str(dealt([2, 20], 20, costs_of([1, 1, 1])))
-    assert "stage 0: layers 0..0, workers [0, 1], units [10, 10]" in text and "20 of them" in text
+    assert "stage 0: layers 0..0, workers [0, 1], micro-batches [10, 10]" in text and "20 of them" in text
 
 
 @pytest.mark.parametrize("dealing", ["contiguous", "time-major"])

@@ -1,4 +1,4 @@
-"""Holder maps as values: promotion, learning, adoption, what a set of losses loses, and the way over the wire."""
+"""Replica maps as values: promotion, learning, adoption, what a set of losses loses, and the way over the wire."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import deal_holders
+from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import (
-    HolderRun,
+    ReplicaSet,
     adopt,
     all_runs,
     from_rows,
@@ -25,20 +25,20 @@ from elaswave_spmd.sharding.replicas import (
 
 
 def test_a_run_and_its_receivers():
-    run = HolderRun(3, 4, 9, 7, frozenset({7, 5, 6}), frozenset({1, 9}))
+    run = ReplicaSet(3, 4, 9, 7, frozenset({7, 5, 6}), frozenset({1, 9}))
     assert (run.key, run.num_pages, run.mirrors, run.receivers) == ((3, 4, 9), 5, (5, 6), (1, 5, 6, 9))
     assert str(run) == "layer 3 pages [4, 9): 7 mirrors [5, 6] learners [1, 9]"
     for wrong in ((3, 4, 4, 7, frozenset({7})), (3, 4, 5, 7, frozenset({6}))):
         with pytest.raises(AssertionError):
-            HolderRun(*wrong)
+            ReplicaSet(*wrong)
     with pytest.raises(AssertionError):
-        HolderRun(3, 4, 5, 7, frozenset({7}), frozenset({7}))
+        ReplicaSet(3, 4, 5, 7, frozenset({7}), frozenset({7}))
 
 
 def test_promotion_says_what_is_lost_and_leaves_learners_alone():
-    a, b = HolderRun(0, 0, 4, 1, frozenset({1, 2}), frozenset({3, 4})), HolderRun(0, 4, 5, 2, frozenset({2}))
+    a, b = ReplicaSet(0, 0, 4, 1, frozenset({1, 2}), frozenset({3, 4})), ReplicaSet(0, 4, 5, 2, frozenset({2}))
     promoted, dead = promote({0: (a, b), 1: ()}, [2, 3])
-    assert promoted == {0: (HolderRun(0, 0, 4, 1, frozenset({1}), frozenset({4})),), 1: ()} and dead == (b,)
+    assert promoted == {0: (ReplicaSet(0, 0, 4, 1, frozenset({1}), frozenset({4})),), 1: ()} and dead == (b,)
     promoted, dead = promote({0: (a, b)}, [1, 2])
     assert promoted == {0: ()} and dead == (a, b)
 
@@ -46,45 +46,45 @@ def test_promotion_says_what_is_lost_and_leaves_learners_alone():
 def test_promotion_takes_a_choice_back_that_made_loads_uneven():
     """1 is chosen for the first run, which only 2 could have instead; then one of the three others has to go to 1."""
     two, three = frozenset({1, 2, 9}), frozenset({1, 3, 4, 9})
-    runs = [HolderRun(0, 0, 2, 9, two), *(HolderRun(0, 2 + 3 * i, 5 + 3 * i, 9, three) for i in range(3))]
+    runs = [ReplicaSet(0, 0, 2, 9, two), *(ReplicaSet(0, 2 + 3 * i, 5 + 3 * i, 9, three) for i in range(3))]
     promoted, dead = promote({0: tuple(runs)}, {9})
     assert primary_pages(promoted) == {1: 3, 2: 2, 3: 3, 4: 3} and not dead
     assert [pages_held(promoted, rank) for rank in (1, 2, 4, 9)] == [11, 2, 9, 0]
 
 
 def test_a_target_is_adopted_only_by_those_who_have_learned_it():
-    a = {0: (HolderRun(0, 0, 2, 1, frozenset({1})),)}
-    b = {0: (HolderRun(0, 0, 2, 2, frozenset({1, 2})),)}
+    a = {0: (ReplicaSet(0, 0, 2, 1, frozenset({1})),)}
+    b = {0: (ReplicaSet(0, 0, 2, 2, frozenset({1, 2})),)}
     assert adopt(with_learners(a, b), b) == b
     with pytest.raises(AssertionError):
         adopt(a, b)
-    halves = {0: (HolderRun(0, 0, 1, 1, frozenset({1})), HolderRun(0, 1, 2, 1, frozenset({1})))}
+    halves = {0: (ReplicaSet(0, 0, 1, 1, frozenset({1})), ReplicaSet(0, 1, 2, 1, frozenset({1})))}
     with pytest.raises(AssertionError):
         with_learners(halves, a)
 
 
-def test_unsurvived_with_holders_of_any_number():
+def test_unsurvived_with_replicas_of_any_number():
     runs = [frozenset({0}), frozenset({1, 2}), frozenset({3, 4, 5}), frozenset({1, 3, 9})]
-    holders = {0: tuple(HolderRun(0, i, i + 1, min(held), held) for i, held in enumerate(runs))}
+    replicas = {0: tuple(ReplicaSet(0, i, i + 1, min(held), held) for i, held in enumerate(runs))}
     for losses in (1, 2, 3, 4):
         sets = list(itertools.combinations(range(7), losses))
         bad = sum(any(held <= set(lost) for held in runs) for lost in sets)
-        assert unsurvived(holders, range(7), losses) == (bad, len(sets))
-    assert unsurvived_text(holders, range(7), 1) == "1 of 7 single losses lose some page"
-    assert unsurvived_text(holders, range(7), 3).endswith("of 35 sets of 3 simultaneous losses lose some page")
+        assert unsurvived(replicas, range(7), losses) == (bad, len(sets))
+    assert unsurvived_text(replicas, range(7), 1) == "1 of 7 single losses lose some page"
+    assert unsurvived_text(replicas, range(7), 3).endswith("of 35 sets of 3 simultaneous losses lose some page")
 
 
 def test_rows_share_sets_and_keep_empty_layers():
     held = frozenset({1, 2})
-    holders = {
+    replicas = {
         0: (),
-        1: (HolderRun(1, 0, 2, 1, held), HolderRun(1, 2, 3, 2, held, frozenset({5}))),
-        2: (HolderRun(2, 0, 1, 2, held),),
+        1: (ReplicaSet(1, 0, 2, 1, held), ReplicaSet(1, 2, 3, 2, held, frozenset({5}))),
+        2: (ReplicaSet(2, 0, 1, 2, held),),
     }
-    rows = to_rows(holders)
+    rows = to_rows(replicas)
     assert rows[1] == (1, 2, 3, 2, (1,), (5,))
     found = from_rows(rows)
-    assert found == holders and len({id(run.holders) for run in all_runs(found)}) == 1
+    assert found == replicas and len({id(run.replicas) for run in all_runs(found)}) == 1
     assert from_rows(()) == {}
 
 
@@ -96,6 +96,6 @@ def test_where_hosts_allow_it_no_mirror_lies_on_its_primarys_host(hosts: tuple[i
         [LayerUse("a", (ParameterInfo("a.w", (64 * 64,)),)), LayerUse("b", (ParameterInfo("b.w", (999,)),))]
     )
     stages = (tuple(range(len(hosts))),)
-    holders = deal_holders(layout, stages, (0, 2), replicated=False, topology=topology, mirror_count=1, scatter=0)
-    for run in (run for runs in holders.values() for run in runs):
+    replicas = place_replicas(layout, stages, (0, 2), replicated=False, topology=topology, mirror_count=1, scatter=0)
+    for run in (run for runs in replicas.values() for run in runs):
         assert not any(topology.same_domain(run.primary, mirror) for mirror in run.mirrors), run

@@ -16,11 +16,11 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.scheduling.redeal import redeal
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, deal_holders
+from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, place_replicas
 from elaswave_spmd.sharding.replica_rebalance import refill
 from elaswave_spmd.sharding.replicas import (
-    HolderMap,
-    HolderRun,
+    ReplicaMap,
+    ReplicaSet,
     adopt,
     all_runs,
     from_rows,
@@ -65,15 +65,15 @@ class Case:
     mirror_count: int
     scatter: int
 
-    def deal(self, page_layout: str = "interleaved", least_pages: int = 1) -> HolderMap:
+    def deal(self, page_layout: str = "interleaved", least_pages: int = 1) -> ReplicaMap:
         rules = {**self._rules, "page_layout": page_layout, "least_pages": least_pages}
-        return deal_holders(self.layout, self.stages, self.cuts, **rules)
+        return place_replicas(self.layout, self.stages, self.cuts, **rules)
 
-    def refill(self, holders: HolderMap) -> HolderMap:
-        return refill(holders, self.layout, self.stages, self.cuts, **self._rules)
+    def refill(self, replicas: ReplicaMap) -> ReplicaMap:
+        return refill(replicas, self.layout, self.stages, self.cuts, **self._rules)
 
-    def redeal(self, holders: HolderMap, page_layout: str) -> HolderMap:
-        return redeal(holders, self.layout, self.stages, self.cuts, page_layout=page_layout, **self._rules)
+    def redeal(self, replicas: ReplicaMap, page_layout: str) -> ReplicaMap:
+        return redeal(replicas, self.layout, self.stages, self.cuts, page_layout=page_layout, **self._rules)
 
     @property
     def _rules(self) -> dict:
@@ -91,7 +91,7 @@ class Case:
     def members_of(self, layer: int) -> tuple[int, ...]:
         return next(m for m, stop in zip(self.stages, self.cuts[1:], strict=True) if layer < stop)
 
-    def is_loss(self, run: HolderRun) -> bool:
+    def is_loss(self, run: ReplicaSet) -> bool:
         block = self.layout.layers[run.layer].loss_block
         return block is not None and run.first == block.first_page
 
@@ -121,11 +121,11 @@ def cases(draw: st.DrawFn, max_workers: int = 5, max_pages: int = 13) -> Case:
     )
 
 
-def check(case: Case, holders: HolderMap) -> None:
+def check(case: Case, replicas: ReplicaMap) -> None:
     """Pages partitioned in atoms; one primary, at home; as many mirrors as asked for; even loads."""
-    assert sorted(holders) == list(range(len(case.layout.layers)))
+    assert sorted(replicas) == list(range(len(case.layout.layers)))
     load = dict.fromkeys(case.workers, 0)
-    for layer, runs in holders.items():
+    for layer, runs in replicas.items():
         blocks = case.layout.layers[layer].blocks
         wanted = [page for block in blocks if block.kind != "reader" for page in block.pages]
         assert [page for run in runs for page in range(run.first, run.stop)] == wanted
@@ -133,10 +133,10 @@ def check(case: Case, holders: HolderMap) -> None:
         for run in runs:
             assert run.layer == layer and run.learners == NOBODY
             assert run.stop <= case.layout.layers[layer].block_of(run.first).pages.stop, "an atom lies in one block"
-            assert run.holders <= set(case.workers) and run.primary in members
+            assert run.replicas <= set(case.workers) and run.primary in members
             if case.replicated:
-                assert run.holders >= set(members)
-                assert len(run.holders) == max(len(members), case.mirrors + 1)
+                assert run.replicas >= set(members)
+                assert len(run.replicas) == max(len(members), case.mirrors + 1)
             else:
                 assert len(run.mirrors) == case.mirrors
             if not case.is_loss(run):
@@ -146,11 +146,11 @@ def check(case: Case, holders: HolderMap) -> None:
         assert max(loads) - min(loads) <= 1, "primaries are even within one page"
 
 
-def pages_of(run: HolderRun) -> list[tuple[int, int]]:
+def pages_of(run: ReplicaSet) -> list[tuple[int, int]]:
     return [(run.layer, page) for page in range(run.first, run.stop)]
 
 
-def refines(new: HolderMap, old: HolderMap) -> bool:
+def refines(new: ReplicaMap, old: ReplicaMap) -> bool:
     """Whether every atom of `new` lies in one of `old`."""
     return all(any(was.first <= run.first and run.stop <= was.stop for was in old[run.layer]) for run in all_runs(new))
 
@@ -158,16 +158,16 @@ def refines(new: HolderMap, old: HolderMap) -> bool:
 # ---- given to a placement
 
 
-def test_a_placement_with_explicit_holders_hands_them_out():
+def test_a_placement_with_explicit_replicas_hands_them_out():
     layout, mesh = layout_of([3, 4, 5]), Mesh.initial(MeshShape.of_stages([2, 1]))
     dealt = place(mesh, layout, Shardings().with_zero(2), 4)
     case = Case(layout, mesh.stages, dealt.layer_cuts, False, mesh.topology, 1, 0)
-    holders = case.deal()
-    placement = replace(dealt, holders=holders)
-    assert placement != dealt and placement == replace(dealt, holders=case.deal()) and hash(placement) == hash(dealt)
-    assert placement.holder_runs(layout) == holders
-    assert placement.holder_runs(layout, [1]) == {layer: holders[layer] for layer in placement.layers_of_stage(1)}
-    assert all(not run.mirrors for run in all_runs(dealt.holder_runs(layout)))
+    replicas = case.deal()
+    placement = replace(dealt, replicas=replicas)
+    assert placement != dealt and placement == replace(dealt, replicas=case.deal()) and hash(placement) == hash(dealt)
+    assert placement.replica_map(layout) == replicas
+    assert placement.replica_map(layout, [1]) == {layer: replicas[layer] for layer in placement.layers_of_stage(1)}
+    assert all(not run.mirrors for run in all_runs(dealt.replica_map(layout)))
 
 
 # ---- dealt anew, as a baseline
@@ -177,7 +177,7 @@ def test_a_placement_with_explicit_holders_hands_them_out():
 @settings(deadline=None, max_examples=150)
 def test_redealt_map(case: Case, other: Case, page_layout: str):
     mesh = Mesh.initial(MeshShape.of_stages([len(case.workers)]))
-    before = deal_holders(
+    before = place_replicas(
         case.layout,
         mesh.stages,
         (0, len(case.layout.layers)),
@@ -202,31 +202,31 @@ def test_redealt_map(case: Case, other: Case, page_layout: str):
 @given(cases(), st.sampled_from(["interleaved", "contiguous"]))
 @settings(deadline=None, max_examples=150)
 def test_dealt_map(case: Case, page_layout: str):
-    holders = case.deal(page_layout)
-    check(case, holders)
+    replicas = case.deal(page_layout)
+    check(case, replicas)
     zero = Shardings().with_zero(0 if case.replicated else 2)
     counts = tuple((1,) * len(members) for members in case.stages)
-    units = tuple((len(case.workers) - len(ones) + 1, *ones[1:]) for ones in counts)
+    microbatches = tuple((len(case.workers) - len(ones) + 1, *ones[1:]) for ones in counts)
     mesh = Mesh(MeshShape.of_stages(map(len, case.stages)), case.stages)
-    placed = Placement(mesh, len(case.workers), case.cuts, units, zero, page_layout).holder_runs(case.layout)
-    assert refines(holders, placed)
+    placed = Placement(mesh, len(case.workers), case.cuts, microbatches, zero, page_layout).replica_map(case.layout)
+    assert refines(replicas, placed)
     primary = {(run.layer, page): run.primary for run in all_runs(placed) for page in range(run.first, run.stop)}
-    for run in all_runs(holders):
+    for run in all_runs(replicas):
         assert {primary[run.layer, page] for page in range(run.first, run.stop)} == {run.primary}
     if case.replicated or not case.mirrors:
-        assert [run.key for run in all_runs(holders)] == [run.key for run in all_runs(placed)]
-    assert case.refill(holders) == holders, "nothing is to be done"
-    assert from_rows(to_rows(holders)) == holders
+        assert [run.key for run in all_runs(replicas)] == [run.key for run in all_runs(placed)]
+    assert case.refill(replicas) == replicas, "nothing is to be done"
+    assert from_rows(to_rows(replicas)) == replicas
 
 
 @given(cases(max_workers=12, max_pages=60))
 @settings(deadline=None, max_examples=100)
 def test_dealt_mirrors_are_even_and_on_few_peers(case: Case):
     case = replace(case, replicated=False)
-    holders = case.deal()
+    replicas = case.deal()
     peers, mirrored = defaultdict(set), Counter()
     atoms = Counter()
-    for run in all_runs(holders):
+    for run in all_runs(replicas):
         peers[run.primary] |= set(run.mirrors)
         block = case.layout.layers[run.layer].block_of(run.first)
         atoms[run.layer, block.first_page, run.primary] += 1
@@ -239,21 +239,21 @@ def test_dealt_mirrors_are_even_and_on_few_peers(case: Case):
         for members in case.stages:
             loads = [mirrored[rank] for rank in members]
             assert max(loads) - min(loads) <= max(1, case.mirrors)
-        for run in all_runs(holders):
-            assert run.holders <= set(case.members_of(run.layer)), "mirrors stay in the stage"
+        for run in all_runs(replicas):
+            assert run.replicas <= set(case.members_of(run.layer)), "mirrors stay in the stage"
 
 
 def test_dealt_mirrors_per_layer_and_in_turn():
     ranks = tuple(range(10))
     case = Case(layout_of([57] * 8), (ranks,), (0, 8), False, Topology.single_host(ranks), 1, 4)
-    holders = case.deal()
-    for runs in holders.values():
+    replicas = case.deal()
+    for runs in replicas.values():
         mirrored = Counter()
         for run in runs:
             if not case.is_loss(run):
                 mirrored[run.mirrors[0]] += run.num_pages
         assert max(mirrored.values()) - min(mirrored.values()) <= 2
-    first = [next(run for run in holders[layer] if run.primary == 3).mirrors for layer in range(8)]
+    first = [next(run for run in replicas[layer] if run.primary == 3).mirrors for layer in range(8)]
     assert len(set(first)) > 1, "peers take turns from layer to layer"
 
 
@@ -288,12 +288,12 @@ def test_copyset_width():
 def test_a_small_stage_mirrors_to_the_nearest():
     stages = ((0, 1, 2), (3,), (4,), (5, 6, 7))
     case = Case(layout_of([12, 12, 12, 12]), stages, (0, 1, 2, 3, 4), False, Topology.single_host(range(8)), 1, 0)
-    holders = case.deal()
-    check(case, holders)
-    assert [run.mirrors[0] for run in holders[1]] == [4, 4, 0, 1], "in both neighbours, whoever has fewest"
-    assert {run.mirrors[0] for run in holders[2]} <= {3, 5, 6, 7}
+    replicas = case.deal()
+    check(case, replicas)
+    assert [run.mirrors[0] for run in replicas[1]] == [4, 4, 0, 1], "in both neighbours, whoever has fewest"
+    assert {run.mirrors[0] for run in replicas[2]} <= {3, 5, 6, 7}
     two = replace(case, stages=((0, 1, 2), (3,)), cuts=(0, 3, 4), mirror_count=2, replicated=True).deal()
-    assert {run.holders for layer in range(3) for run in two[layer]} == {frozenset({0, 1, 2})}
+    assert {run.replicas for layer in range(3) for run in two[layer]} == {frozenset({0, 1, 2})}
     assert all(len(run.mirrors) == 2 and run.primary == 3 for run in two[3])
 
 
@@ -303,26 +303,26 @@ def test_a_small_stage_mirrors_to_the_nearest():
 @given(cases(), st.data())
 @settings(deadline=None, max_examples=150)
 def test_mirror_count_losses_are_survived_where_they_lie(case: Case, data: st.DataObject):
-    holders = case.deal()
+    replicas = case.deal()
     lost = data.draw(st.sets(st.sampled_from(case.workers), max_size=case.mirrors))
-    promoted, dead = promote(holders, lost)
+    promoted, dead = promote(replicas, lost)
     assert dead == ()
-    for before, after in zip(all_runs(holders), all_runs(promoted), strict=True):
-        assert before.key == after.key and after.holders == before.holders - lost
+    for before, after in zip(all_runs(replicas), all_runs(promoted), strict=True):
+        assert before.key == after.key and after.replicas == before.replicas - lost
         assert after.primary == before.primary or before.primary in lost
-    assert promote(holders, lost) == (promoted, dead)
+    assert promote(replicas, lost) == (promoted, dead)
 
 
 @given(cases())
 @settings(deadline=None, max_examples=100)
 def test_promotion_is_even(case: Case):
     case = replace(case, replicated=True)
-    holders = case.deal()
+    replicas = case.deal()
     for members in case.stages:
         if len(members) > 1:
-            promoted, _ = promote(holders, members[:1])
+            promoted, _ = promote(replicas, members[:1])
             load = primary_pages(promoted)
-            sizes = [run.num_pages for run in all_runs(holders) if run.primary == members[0]]
+            sizes = [run.num_pages for run in all_runs(replicas) if run.primary == members[0]]
             loads = [load.get(rank, 0) for rank in members[1:]]
             assert max(loads) - min(loads) <= max([1, *sizes]) + 1, "even within a run (and the loss page)"
 
@@ -369,17 +369,17 @@ def after_event(case: Case, kind: str, numbers: Sequence[int], newcomer: int) ->
 @settings(deadline=None, max_examples=200)
 def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
     case, events = history
-    holders, newcomer = case.deal(), 20
+    replicas, newcomer = case.deal(), 20
     for kind, numbers in events:
         survived = case.mirrors
         after, gone = after_event(case, kind, numbers, newcomer)
         newcomer += 3
         assume(newcomer < 40)
-        current = holders
+        current = replicas
         if kind == "interrupted":  # a join was under way
             stages = (*after.stages[:-1], (*after.stages[-1], newcomer))
             case = replace(case, stages=(*case.stages[:-1], (*case.stages[-1], newcomer)))
-            current = with_learners(holders, case.refill(holders))
+            current = with_learners(replicas, case.refill(replicas))
             after, newcomer = replace(after, stages=stages), newcomer + 1
         if gone and kind != "leave":
             current, dead = promote(current, gone)
@@ -392,29 +392,29 @@ def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
         assert after.refill(target) == target
         learning = with_learners(current, target)
         check_way(current, learning, target)
-        case, holders = after, adopt(learning, target)
+        case, replicas = after, adopt(learning, target)
 
 
-def check_way(current: HolderMap, learning: HolderMap, target: HolderMap) -> None:
+def check_way(current: ReplicaMap, learning: ReplicaMap, target: ReplicaMap) -> None:
     """From the current map over learners to the target: each missing copy once, from its primary."""
     held = {(run.layer, page): run for run in all_runs(current) for page in range(run.first, run.stop)}
     wanted = Counter()
     for run in all_runs(target):
         for page in range(run.first, run.stop):
-            wanted.update((run.layer, page, rank) for rank in run.holders - held[run.layer, page].holders)
+            wanted.update((run.layer, page, rank) for rank in run.replicas - held[run.layer, page].replicas)
     moves = transfers(learning)
     got = Counter((r.layer, page, to) for r, _, to in moves for page in range(r.first, r.stop))
     assert got == wanted
     assert all(source == held[run.layer, run.first].primary for run, source, _ in moves)
     assert moved_bytes(moves, 10) == 10 * wanted.total() == missing_bytes(current, target, 10)
     for now, run in zip(all_runs(learning), all_runs(target), strict=True):
-        assert now.key == run.key and now.holders == held[run.layer, run.first].holders
+        assert now.key == run.key and now.replicas == held[run.layer, run.first].replicas
     assert from_rows(to_rows(learning)) == learning
 
 
 @st.composite
-def arbitrary_maps(draw: st.DrawFn) -> tuple[Case, HolderMap]:
-    """Any small map at all, some holders of which are no members."""
+def arbitrary_maps(draw: st.DrawFn) -> tuple[Case, ReplicaMap]:
+    """Any small map at all, some replicas of which are no members."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     mesh = Mesh.initial(MeshShape.of_stages(sizes))
     pages = draw(st.lists(st.integers(0, 5), min_size=len(sizes), max_size=2))
@@ -422,7 +422,7 @@ def arbitrary_maps(draw: st.DrawFn) -> tuple[Case, HolderMap]:
     count, replicated = draw(st.integers(0, 2)), draw(st.integers(0, 4)) == 0
     case = Case(layout_of(pages), mesh.stages, cuts, replicated, topology_of(8, [0, 1]), count, 0)
     ranks = st.sets(st.sampled_from([*case.workers, 6, 7]), min_size=1, max_size=draw(st.integers(1, 4)))
-    holders = {}
+    replicas = {}
     for layer, of_layer in enumerate(case.layout.layers):
         runs = []
         for block in of_layer.blocks:
@@ -430,18 +430,18 @@ def arbitrary_maps(draw: st.DrawFn) -> tuple[Case, HolderMap]:
             stops = sorted(inner - {block.first_page} | {block.pages.stop})
             for first, stop in zip([block.first_page, *stops], stops, strict=False):
                 held = frozenset(draw(ranks))
-                runs.append(HolderRun(layer, first, stop, draw(st.sampled_from(sorted(held))), held))
-        holders[layer] = tuple(runs)
-    return case, holders
+                runs.append(ReplicaSet(layer, first, stop, draw(st.sampled_from(sorted(held))), held))
+        replicas[layer] = tuple(runs)
+    return case, replicas
 
 
-def fewest_copies(case: Case, holders: HolderMap) -> int:
-    """Copies of pages that must be made, over all ways to choose even primaries and holders."""
+def fewest_copies(case: Case, replicas: ReplicaMap) -> int:
+    """Copies of pages that must be made, over all ways to choose even primaries and replicas."""
     total = 0
     for stage, members in enumerate(case.stages):
         layers = range(case.cuts[stage], case.cuts[stage + 1])
-        runs = [(run, case.is_loss(run)) for layer in layers for run in holders[layer]]
-        pages = [(run.holders, loss) for run, loss in runs for _ in range(run.num_pages)]
+        runs = [(run, case.is_loss(run)) for layer in layers for run in replicas[layer]]
+        pages = [(run.replicas, loss) for run, loss in runs for _ in range(run.num_pages)]
 
         def cost(held: Collection[int], primary: int, members: tuple[int, ...] = members) -> int:
             base = set(members) if case.replicated else {primary}
@@ -468,16 +468,16 @@ def fewest_copies(case: Case, holders: HolderMap) -> int:
 
 @given(arbitrary_maps())
 @settings(deadline=None, max_examples=400)
-def test_no_fewer_copies_would_do(drawn: tuple[Case, HolderMap]):
-    case, holders = drawn
-    target = case.refill(holders)
+def test_no_fewer_copies_would_do(drawn: tuple[Case, ReplicaMap]):
+    case, replicas = drawn
+    target = case.refill(replicas)
     check(case, target)
-    assert refines(target, holders)
-    assert missing_bytes(holders, target, 1) == fewest_copies(case, holders)
+    assert refines(target, replicas)
+    assert missing_bytes(replicas, target, 1) == fewest_copies(case, replicas)
     assert case.refill(target) == target
 
 
-CHAINS = [  # workers, holders of each page with the primary first, copies that must be made
+CHAINS = [  # workers, replicas of each page with the primary first, copies that must be made
     (3, [(0, 1), (0, 1), (1, 2)], 0),  # 0 to 1, 1 to 2
     (4, [(0,), (0, 1), (0, 1), (1,), (2, 3), (2,)], 0),  # 0 to 1, which may have two when 2 has given one to 3
     (2, [(0, 1), (6, 0), (0,), (0,)], 1),  # 6 is no member: its page goes to 0, which has too many itself
@@ -485,28 +485,28 @@ CHAINS = [  # workers, holders of each page with the primary first, copies that 
 ]
 
 
-@pytest.mark.parametrize(("num_workers", "holders_of_page", "copies"), CHAINS)
-def test_pages_change_hands_along_a_chain(num_workers: int, holders_of_page: list[tuple[int, ...]], copies: int):
+@pytest.mark.parametrize(("num_workers", "replicas_of_page", "copies"), CHAINS)
+def test_pages_change_hands_along_a_chain(num_workers: int, replicas_of_page: list[tuple[int, ...]], copies: int):
     ranks = tuple(range(num_workers))
-    count = len(holders_of_page)
+    count = len(replicas_of_page)
     case = Case(layout_of([count]), (ranks,), (0, 1), False, Topology.single_host(ranks), 0, 0)
-    runs = [HolderRun(0, i, i + 1, held[0], frozenset(held)) for i, held in enumerate(holders_of_page)]
-    holders = {0: (*runs, HolderRun(0, count, count + 1, 0, frozenset({0})))}
-    target = case.refill(holders)
+    runs = [ReplicaSet(0, i, i + 1, held[0], frozenset(held)) for i, held in enumerate(replicas_of_page)]
+    replicas = {0: (*runs, ReplicaSet(0, count, count + 1, 0, frozenset({0})))}
+    target = case.refill(replicas)
     check(case, target)
-    assert missing_bytes(holders, target, 1) == fewest_copies(case, holders) == copies
+    assert missing_bytes(replicas, target, 1) == fewest_copies(case, replicas) == copies
 
 
 def test_a_loss_moves_what_was_lost_and_nothing_else():
     ranks = tuple(range(8))
     case = Case(layout_of([100] * 5), (ranks,), (0, 5), False, Topology.single_host(range(9)), 1, 4)
-    holders = case.deal()
-    held = pages_held(holders, 5)
-    promoted, _ = promote(holders, [5])
+    replicas = case.deal()
+    held = pages_held(replicas, 5)
+    promoted, _ = promote(replicas, [5])
     left = replace(case, stages=(tuple(rank for rank in ranks if rank != 5),))
     target = left.refill(promoted)
     assert missing_bytes(promoted, target, 1) == held, "the copies that were lost"
-    assert sum(map(len, target.values())) <= sum(map(len, holders.values())) + 8, "few atoms are split"
+    assert sum(map(len, target.values())) <= sum(map(len, replicas.values())) + 8, "few atoms are split"
     joined = replace(left, stages=((*left.stages[0], 8),))
     wider = joined.refill(target)
     assert missing_bytes(target, wider, 1) == primary_pages(wider)[8] in (62, 63), "a newcomer gets its share"
@@ -560,7 +560,7 @@ def test_a_plan_under_way_goes_on():
     begun = [
         (run.layer, page) for run in all_runs(promoted) if 8 in run.learners for page in range(run.first, run.stop)
     ]
-    goes_on = [page for page in begun if 8 in pages[page].holders]
+    goes_on = [page for page in begun if 8 in pages[page].replicas]
     assert not dead and len(begun) > 30 and len(goes_on) > 0.9 * len(begun), "but for what is no longer too much"
 
 
@@ -570,13 +570,13 @@ def test_a_plan_under_way_goes_on():
 @given(cases(), st.integers(1, 3))
 @settings(deadline=None, max_examples=150)
 def test_unsurvived_counts_by_brute_force(case: Case, losses: int):
-    holders = case.deal()
+    replicas = case.deal()
     sets = list(itertools.combinations(case.workers, losses))
-    bad = sum(any(run.holders <= set(lost) for run in all_runs(holders)) for lost in sets)
-    assert unsurvived(holders, case.workers, losses) == (bad, len(sets))
+    bad = sum(any(run.replicas <= set(lost) for run in all_runs(replicas)) for lost in sets)
+    assert unsurvived(replicas, case.workers, losses) == (bad, len(sets))
     if losses == 2:
-        assert unsurvived_pairs(holders, case.workers) == (bad / len(sets) if sets else 0.0)
-        assert unsurvived_text(holders, case.workers) == (
+        assert unsurvived_pairs(replicas, case.workers) == (bad / len(sets) if sets else 0.0)
+        assert unsurvived_text(replicas, case.workers) == (
             f"{bad} of {len(sets)} pairs of simultaneous losses lose some page"
         )
     if losses <= case.mirrors:

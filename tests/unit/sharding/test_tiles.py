@@ -61,10 +61,10 @@ def test_owners_hold_the_element(tiles: TileMap, data: st.DataObject) -> None:
     if 0 in tiles.shape:
         return
     element = tuple(data.draw(st.integers(0, length - 1)) for length in tiles.shape)
-    holders = set(tiles.owners(*element))
+    replicas = set(tiles.owners(*element))
     for coordinate in map(Coordinate._make, tiles.coordinates.tolist()):
         inside = all(cut.start <= at < cut.stop for cut, at in zip(tiles.tile(*coordinate), element, strict=True))
-        assert inside == (coordinate in holders)
+        assert inside == (coordinate in replicas)
 
 
 @given(stage_sizes, st.integers(0, 40))

@@ -33,9 +33,15 @@ def assignments(draw) -> tuple[Assignment, CostModel]:
 
 
 def case_of(
-    mesh: str, units: int, event: str, seconds: Sequence[float] = (3.0,) * 8, *, steps: int = 10_000, **sizes: int
+    mesh: str,
+    microbatches: int,
+    event: str,
+    seconds: Sequence[float] = (3.0,) * 8,
+    *,
+    steps: int = 10_000,
+    **sizes: int,
 ) -> Case:
     """A change of a mesh whose links are fast."""
     costs = costs_of(seconds, bandwidth=1e12, **sizes)
-    placement = healthy(Mesh.initial(MeshShape.parse(mesh)), costs, units)
+    placement = healthy(Mesh.initial(MeshShape.parse(mesh)), costs, microbatches)
     return Case(placement, costs, Change.parse(event), remaining_steps=steps)

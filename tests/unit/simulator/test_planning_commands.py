@@ -32,17 +32,17 @@ def call(monkeypatch, capsys):
 
 
 def test_a_plan_shows_old_and_new_placement_bytes_time_and_why(call):
-    code, out, err = call("plan", "mesh=dp4_pp4", "event=fail 6", "units=32")
+    code, out, err = call("plan", "mesh=dp4_pp4", "event=fail 6", "microbatches=32")
     assert (code, err) == (0, "")
     assert "event: fail 6" in out and "costs made up: 18 layers" in out
     old, new = out.index("old placement"), out.index("workers [4, 5, 7]")
-    assert old < out.index("workers [4, 5, 6, 7], units [8, 8, 8, 8]") < new
+    assert old < out.index("workers [4, 5, 6, 7], micro-batches [8, 8, 8, 8]") < new
     for words in (
         "bytes:",
         "lost copies made again",
         "step: ",
         "throughput: ",
-        "why: units dealt by speed",
+        "why: micro-batches dealt by speed",
         "planned in",
     ):
         assert words in out
@@ -51,7 +51,7 @@ def test_a_plan_shows_old_and_new_placement_bytes_time_and_why(call):
 def test_layers_move_with_bytes_and_a_lower_bound(call, tmp_path):
     profile = tmp_path / "costs.json"
     profile.write_text(costs_of([1.0] * 16, bandwidth=1e9, state_bytes=1000).to_json(), encoding="utf-8")
-    words = ("plan", "mesh=dp4_pp2", "event=fail 4 5 6", f"profile={profile}", "units=16", "sharding=zero2")
+    words = ("plan", "mesh=dp4_pp2", "event=fail 4 5 6", f"profile={profile}", "microbatches=16", "sharding=zero2")
     code, out, _ = call(*words, "stages=false")
     assert code == 0 and f"costs {profile}" in out
     assert "new placement, when its state is there" in out and "B move (at least " in out and "why: layers move" in out
@@ -67,7 +67,7 @@ def test_a_plan_as_json_with_hints_and_a_trace(call, tmp_path):
     assert code == 0
     plan = json.loads(out)
     assert plan["event"] == "slow 2 0.5" and plan["old"]["stages"] == [[0, 1], [2, 3]] and plan["speed_left"] == 0.875
-    assert plan["now"]["unit_counts"][1][0] < plan["now"]["unit_counts"][1][1] and plan["hints"]
+    assert plan["now"]["microbatch_counts"][1][0] < plan["now"]["microbatch_counts"][1][1] and plan["hints"]
     assert plan["mirror_bytes"] == 0 < plan["ratio"] <= 1.1
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert any(e["ph"] == "C" for e in events) and any("slows down" in e["name"] for e in events)
@@ -75,13 +75,13 @@ def test_a_plan_as_json_with_hints_and_a_trace(call, tmp_path):
 
 def test_a_plan_without_an_event_and_with_newcomers(call):
     assert "event: nothing" in call("plan", "mesh=dp2")[1]
-    code, out, _ = call("plan", "mesh=dp2_pp2", "event=fail 1; join 2", "units=12", "stages=false")
+    code, out, _ = call("plan", "mesh=dp2_pp2", "event=fail 1; join 2", "microbatches=12", "stages=false")
     assert code == 0 and "[0, 4" in out and "why:" in out
 
 
-def test_units_go_with_the_mesh_where_none_are_named(call):
-    for mesh, units in (("dp2_pp2", 8), ("stages3-2", 12), ("dp4_pp4", 16)):
-        assert f", {units} units, event: nothing" in call("plan", f"mesh={mesh}")[1]
+def test_microbatches_go_with_the_mesh_where_none_are_named(call):
+    for mesh, microbatches in (("dp2_pp2", 8), ("stages3-2", 12), ("dp4_pp4", 16)):
+        assert f", {microbatches} micro-batches, event: nothing" in call("plan", f"mesh={mesh}")[1]
 
 
 def test_lost_copies_are_counted(call):
@@ -103,8 +103,8 @@ def test_lost_copies_are_counted(call):
         (["event=fail 1"], ["plan needs mesh"]),
         (["mesh=pd2"], ["pd2"]),
         (["mesh=pp20", "layers=18"], ["every stage has at least one layer", "pp18"]),
-        (["mesh=dp2", "units=many"], ["units is a whole number", "many"]),
-        (["mesh=dp2", "units=0"], ["units is a whole number"]),
+        (["mesh=dp2", "microbatches=many"], ["micro-batches is a whole number", "many"]),
+        (["mesh=dp2", "microbatches=0"], ["micro-batches is a whole number"]),
         (["mesh=dp2", "colour=red"], ["plan knows the name", "colour"]),
         (["mesh=dp2", "mesh=dp3"], ["given once"]),
         (["mesh=dp2", "fail"], ["name=value", "fail"]),
@@ -149,7 +149,7 @@ def test_profiles_that_cannot_be_are_refused(call, tmp_path, change, telling):
 
 def test_a_simulation_prints_tables_and_writes_files(call, tmp_path):
     path = tmp_path / "tiny.yaml"
-    cases = "cases: [{name: one lost, mesh: dp2_pp2, units: 4, event: fail 1}]"
+    cases = "cases: [{name: one lost, mesh: dp2_pp2, micro-batches: 4, event: fail 1}]"
     path.write_text(f"kind: events\ntitle: Tiny\nmodel: {{alike: 4}}\n{cases}\n", encoding="utf-8")
     code, out, _ = call("simulate", f"scenario={path}", f"out={tmp_path / 'out'}")
     assert code == 0 and "Tiny" in out and "one lost" in out and "drop replica" in out and "virtual time" in out
@@ -163,7 +163,9 @@ def test_a_simulation_prints_tables_and_writes_files(call, tmp_path):
 def test_a_simulation_without_matplotlib_says_what_to_install(call, tmp_path, monkeypatch):
     monkeypatch.setattr("elaswave_spmd.simulator.report.can_draw", lambda: False)
     path = tmp_path / "tiny.yaml"
-    path.write_text("kind: events\ntitle: T\nmodel: {alike: 2}\ncases: [{name: a, mesh: dp2, units: 2, lose: [1]}]\n")
+    path.write_text(
+        "kind: events\ntitle: T\nmodel: {alike: 2}\ncases: [{name: a, mesh: dp2, micro-batches: 2, lose: [1]}]\n"
+    )
     code, _, err = call("simulate", f"scenario={path}", f"out={tmp_path / 'out'}")
     assert code == 0 and "pip install 'elaswave-spmd[plots]'" in err
 

@@ -44,10 +44,10 @@ def test_spans_are_what_workers_do(case):
     assert shared.step_s >= free.step_s * (1 - 1e-9)
     for run in (free, shared):
         stop = {span.action: span.stop for span in run.spans}
-        assert len(stop) == len(run.spans) == 2 * work.num_stages * work.num_units
+        assert len(stop) == len(run.spans) == 2 * work.num_stages * work.num_microbatches
         by_worker: dict[int, list[tuple[float, float]]] = {}
         for span in run.spans:
-            assert work.owners[span.action.stage][span.action.unit] == span.worker
+            assert work.owners[span.action.stage][span.action.microbatch] == span.worker
             by_worker.setdefault(span.worker, []).append((span.start, span.stop))
             assert all(stop[needed] <= span.start + 1e-9 for needed in span.action.needs(work.num_stages))
         for mine in by_worker.values():
@@ -92,7 +92,7 @@ def byte_by_byte(messages) -> dict[int, int]:
 
 
 def one_stage(gradient: int, value: int, latency: float = 0.0) -> tuple[Work, CostModel]:
-    """Two workers with a unit each of one layer of 1 + 2 s, at a byte a second."""
+    """Two workers with a micro-batch each of one layer of 1 + 2 s, at a byte a second."""
     costs = CostModel((LayerCost("a", 1, 2, gradient_bytes=gradient, value_bytes=value),), 1.0, latency)
     return Work.of(Assignment(((0, 1),), (0, 1), ((1, 1),))), costs
 
@@ -128,7 +128,9 @@ def test_activations_do_not_wait_for_sums():
     shared = execute(Work.of(assignment), costs, rule=MemoryRule(1, 0))
     bare = execute(Work.of(assignment), costs)
     assert [s for s in shared.spans if s.worker == 0] == [s for s in bare.spans if s.worker == 0]
-    assert shared.step_s == pytest.approx(6 + 101), "100 bytes of the second unit's sum, and one of its gradient first"
+    assert shared.step_s == pytest.approx(6 + 101), (
+        "100 bytes of the second micro-batch's sum, and one of its gradient first"
+    )
 
 
 @given(assignments(), st.sampled_from([0, 1, 2]), st.integers(0, 2))
@@ -168,7 +170,7 @@ def test_without_lists_workers_take_what_is_ready(case, split):
     work = Work.of(assignment).as_ready(weight_share=0.5 if split else 0.0)
     run = execute(work, costs, wires=FREE)
     kinds = Counter(span.action.kind for span in run.spans)
-    every = work.num_stages * work.num_units
+    every = work.num_stages * work.num_microbatches
     assert kinds == {FORWARD: every, BACKWARD: every} | ({WEIGHTS: every} if split else {})
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     speeds = [costs.speeds_of(members) for members in assignment.stages]
@@ -216,17 +218,19 @@ def test_salvage_does_what_is_missing_and_only_that(case, moment, data):
     kept = {span.action for span in found.kept if span.worker not in gone}
     again = [span.action for span in found.rest]
     everything = {
-        Action(stage, kind, unit)
+        Action(stage, kind, microbatch)
         for stage in range(assignment.num_stages)
-        for unit in range(assignment.num_units)
+        for microbatch in range(assignment.num_microbatches)
         for kind in (FORWARD, BACKWARD)
     }
     assert len(again) == len(set(again)) and kept.isdisjoint(again) and kept | set(again) == everything
     assert all(span.worker not in gone and span.start >= moment * whole_s - 1e-9 for span in found.rest)
 
 
-def test_a_loss_at_the_end_costs_the_lost_units_again():
-    """Two workers, two units each of 3 s: one is lost when all is done; the other one does its units again."""
+def test_a_loss_at_the_end_costs_the_lost_microbatches_again():
+    """Two workers, two micro-batches each of 3 s: one is lost when all is done; the other one does its micro-batches
+    again.
+    """
     costs = costs_of([3.0])
     found = salvage(dealt([2], 4, costs), costs, [1], 6.0)
     assert found is not None and found.longer_s == pytest.approx(6.0)

@@ -21,7 +21,7 @@ from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.shapes import healthy
 from tests.unit.scheduling.planning_cases import costs_of, dealt
 
-FLEET = Fleet(64, island=8, stages=2, units=4)  # 4 replicas of 2 workers
+FLEET = Fleet(64, island=8, stages=2, microbatches=4)  # 4 replicas of 2 workers
 STALLS = Stalls(regroup_s=10, join_s=2, restart_s=100, checkpoint_s=5, salvage=0.25)
 OURS = GoesOn(), GoesOn("f", highest=1.2)
 POLICIES = (*OURS, GoesOn("r", reroute=True), Drops(), Drops("g", regroups=True), Restarts())
@@ -144,7 +144,7 @@ def test_one_loss_by_hand():
     rate = 30 / scale.elastic_s((0, 1))
     assert found[0] == pytest.approx(useful(rate, 10 + 7.5))
     assert found[1] == pytest.approx(useful(30 / scale.elastic_s((0, 1), 1.2), 10 + 7.5))
-    assert found[2] == pytest.approx(useful(30 / max(30, 6 * 6), 10 + 15)), "6 units of 6 s on somebody"
+    assert found[2] == pytest.approx(useful(30 / max(30, 6 * 6), 10 + 15)), "6 micro-batches of 6 s on somebody"
     assert found[3] == pytest.approx(useful(0.75, 10 + 15))
     assert found[4] == pytest.approx((1000 + 275 * 0.75 + (3600 - 2) * 0.75 + 5100 - 2) / 10_000)
     every = math.sqrt(2 * 5 * 10_000)  # one loss; between two checkpoints

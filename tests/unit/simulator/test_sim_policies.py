@@ -26,8 +26,8 @@ from tests.unit.simulator.sim_cases import case_of
 POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), DropReplica(), Templates(), Restart())
 
 
-def ratios(mesh: str, units: int, event: str, **more) -> dict[str, float]:
-    case = case_of(mesh, units, event, **more)
+def ratios(mesh: str, microbatches: int, event: str, **more) -> dict[str, float]:
+    case = case_of(mesh, microbatches, event, **more)
     return {policy.name: case.ratio(policy.answer(case)) for policy in POLICIES}
 
 
@@ -94,13 +94,13 @@ def test_speed_that_is_left():
 
 
 def test_one_stage_by_hand():
-    """8 units of 3 s on 4 workers: 2 each. Of three, somebody has 3."""
+    """8 micro-batches of 3 s on 4 workers: 2 each. Of three, somebody has 3."""
     found = ratios("dp4", 8, "fail 1", seconds=(3.0,))
     assert found == pytest.approx(
         {
             "ours": (6 / 9) / 0.75,
             "reroute": (6 / 9) / 0.75,
-            "drop replica": 1.0,  # three quarters of the units in the same time
+            "drop replica": 1.0,  # three quarters of the micro-batches in the same time
             "templates": (6 / 9) / 0.75,
             "restart": 1.0,
         }
@@ -108,16 +108,20 @@ def test_one_stage_by_hand():
 
 
 def test_a_pipeline_of_two_by_hand():
-    """dp2_pp2, 8 units, a unit takes 12 s on a stage; one of stage 1 is lost, whose peer has all 8 units then."""
+    """dp2_pp2, 8 micro-batches, a micro-batch takes 12 s on a stage; one of stage 1 is lost, whose peer has all 8
+    micro-batches then.
+    """
     case = case_of("dp2_pp2", 8, "fail 3", steps=0)
     assert case.before_s == pytest.approx((4 + 1) * 12)
     whole = Reroute(split=False).answer(case)
-    assert whole.step_s >= 8 * 12 + 12 and whole.units == 8
+    assert whole.step_s >= 8 * 12 + 12 and whole.microbatches == 8
     split = Reroute().answer(case)
     assert 8 * 12 <= split.step_s < whole.step_s
     drop = DropReplica().answer(case)
-    assert (drop.step_s, drop.units) == (pytest.approx(60), 4)
-    chains = Templates().answer(case)  # [0, 2] goes on; 1 alone runs all layers: 24 s a unit, against 12 and once 12
+    assert (drop.step_s, drop.microbatches) == (pytest.approx(60), 4)
+    chains = Templates().answer(
+        case
+    )  # [0, 2] goes on; 1 alone runs all layers: 24 s a micro-batch, against 12 and once 12
     assert chains.step_s == pytest.approx(min(max((u + 1) * 12, (8 - u) * 24) for u in range(9)))
 
 
@@ -125,10 +129,12 @@ def test_slow_workers_are_waited_for_or_dropped():
     late, lame = (case_of("dp4", 16, f"slow 2 {speed}", seconds=(3.0,)) for speed in (0.9, 0.1))
     for policy in (DropReplica(), Reroute(), Templates(), Restart()):
         assert policy.answer(late).throughput < 16 / 12
-    assert DropReplica().answer(late).units == 16 and DropReplica().answer(late).step_s == pytest.approx(12 / 0.9)
-    assert DropReplica().answer(lame).units == 12 and DropReplica().answer(lame).step_s == pytest.approx(12)
-    assert Reroute().answer(lame).step_s == pytest.approx(18), "6 units of 3 s on one of the three others"
-    assert Ours().answer(late).step_s == pytest.approx(12 / 0.9), "whole units: nobody else can have a fifth"
+    assert DropReplica().answer(late).microbatches == 16 and DropReplica().answer(late).step_s == pytest.approx(
+        12 / 0.9
+    )
+    assert DropReplica().answer(lame).microbatches == 12 and DropReplica().answer(lame).step_s == pytest.approx(12)
+    assert Reroute().answer(lame).step_s == pytest.approx(18), "6 micro-batches of 3 s on one of the three others"
+    assert Ours().answer(late).step_s == pytest.approx(12 / 0.9), "whole micro-batches: nobody else can have a fifth"
     half = case_of("dp4", 16, "slow 2 0.5", seconds=(3.0,))
     assert (Ours().answer(half).step_s, Reroute().answer(half).step_s) == pytest.approx((15, 18))
 
@@ -159,7 +165,7 @@ def test_templates_make_up_pipelines_of_those_that_are_too_short():
     """dp2_pp4: one pipeline loses three of four; the last one joins the other pipeline."""
     case = case_of("dp2_pp4", 16, "fail 1 3 5")
     found = Templates().answer(case)
-    assert found.note.startswith("pipelines of [5] workers") and found.units == 16
+    assert found.note.startswith("pipelines of [5] workers") and found.microbatches == 16
     two = Templates().answer(case_of("dp3_pp4", 16, "fail 0 1 3 4 6 7"))
     assert two.note.startswith("pipelines of [4, 2] workers"), "what two of them have left makes up another one"
 
@@ -183,14 +189,14 @@ EVENTS = st.tuples(st.integers(2, 4), st.integers(1, 4), st.integers(1, 4), st.i
 @given(EVENTS)
 @settings(max_examples=40)
 def test_what_holds_for_all_policies(shape):
-    """Layers that are alike, as many for each stage, as many units for each worker."""
-    dp, pp, units, lost, seed = shape
+    """Layers that are alike, as many for each stage, as many micro-batches for each worker."""
+    dp, pp, microbatches, lost, seed = shape
     workers = dp * pp
     gone = sorted({seed % workers, (seed // 7 + 1) % workers} if lost == 2 else {seed % workers})
     if len(gone) == workers:
         return
     event = "fail " + " ".join(map(str, gone))
-    case = case_of(f"dp{dp}_pp{pp}", dp * units, event, (3.0,) * (2 * pp))
+    case = case_of(f"dp{dp}_pp{pp}", dp * microbatches, event, (3.0,) * (2 * pp))
     columns = {rank % dp for rank in gone}
     answers = {policy.name: policy.answer(case) for policy in POLICIES}
     for outcome in answers.values():
@@ -202,26 +208,28 @@ def test_what_holds_for_all_policies(shape):
     axes = [Ours(layers=False, stages=False), Ours(stages=False), Ours()]
     seconds = [policy.answer(case).step_s for policy in axes]
     assert all(a >= b * (1 - 1e-9) for a, b in pairwise(seconds)), "each axis only helps"
-    assert answers["ours"].units == case.healthy.num_units
+    assert answers["ours"].microbatches == case.healthy.num_microbatches
 
 
 @given(EVENTS)
 @settings(max_examples=40)
 def test_ours_computes_no_longer_than_rerouting_where_both_keep_layers(shape):
-    """Dealing is optimal: nobody has more units than the one with most of them when units are rerouted."""
-    dp, pp, units, _, seed = shape
+    """Dealing is optimal: nobody has more micro-batches than the one with most of them when micro-batches are
+    rerouted.
+    """
+    dp, pp, microbatches, _, seed = shape
     event = f"fail {seed % (dp * pp)}"
-    case = case_of(f"dp{dp}_pp{pp}", dp * units, event, (3.0,) * (2 * pp))
+    case = case_of(f"dp{dp}_pp{pp}", dp * microbatches, event, (3.0,) * (2 * pp))
     decision = Ours(layers=False, stages=False).answer(case).decision
     assert decision is not None
     work = Reroute(split=False)
     ours = decision.now.time.bottleneck_s
     assert ours <= work.answer(case).step_s * (1 + 1e-9)
-    most = -(-dp * units // (dp - 1)) * 6
+    most = -(-dp * microbatches // (dp - 1)) * 6
     assert ours == pytest.approx(most)
 
 
-def test_frequencies_take_back_what_whole_units_cost():
+def test_frequencies_take_back_what_whole_microbatches_cost():
     case = case_of("dp4_pp2", 64, "fail 6")
     plain = Ours(layers=False, stages=False).answer(case)
     raised = Ours(layers=False, stages=False, frequencies=FrequencyRange(0.8, 1.1)).answer(case)
@@ -237,8 +245,8 @@ def test_columns_are_the_replicas():
 # ---- optimum
 
 
-def every_grouping(costs: CostModel, ranks: list[int], units: int):
-    """All orders of workers into stages, all cuts, units dealt by the first aim or by all."""
+def every_grouping(costs: CostModel, ranks: list[int], microbatches: int):
+    """All orders of workers into stages, all cuts, micro-batches dealt by the first aim or by all."""
     layers = len(costs.layers)
     for number in range(1, min(len(ranks), layers) + 1):
         for inner in combinations(range(1, layers), number - 1):
@@ -247,7 +255,7 @@ def every_grouping(costs: CostModel, ranks: list[int], units: int):
                 if all(stages):
                     speeds = [costs.speeds_of(members) for members in stages]
                     for settle in (True, False):
-                        counts = deal_stages(units, speeds, settle=settle).counts
+                        counts = deal_stages(microbatches, speeds, settle=settle).counts
                         yield Assignment(stages, (0, *inner, layers), counts)
 
 
@@ -258,12 +266,12 @@ def every_grouping(costs: CostModel, ranks: list[int], units: int):
     st.sampled_from([math.inf, math.inf, 9.0]),
 )
 @settings(max_examples=25)
-def test_the_optimum_is_the_best_of_all_groupings(seconds, speeds, units, limit):
+def test_the_optimum_is_the_best_of_all_groupings(seconds, speeds, microbatches, limit):
     costs = costs_of(seconds, value_bytes=3).with_speeds(dict(enumerate(speeds)))
     rule = MemoryRule(0)
     ranks = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])  # the fastest first, as it groups them
-    fit = [a for a in every_grouping(costs, ranks, units) if max(memory_of(a, costs, rule)) <= limit]
-    found = optimum(costs, ranks, units, rule=rule, memory_limit=limit, most=10_000)
+    fit = [a for a in every_grouping(costs, ranks, microbatches) if max(memory_of(a, costs, rule)) <= limit]
+    found = optimum(costs, ranks, microbatches, rule=rule, memory_limit=limit, most=10_000)
     if found is None:
         assert not fit
         return

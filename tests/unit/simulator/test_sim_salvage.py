@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.messages import StepHeld
-from elaswave_spmd.recovery.partial_step import salvage_plan
+from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
@@ -22,19 +22,25 @@ STEP = 7
 
 
 def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> StepHeld:
-    """What a survivor would report: its units, what it has done of them, and all that it has sent, which it keeps."""
-    mine = [unit for unit, owner in enumerate(owners_of(assignment)[stage]) if owner == rank]
-    forward = [unit for unit in mine if Action(stage, FORWARD, unit) in done]
-    computed = [unit for unit in mine if Action(stage, BACKWARD, unit) in done]
+    """What a survivor would report: its micro-batches, what it has done of them, and all that it has sent, which it
+    keeps.
+    """
+    mine = [microbatch for microbatch, owner in enumerate(owners_of(assignment)[stage]) if owner == rank]
+    forward = [microbatch for microbatch in mine if Action(stage, FORWARD, microbatch) in done]
+    computed = [microbatch for microbatch in mine if Action(stage, BACKWARD, microbatch) in done]
     first, stop = assignment.layer_cuts[stage : stage + 2]
     return StepHeld(
         STEP,
         tuple(mine),
         tuple(computed),
-        forwarded=tuple(unit for unit in forward if unit not in computed),
-        activations=tuple((stop, unit) for unit in forward if stage < assignment.num_stages - 1),
-        gradients=tuple((first - 1, unit) for unit in computed if stage > 0),
-        nodes={layer: tuple((unit, unit + 1) for unit in computed) for layer in range(first, stop) if computed},
+        forwarded=tuple(microbatch for microbatch in forward if microbatch not in computed),
+        activations=tuple((stop, microbatch) for microbatch in forward if stage < assignment.num_stages - 1),
+        gradients=tuple((first - 1, microbatch) for microbatch in computed if stage > 0),
+        nodes={
+            layer: tuple((microbatch, microbatch + 1) for microbatch in computed)
+            for layer in range(first, stop)
+            if computed
+        },
     )
 
 
@@ -42,12 +48,12 @@ def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> St
 @settings(max_examples=60)
 def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
     dp, pp = data.draw(st.integers(2, 4), label="dp"), data.draw(st.integers(1, 4), label="pp")
-    units = data.draw(st.integers(dp, 3 * dp + 1), label="units")
+    microbatches = data.draw(st.integers(dp, 3 * dp + 1), label="microbatches")
     costs = costs_of([1.0] * (pp + 1))
-    assignment = dealt([dp] * pp, units, costs)
+    assignment = dealt([dp] * pp, microbatches, costs)
     gone = data.draw(st.sets(st.sampled_from([r for m in assignment.stages for r in m[1:]]), min_size=1, max_size=3))
     moment = data.draw(st.floats(0, 1), label="moment")
-    found = salvage(assignment, costs, gone, moment * 3 * (units + pp))
+    found = salvage(assignment, costs, gone, moment * 3 * (microbatches + pp))
     assert found is not None, "the first worker of each stage lives"
     stages = tuple(tuple(rank for rank in members if rank not in gone) for members in assignment.stages)
     done = {span.action for span in found.kept if span.worker not in gone}
@@ -55,19 +61,19 @@ def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
     cuts = assignment.layer_cuts
     placement = Placement(
         Mesh(MeshShape.of_stages(map(len, stages)), stages, epoch=1),
-        units,
+        microbatches,
         cuts,
-        tuple(even_counts(units, len(members)) for members in stages),
+        tuple(even_counts(microbatches, len(members)) for members in stages),
         Shardings().with_zero(0),
     )
     layout = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (64,)),)) for i in range(cuts[-1])], page_size=64)
     old = {rank: (cuts[s], cuts[s + 1]) for s, members in enumerate(stages) for rank in members}
-    ordered = salvage_plan(STEP, placement, layout, said, old)
-    again = {(span.action.stage, span.action.kind, span.action.unit) for span in found.rest}
-    assert again == {(w.stage, FORWARD, w.unit) for w in ordered if w.forward} | {
-        (w.stage, BACKWARD, w.unit) for w in ordered if w.backward
+    ordered = recovery_plan(STEP, placement, layout, said, old)
+    again = {(span.action.stage, span.action.kind, span.action.microbatch) for span in found.rest}
+    assert again == {(w.stage, FORWARD, w.microbatch) for w in ordered if w.forward} | {
+        (w.stage, BACKWARD, w.microbatch) for w in ordered if w.backward
     }
-    worker = {(span.action.stage, span.action.unit): span.worker for span in found.rest}
-    for line in ordered:  # who has begun a unit ends it
-        if line.unit in said[line.worker].assigned:
-            assert worker[line.stage, line.unit] == line.worker
+    worker = {(span.action.stage, span.action.microbatch): span.worker for span in found.rest}
+    for line in ordered:  # who has begun a micro-batch ends it
+        if line.microbatch in said[line.worker].assigned:
+            assert worker[line.stage, line.microbatch] == line.worker

@@ -15,7 +15,7 @@ from elaswave_spmd.simulator import report, scenario
 from elaswave_spmd.simulator.engine import execute
 from elaswave_spmd.simulator.policies import Ours
 from elaswave_spmd.simulator.report import Figure, Report, Table
-from elaswave_spmd.simulator.story import HEALTHY, HINTS, LAYERS, SALVAGED, UNITS, tell
+from elaswave_spmd.simulator.story import HEALTHY, HINTS, LAYERS, MICROBATCHES, SALVAGED, tell
 from elaswave_spmd.simulator.tables import cases_of, run_scenario, timeline_of
 from elaswave_spmd.simulator.trace import Timeline, bubble_share
 from elaswave_spmd.simulator.work import Work
@@ -29,8 +29,8 @@ EVENTS = {
     "optimum": True,
     "memory": 2,
     "cases": [
-        {"name": "one", "mesh": "dp2_pp2", "units": 4, "event": "fail 1"},
-        {"name": "drawn", "mesh": "dp4", "units": 8, "lose": [1, 2]},
+        {"name": "one", "mesh": "dp2_pp2", "microbatches": 4, "event": "fail 1"},
+        {"name": "drawn", "mesh": "dp4", "microbatches": 8, "lose": [1, 2]},
     ],
 }
 GOODPUT = {
@@ -40,7 +40,7 @@ GOODPUT = {
     "devices": [64, 256],
     "island": 4,
     "stages": 4,
-    "units": 4,
+    "microbatches": 4,
     "days": 2,
     "failures": {"count": 40, "days": 2, "devices": 64},
     "spares": [0, 0.1],
@@ -79,22 +79,22 @@ def test_cases_lost_are_drawn_once_for_all_policies(tmp_path):
         ({"colour": "red"}, "colour"),
         ({"cases": []}, "a scenario has cases"),
         ({"cases": [3]}, "a mapping"),
-        ({"cases": [{"name": "a", "mesh": "dp2"}]}, "no units"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4}]}, "neither"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "event": "fail 1", "lose": [1]}]}, "both"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "event": "fail 2"}]}, "rank 2"),
-        ({"cases": [{"name": "a", "mesh": "pd2", "units": 4, "event": "fail 1"}]}, "pd2"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "lose": [2]}]}, "below 2"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "lose": {"two": 2}}]}, "a list of numbers"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "event": "join 1"}]}, "lost or slow"),
-        ({"cases": [{"name": "a", "mesh": "stages3-2", "units": 6, "lose": 1}]}, "stages of equal size"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 4, "lose": 1}] * 2}, "a name of its own"),
-        ({"cases": [{"name": 7, "mesh": "dp2", "units": 4, "lose": 1}]}, "names are text"),
+        ({"cases": [{"name": "a", "mesh": "dp2"}]}, "no micro-batches"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4}]}, "neither"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "event": "fail 1", "lose": [1]}]}, "both"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "event": "fail 2"}]}, "rank 2"),
+        ({"cases": [{"name": "a", "mesh": "pd2", "microbatches": 4, "event": "fail 1"}]}, "pd2"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "lose": [2]}]}, "below 2"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "lose": {"two": 2}}]}, "a list of numbers"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "event": "join 1"}]}, "lost or slow"),
+        ({"cases": [{"name": "a", "mesh": "stages3-2", "microbatches": 6, "lose": 1}]}, "stages of equal size"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "lose": 1}] * 2}, "a name of its own"),
+        ({"cases": [{"name": 7, "mesh": "dp2", "microbatches": 4, "lose": 1}]}, "names are text"),
         ({"title": 7}, "names are text"),
         ({"seed": -1}, "seed"),
         ({"optimum": "yes"}, "optimum is true or false"),
-        ({"cases": [{"name": "a", "mesh": "dp2", "units": 0, "lose": [1]}]}, "units"),
-        ({"cases": [{"name": "a", "mesh": "pp5", "units": 4, "lose": [1]}]}, "5 stages, 4 layers"),
+        ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 0, "lose": [1]}]}, "microbatches"),
+        ({"cases": [{"name": "a", "mesh": "pp5", "microbatches": 4, "lose": [1]}]}, "5 stages, 4 layers"),
         ({"model": None}, "a case has a model"),
         ({"model": {"llama": "8B"}}, "7B, 13B"),
         ({"model": {"alike": 4, "llama": "7B"}}, "alike, or a Llama shape"),
@@ -185,7 +185,7 @@ def test_a_timeline_is_of_the_first_case_or_of_the_one_named(tmp_path):
 
 def test_a_case_that_fits_in_no_memory_is_a_row_without_us(tmp_path):
     """The last worker would have all layers: no reason to end."""
-    cases = [{"name": "most", "mesh": "pp4", "units": 4, "event": "fail 0 1 2"}]
+    cases = [{"name": "most", "mesh": "pp4", "microbatches": 4, "event": "fail 0 1 2"}]
     data = EVENTS | {"memory": 1, "optimum": False, "cases": cases}
     found = run_scenario("tight", scenario.load(written(tmp_path, data)))
     (row,) = found.tables[0].rows
@@ -257,24 +257,24 @@ def test_a_timeline_has_each_action_and_fills_the_gaps(tmp_path):
     assert shares[2] < shares[0] == shares[1] and bubble_share([]) == {}
 
 
-def test_a_story_goes_from_units_to_layers_to_hints():
+def test_a_story_goes_from_microbatches_to_layers_to_hints():
     case = case_of("dp4_pp2", 32, "fail 5 6", state_bytes=10**14)
     decision = Ours(stages=False, frequencies=FrequencyRange(0.7, 1.1)).answer(case).decision
     assert decision is not None and decision.later is not None
     story = tell(case, decision)
     names = [phase.name for phase in story.phases]
-    assert names == [HEALTHY, SALVAGED, UNITS, LAYERS, HINTS]
+    assert names == [HEALTHY, SALVAGED, MICROBATCHES, LAYERS, HINTS]
     by_name = {phase.name: phase for phase in story.phases}
-    assert by_name[LAYERS].step_s < by_name[UNITS].step_s
+    assert by_name[LAYERS].step_s < by_name[MICROBATCHES].step_s
     assert by_name[HINTS].step_s <= by_name[LAYERS].step_s * (1 + 1e-9)
     starts = [phase.start for phase in story.phases]
     assert starts == sorted(starts) and story.blocking_s == decision.later.move.seconds > 0
     assert story.migration_s >= story.blocking_s, "it has what links have left over"
-    assert by_name[UNITS].steps * by_name[UNITS].step_s == pytest.approx(story.migration_s, rel=0.2)
+    assert by_name[MICROBATCHES].steps * by_name[MICROBATCHES].step_s == pytest.approx(story.migration_s, rel=0.2)
     said = [event["name"] for event in story.timeline.events() if event["ph"] == "i"]
     assert "worker 5 is lost" in said and any(name.startswith("layers are promoted") for name in said)
     lost = [e for e in story.timeline.events() if e["ph"] == "X" and e["pid"] == 7 and e["cat"] == "action"]
-    assert max(e["ts"] for e in lost) < 1e6 * by_name[UNITS].start
+    assert max(e["ts"] for e in lost) < 1e6 * by_name[MICROBATCHES].start
 
 
 def test_a_story_of_a_stage_that_is_gone_begins_the_step_again():

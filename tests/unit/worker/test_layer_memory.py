@@ -22,12 +22,12 @@ class Block(nn.Module):
         return torch.relu(torch.exp(nn.functional.linear(x_BD, self.weight)) @ self.weight)
 
 
-def unit(seed: int) -> Tensor:
+def microbatch(seed: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def test_what_is_kept_is_the_input_and_what_autograd_saves_but_no_parameter_and_not_the_output() -> None:
-    block, memory, x = Block(), LayerMemory(), unit(1)
+    block, memory, x = Block(), LayerMemory(), microbatch(1)
     y = memory.weigh(5, x, block.values, lambda: block(x))
     # exp saves its output, which the matmul saves, too; relu saves the layer's output, the next layer's input.
     assert memory.take() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
@@ -35,7 +35,7 @@ def test_what_is_kept_is_the_input_and_what_autograd_saves_but_no_parameter_and_
 
 
 def test_without_a_graph_only_the_input_is_kept() -> None:
-    block, memory, x = Block(), LayerMemory(), unit(1)
+    block, memory, x = Block(), LayerMemory(), microbatch(1)
     with torch.no_grad():
         memory.weigh(0, x, block.values, lambda: block(x))
     assert memory.take() == ((0, x.nbytes, 4 * ROWS * WIDTH),)
@@ -53,7 +53,7 @@ def test_a_layer_is_told_of_once() -> None:
 def test_weighing_changes_no_bit() -> None:
     gradients = []
     for weighs in (True, False):
-        block, x = Block(), unit(2)
+        block, x = Block(), microbatch(2)
         y = LayerMemory().weigh(0, x, block.values, lambda b=block, x=x: b(x)) if weighs else block(x)
         y.square().sum().backward()
         gradients.append((x.grad, block.weight.grad))

@@ -30,16 +30,16 @@ def tensor(number: float) -> Tensor:
     return torch.full((2, 3), number)
 
 
-def activation(unit: int, layer: int = 1, step: int = STEP, *, validation: bool = False) -> m.Activation:
-    return m.Activation(step, unit, layer, (2, 3), validation)
+def activation(microbatch: int, layer: int = 1, step: int = STEP, *, validation: bool = False) -> m.Activation:
+    return m.Activation(step, microbatch, layer, (2, 3), validation)
 
 
-def gradient(unit: int, layer: int = 0, step: int = STEP) -> m.ActivationGradient:
-    return m.ActivationGradient(step, unit, layer, (2, 3))
+def gradient(microbatch: int, layer: int = 0, step: int = STEP) -> m.ActivationGradient:
+    return m.ActivationGradient(step, microbatch, layer, (2, 3))
 
 
-def key(kind: str, unit: int, layer: int, step: int = STEP) -> BoundaryKey:
-    return BoundaryKey(kind, step, unit, layer)
+def key(kind: str, microbatch: int, layer: int, step: int = STEP) -> BoundaryKey:
+    return BoundaryKey(kind, step, microbatch, layer)
 
 
 def two_stages() -> Placement:
@@ -78,11 +78,11 @@ def test_what_nobody_needs_now_is_kept_for_later() -> None:
     assert not sent and boundaries.kept(ACTIVATION, STEP) == ((1, 2),)
 
 
-def test_what_is_kept_is_said_by_layer_and_unit_of_one_step() -> None:
+def test_what_is_kept_is_said_by_layer_and_microbatch_of_one_step() -> None:
     boundaries, _ = make()
-    for unit in (3, 1):
-        boundaries.send(OTHER, activation(unit), tensor(unit))
-        boundaries.send(OTHER, gradient(unit), tensor(unit))
+    for microbatch in (3, 1):
+        boundaries.send(OTHER, activation(microbatch), tensor(microbatch))
+        boundaries.send(OTHER, gradient(microbatch), tensor(microbatch))
     boundaries.send(OTHER, activation(0, step=STEP + 1), tensor(0))
     assert boundaries.kept(ACTIVATION, STEP) == ((1, 1), (1, 3)) and boundaries.kept(GRADIENT, STEP) == ((0, 1), (0, 3))
     assert boundaries.kept(ACTIVATION, STEP + 1) == ((1, 0),) and boundaries.kept(GRADIENT, STEP + 1) == ()
@@ -107,10 +107,10 @@ def test_kept_tensors_go_again_to_whoever_the_plan_names() -> None:
     boundaries.send(OTHER, activation(2), tensor(22))
     sent.clear()
     work = [
-        m.Work(0, 0, 0, False, 2),
-        m.Work(1, 1, OTHER, True, 2),
-        m.Work(1, 2, ME, True, 0),
-        m.Work(1, 3, OTHER, True, 2),
+        m.Recompute(0, 0, 0, False, 2),
+        m.Recompute(1, 1, OTHER, True, 2),
+        m.Recompute(1, 2, ME, True, 0),
+        m.Recompute(1, 3, OTHER, True, 2),
     ]
     boundaries.send_again(STEP, work, two_stages())
     assert [(peer, message) for peer, message, _ in sent] == [(0, gradient(0)), (OTHER, activation(1))]
@@ -124,7 +124,7 @@ def test_only_the_inputs_of_what_is_run_go_again(forward: bool, backward: int, n
     boundaries, sent = make()
     boundaries.send(None, activation(1), tensor(1))
     boundaries.send(None, gradient(1, layer=2), tensor(2))
-    boundaries.send_again(STEP, [m.Work(1, 1, OTHER, forward, backward)], two_stages())
+    boundaries.send_again(STEP, [m.Recompute(1, 1, OTHER, forward, backward)], two_stages())
     assert len(sent) == number
 
 

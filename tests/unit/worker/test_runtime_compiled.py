@@ -22,7 +22,7 @@ from elaswave_spmd.worker.model_layout import ModelDescription, describe
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 
-UNIT = (2, 6)
+MICROBATCH = (2, 6)
 VOCABULARY = 11
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def layered(*middle: nn.Module) -> LayeredModel:
 
 def gpt(layers: int = 3, dropout: float = 0.0) -> LayeredModel:
     with torch.device("meta"):
-        return GPT(VOCABULARY, UNIT[1], layers, 8, 2, dropout=dropout)
+        return GPT(VOCABULARY, MICROBATCH[1], layers, 8, 2, dropout=dropout)
 
 
 def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -95,7 +95,7 @@ def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.d
         place=CPU,
         backend="aot_eager",
     )
-    programs.compile(model.layers, description.layout, UNIT, dtype, names.append)
+    programs.compile(model.layers, description.layout, MICROBATCH, dtype, names.append)
     return programs, names
 
 
@@ -117,17 +117,17 @@ def bound(
 
 
 def run(programs: StagePrograms, buffers: Mapping[int, GradientBuffer], step: int, *, add: bool) -> list[Tensor]:
-    """Units 0 and 1 of a step forward and backward, and one for validation: losses and gradients."""
+    """Micro-batches 0 and 1 of a step forward and backward, and one for validation: losses and gradients."""
     found: list[Tensor] = []
-    for unit in (0, 1):
-        tokens = torch.randint(VOCABULARY, UNIT, generator=torch.Generator().manual_seed(100 * step + unit))
-        batch, keys, x = Batch(tokens, tokens), Keys.make(7, step, [2 * unit, 2 * unit + 1], 0), tokens
+    for microbatch in (0, 1):
+        tokens = torch.randint(VOCABULARY, MICROBATCH, generator=torch.Generator().manual_seed(100 * step + microbatch))
+        batch, keys, x = Batch(tokens, tokens), Keys.make(7, step, [2 * microbatch, 2 * microbatch + 1], 0), tokens
         for number in buffers:
-            x = programs.forward(number, unit, x, keys.at(number), batch)
+            x = programs.forward(number, microbatch, x, keys.at(number), batch)
         found.append(x)
         dy: Tensor | None = None
         for number in reversed(list(buffers)):
-            dy = programs.backward(number, unit, dy, buffers[number], add=add and unit == 1, batch=batch)
+            dy = programs.backward(number, microbatch, dy, buffers[number], add=add and microbatch == 1, batch=batch)
         found += [buffer.flat.clone() for buffer in buffers.values()]
         programs.set_training(False)
         for number in buffers:
@@ -160,7 +160,7 @@ def test_equal_layers_share_programs_and_steps_make_none(checkpointing: bool, dt
 def test_a_worker_that_takes_other_layers_compiles_nothing() -> None:
     programs, _ = compiled(gpt())
     number, description = programs.num_compiled, describe(gpt(), page_size=64)
-    x = torch.randn(*UNIT, 8)
+    x = torch.randn(*MICROBATCH, 8)
     for layers in ([1, 2], [2, 3], [3]):
         buffers = bound(programs, gpt(), description, layers, torch.float32)
         keys, y = Keys.make(7, 3, [4, 5], 0), x

@@ -42,22 +42,22 @@ def programs(scale: float = 1.0, fill: float = 0.0) -> EmulatedPrograms:
     return made
 
 
-def through(made: EmulatedPrograms, unit: int, tokens: Tensor = TOKENS) -> tuple[Tensor, ...]:
-    """A unit forward and backward: output of layer 0, loss, and the gradients of both layers."""
-    y = made.forward(0, unit, tokens, KEYS, None)
-    loss = made.forward(1, unit, y, KEYS, BATCH)
+def through(made: EmulatedPrograms, microbatch: int, tokens: Tensor = TOKENS) -> tuple[Tensor, ...]:
+    """A micro-batch forward and backward: output of layer 0, loss, and the gradients of both layers."""
+    y = made.forward(0, microbatch, tokens, KEYS, None)
+    loss = made.forward(1, microbatch, y, KEYS, BATCH)
     buffers = [GradientBuffer(layer, HOST) for layer in LAYOUT.layers]
-    dy = made.backward(1, unit, None, buffers[1], add=False, batch=BATCH)
+    dy = made.backward(1, microbatch, None, buffers[1], add=False, batch=BATCH)
     assert dy is not None and dy.shape == y.shape
-    assert made.backward(0, unit, dy, buffers[0], add=False, batch=None) is None
+    assert made.backward(0, microbatch, dy, buffers[0], add=False, batch=None) is None
     return (y, loss, *(buffer.flat for buffer in buffers))
 
 
-def test_the_same_unit_gives_the_same_bits() -> None:
+def test_the_same_microbatch_gives_the_same_bits() -> None:
     assert all(map(torch.equal, through(programs(), 3), through(programs(), 3)))
 
 
-def test_units_inputs_and_parameters_change_every_result() -> None:
+def test_microbatches_inputs_and_parameters_change_every_result() -> None:
     others = [
         through(programs(), 0),
         through(programs(), 1),
@@ -71,9 +71,9 @@ def test_units_inputs_and_parameters_change_every_result() -> None:
 def test_a_gradient_is_added_to_what_is_there() -> None:
     alone = through(programs(), 1)[3]
     made, buffer = programs(), GradientBuffer(LAYOUT.layers[1], HOST)
-    for unit in (0, 1):
-        made.forward(1, unit, made.forward(0, unit, TOKENS, KEYS, None), KEYS, BATCH)
-        made.backward(1, unit, None, buffer, add=unit == 1, batch=BATCH)
+    for microbatch in (0, 1):
+        made.forward(1, microbatch, made.forward(0, microbatch, TOKENS, KEYS, None), KEYS, BATCH)
+        made.backward(1, microbatch, None, buffer, add=microbatch == 1, batch=BATCH)
     assert torch.equal(buffer.flat, through(programs(), 0)[3] + alone)
 
 

@@ -1,4 +1,4 @@
-"""Several workers' reducers give the entries of the tree, whoever has which unit and whatever arrives when."""
+"""Several workers' reducers give the entries of the tree, whoever has which micro-batch and whatever arrives when."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elaswave_spmd.determinism.reduction_tree import split
-from elaswave_spmd.recovery.messages import NodeSum
+from elaswave_spmd.recovery.messages import PartialSum
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.gradient_reduction import GradientReducer, uses_of
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
 
@@ -24,14 +24,14 @@ class Cluster:
 
     def __init__(self, layout: ModelLayout, placement: Placement, draw: random.Random, *, in_place: bool) -> None:
         self.layout, self.placement, self.draw = layout, placement, draw
-        self.flying: list[tuple[int, NodeSum, Tensor]] = []
-        self.entries: dict[tuple[int, HolderRun], Tensor] = {}
-        runs = placement.holder_runs(layout)
+        self.flying: list[tuple[int, PartialSum, Tensor]] = []
+        self.entries: dict[tuple[int, ReplicaSet], Tensor] = {}
+        runs = placement.replica_map(layout)
         self.reducers = {
             rank: GradientReducer(
                 rank,
                 layout,
-                placement.num_units,
+                placement.num_microbatches,
                 HOST.place,
                 sharded=bool(placement.shardings.grads.axes),
                 add_in_place=in_place,
@@ -43,20 +43,20 @@ class Cluster:
         for rank, reducer in self.reducers.items():
             reducer.bind(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
 
-    def _entry_done(self, step: int, run: HolderRun, entry: Tensor) -> None:
+    def _entry_done(self, step: int, run: ReplicaSet, entry: Tensor) -> None:
         assert (step, run) not in self.entries, "an entry is completed once"
         self.entries[step, run] = entry.clone()
 
     def run_step(self, step: int, leaves: dict[tuple[int, int], Tensor]) -> None:
-        """All units of a step, in any order, interleaved with deliveries, some of them twice."""
+        """All micro-batches of a step, in any order, interleaved with deliveries, some of them twice."""
         p = self.placement
-        todo = {rank: list(p.units_of(rank)) for rank in p.mesh.members}
+        todo = {rank: list(p.microbatches_of(rank)) for rank in p.mesh.members}
         for rank, reducer in self.reducers.items():
-            reducer.begin_step(step, p.units_of(rank))
-        for units in todo.values():
-            self.draw.shuffle(units)
+            reducer.begin_step(step, p.microbatches_of(rank))
+        for microbatches in todo.values():
+            self.draw.shuffle(microbatches)
         while any(todo.values()) or self.flying:
-            ready = [rank for rank, units in todo.items() if units]
+            ready = [rank for rank, microbatches in todo.items() if microbatches]
             if ready and (not self.flying or self.draw.random() < 0.5):
                 rank = self.draw.choice(ready)
                 self._compute(rank, step, todo[rank].pop(), leaves)
@@ -69,12 +69,12 @@ class Cluster:
         for reducer in self.reducers.values():
             reducer.step_decided(step)
 
-    def _compute(self, rank: int, step: int, unit: int, leaves: dict[tuple[int, int], Tensor]) -> None:
+    def _compute(self, rank: int, step: int, microbatch: int, leaves: dict[tuple[int, int], Tensor]) -> None:
         reducer = self.reducers[rank]
         for layer in reversed(self.placement.layers_of_stage(self.placement.mesh.stage_of(rank))):
-            buffer, add = reducer.begin_unit(layer, unit)
-            (buffer.flat.add_ if add else buffer.flat.copy_)(leaves[layer, unit])
-            reducer.end_unit(step, layer, unit)
+            buffer, add = reducer.begin_microbatch(layer, microbatch)
+            (buffer.flat.add_ if add else buffer.flat.copy_)(leaves[layer, microbatch])
+            reducer.end_microbatch(step, layer, microbatch)
 
 
 def tree_sum(leaves: Sequence[Tensor], lo: int, hi: int) -> Tensor:
@@ -84,7 +84,9 @@ def tree_sum(leaves: Sequence[Tensor], lo: int, hi: int) -> Tensor:
     return tree_sum(leaves, lo, middle) + tree_sum(leaves, middle, hi)
 
 
-def wanted_entry(layout: ModelLayout, run: HolderRun, leaves: dict[tuple[int, int], Tensor], units: int) -> Tensor:
+def wanted_entry(
+    layout: ModelLayout, run: ReplicaSet, leaves: dict[tuple[int, int], Tensor], microbatches: int
+) -> Tensor:
     """Every use of the pages in a tree of its own, added in layer order."""
     block = layout.layers[run.layer].block_of(run.first)
     readers = dict(layout.readers.get((run.layer, block.first_page), ())) if block.kind != LOSS else {}
@@ -92,7 +94,7 @@ def wanted_entry(layout: ModelLayout, run: HolderRun, leaves: dict[tuple[int, in
     for layer in uses_of(layout, run):
         shift = readers[layer].first_page - block.first_page if layer in readers else 0
         start, stop = layout.layers[layer].span(run.first + shift, run.stop + shift)
-        root = tree_sum([leaves[layer, unit][start:stop] for unit in range(units)], 0, units)
+        root = tree_sum([leaves[layer, microbatch][start:stop] for microbatch in range(microbatches)], 0, microbatches)
         total = root if total is None else total + root
     assert total is not None
     return total
@@ -102,11 +104,11 @@ def wanted_entry(layout: ModelLayout, run: HolderRun, leaves: dict[tuple[int, in
 def placements(draw: st.DrawFn) -> Placement:
     stages = draw(st.sampled_from([(1,), (2,), (3,), (4,), (1, 1), (2, 1), (1, 3), (2, 2, 1)]))
     cuts = draw(st.sampled_from({1: [(0, 3)], 2: [(0, 1, 3), (0, 2, 3)], 3: [(0, 1, 2, 3)]}[len(stages)]))
-    units = draw(st.integers(1, 9))
+    microbatches = draw(st.integers(1, 9))
     counts = []
     for size in stages:
-        points = sorted(draw(st.lists(st.integers(0, units), min_size=size - 1, max_size=size - 1)))
-        counts.append(tuple(b - a for a, b in zip([0, *points], [*points, units], strict=True)))
+        points = sorted(draw(st.lists(st.integers(0, microbatches), min_size=size - 1, max_size=size - 1)))
+        counts.append(tuple(b - a for a, b in zip([0, *points], [*points, microbatches], strict=True)))
     return placed(stages, cuts, tuple(counts), draw(st.integers(0, 3)))
 
 
@@ -122,16 +124,16 @@ def test_every_entry_is_the_tree_whatever_arrives_when(
 ) -> None:
     layout, generator = small_layout(page_size), torch.Generator().manual_seed(seed)
     cluster = Cluster(layout, placement, random.Random(seed), in_place=in_place)
-    runs = [run for of_layer in placement.holder_runs(layout).values() for run in of_layer]
+    runs = [run for of_layer in placement.replica_map(layout).values() for run in of_layer]
     for step in (1, 2, 3):  # buffers are used again
         leaves = {
-            (layer.index, unit): torch.randn(layer.num_gradient_elements, generator=generator)
+            (layer.index, microbatch): torch.randn(layer.num_gradient_elements, generator=generator)
             for layer in layout.layers
-            for unit in range(placement.num_units)
+            for microbatch in range(placement.num_microbatches)
         }
         cluster.run_step(step, leaves)
         for run in runs:
-            wanted = wanted_entry(layout, run, leaves, placement.num_units)
+            wanted = wanted_entry(layout, run, leaves, placement.num_microbatches)
             assert torch.equal(cluster.entries[step, run], wanted), (step, run)
     assert len(cluster.entries) == 3 * len(runs)
 
@@ -142,13 +144,13 @@ def test_nodes_of_a_decided_step_are_ignored() -> None:
     leaves = {(layer.index, u): torch.ones(layer.num_gradient_elements) for layer in layout.layers for u in range(2)}
     cluster.run_step(1, leaves)
     before = len(cluster.entries)
-    run = next(r for runs in placement.holder_runs(layout).values() for r in runs if r.primary == 1)
+    run = next(r for runs in placement.replica_map(layout).values() for r in runs if r.primary == 1)
     start, stop = layout.layers[run.layer].span(run.first, run.stop)
-    cluster.reducers[1].node_received(NodeSum(1, run.layer, run.first, run.stop, 0, 2), torch.ones(stop - start))
+    cluster.reducers[1].node_received(PartialSum(1, run.layer, run.first, run.stop, 0, 2), torch.ones(stop - start))
     assert len(cluster.entries) == before
 
 
-def test_a_worker_without_units_may_complete_an_entry_of_a_step_that_it_has_not_begun() -> None:
+def test_a_worker_without_microbatches_may_complete_an_entry_of_a_step_that_it_has_not_begun() -> None:
     layout, placement = small_layout(), placed((2,), (0, 3), ((1, 0),), 1)
     cluster = Cluster(layout, placement, random.Random(0), in_place=False)
     cluster.run_step(7, {(layer.index, 0): torch.ones(layer.num_gradient_elements) for layer in layout.layers})

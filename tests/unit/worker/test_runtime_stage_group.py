@@ -14,7 +14,7 @@ from elaswave_spmd.models import GPT
 from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.sharding.replicas import HolderMap, HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.parameter_broadcast import GroupedPublications
 
@@ -73,27 +73,27 @@ def placement(epoch: int = 0) -> Placement:
     return place(mesh, LAYOUT, MODEL.shardings.with_zero(1), 3)
 
 
-def run(first: int, stop: int, primary: int, *mirrors: int) -> HolderRun:
-    return HolderRun(LAYER, first, stop, primary, frozenset({primary, *mirrors}))
+def run(first: int, stop: int, primary: int, *mirrors: int) -> ReplicaSet:
+    return ReplicaSet(LAYER, first, stop, primary, frozenset({primary, *mirrors}))
 
 
 RUNS = (run(0, 1, 0), run(1, 2, ME, 2), run(2, 3, 0, ME, 2), run(3, LAST, 2))
 """The third is held by all."""
 
 
-def holders(runs: tuple[HolderRun, ...] = RUNS) -> HolderMap:
+def replicas(runs: tuple[ReplicaSet, ...] = RUNS) -> ReplicaMap:
     return {layer: runs if layer == LAYER else () for layer in range(len(LAYOUT.layers))}
 
 
-def make(runs: tuple[HolderRun, ...] = RUNS) -> tuple[GroupedPublications, ListedGroup, list[tuple[int, Message]]]:
+def make(runs: tuple[ReplicaSet, ...] = RUNS) -> tuple[GroupedPublications, ListedGroup, list[tuple[int, Message]]]:
     group, sent = ListedGroup(), []
     grouped = GroupedPublications(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
-    grouped.bind(placement(), holders(runs))
+    grouped.bind(placement(), replicas(runs))
     group.ready = 0
     return grouped, group, sent
 
 
-def values(of: HolderRun, number: float) -> Tensor:
+def values(of: ReplicaSet, number: float) -> Tensor:
     first, stop = LAYOUT.layers[LAYER].span(of.first, of.stop)
     return torch.full((stop - first,), number)
 
@@ -169,7 +169,7 @@ def test_a_group_that_cannot_be_made_is_given_up() -> None:
 def test_another_epoch_has_another_group() -> None:
     grouped, group, sent = make()
     broadcast(grouped)
-    grouped.bind(placement(1), holders())
+    grouped.bind(placement(1), replicas())
     assert grouped.idle and not grouped.ready and group.changes == [(0, (0, 1, 2)), (1, (0, 1, 2))]
     group.calls[0][2].done = True
     assert grouped.arrived() == []
@@ -181,13 +181,13 @@ def test_after_a_failure_the_next_epoch_tries_again() -> None:
     grouped, group, _ = make()
     grouped.give_up()
     assert not grouped.ready
-    grouped.bind(placement(1), holders())
+    grouped.bind(placement(1), replicas())
     group.ready = 1
     assert grouped.ready and grouped.serves
 
 
 @pytest.mark.parametrize("runs", [(run(0, LAST, 0, 1, 2),), ()], ids=["all hold it", "no pages"])
-def test_where_nobody_lacks_anything_no_group_is_made(runs: tuple[HolderRun, ...]) -> None:
+def test_where_nobody_lacks_anything_no_group_is_made(runs: tuple[ReplicaSet, ...]) -> None:
     grouped, group, _ = make(runs)
     assert group.changes == [(0, (ME,))] and grouped.ready, "nothing keeps other stages from theirs"
     broadcast(grouped)
@@ -201,6 +201,6 @@ def test_a_run_from_another_stage_comes_over_links() -> None:
 
 def test_without_a_group_links_serve() -> None:
     grouped = GroupedPublications(ME, LAYOUT, CPU, torch.float32, lambda peer, message, _: None, None)
-    grouped.bind(placement(), holders())
+    grouped.bind(placement(), replicas())
     assert not grouped.ready and grouped.idle and not grouped.has_news
     grouped.look()

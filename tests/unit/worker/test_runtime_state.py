@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery.messages import FinalPages
 from elaswave_spmd.sharding.layout import LOSS, LayerLayout
-from elaswave_spmd.sharding.replicas import HolderRun
+from elaswave_spmd.sharding.replicas import ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import SGD, AdamW
 from elaswave_spmd.worker.state import HeldState
@@ -37,11 +37,11 @@ def draw(name: str, first: int, stop: int) -> Tensor:
 
 def states(workers: int, zero: int, *, separate: bool, dtype: torch.dtype, sgd: bool = False) -> dict[int, HeldState]:
     """The states of a stage that has all three layers, freshly drawn."""
-    runs = placed((workers,), (0, 3), ((workers, *[0] * (workers - 1)),), zero).holder_runs(LAYOUT)
+    runs = placed((workers,), (0, 3), ((workers, *[0] * (workers - 1)),), zero).replica_map(LAYOUT)
     found = {}
     for rank in range(workers):
         values = {layer.index: ValueBuffer(layer, Empty(layer), dtype, HOST.place) for layer in LAYOUT.layers}
-        held = [run for of_layer in runs.values() for run in of_layer if rank in run.holders and not is_loss(run)]
+        held = [run for of_layer in runs.values() for run in of_layer if rank in run.replicas and not is_loss(run)]
         optimizer = SGD(0.1) if sgd else AdamW()
         found[rank] = HeldState(LAYOUT, optimizer, HOST, separate_master=separate)
         found[rank].rebind(held, values)
@@ -49,7 +49,7 @@ def states(workers: int, zero: int, *, separate: bool, dtype: torch.dtype, sgd: 
     return found
 
 
-def is_loss(run: HolderRun) -> bool:
+def is_loss(run: ReplicaSet) -> bool:
     return LAYOUT.layers[run.layer].block_of(run.first).kind == LOSS
 
 

@@ -59,7 +59,8 @@ class AscendFrequencies:
             got=f"{frequency:.3g} of the rated frequency, for device {device}",
             where=_WHERE,
             exists="simulated, nvml, cpufreq can set",
-            fix=f"{SETTING}=none: units and layers follow measured speeds without it, and the driver keeps the clock",
+            fix=f"{SETTING}=none: micro-batches and layers follow measured speeds without it, and the driver "
+            "keeps the clock",
         )
 
     def reset(self) -> None:

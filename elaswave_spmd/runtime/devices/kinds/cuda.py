@@ -62,7 +62,7 @@ class Cuda:
         from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
 
         torch.set_num_threads(island.threads)
-        # The bits of a unit must not depend on who computes it, or when.
+        # The bits of a micro-batch must not depend on who computes it, or when.
         torch.use_deterministic_algorithms(True)
         # Every buffer is written before it is read.
         deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
