@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
 
 GROUPS = (
-    *("mesh", "sharding", "model", "data", "optim", "train", "microbatch", "page", "runtime", "run"),
+    *("mesh", "sharding", "model", "data", "optim", "train", "page", "runtime", "run"),
     *("elastic", "mirror", "checkpoint", "timeouts", "chaos", "schedule", "emulated"),
 )
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130

@@ -1,4 +1,4 @@
-"""Every error that a user may meet: the rule, the offending value and its origin, what exists, the fix.
+"""Every error that a user may meet: what happened with the value, the rule, what exists, the fix.
 
 `UserError` is bad input, found before the first step; the command line turns it into one clear screen and exit code 2.
 `RunError` is something that happened to a run that had started; exit code 1.
@@ -8,29 +8,44 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Bad input from a user: says the rule, the value and where it came from, what exists, and the fix.
+    """Bad input from a user.
+
+    The first line says what happened, with the offending value and where it came from; the rule and the fix follow:
+
+        mesh.dp=abc is not a whole number
+          rule:   mesh.dp is a whole number, 1 or more
+          fix:    give mesh.dp=VALUE, or leave it out
 
     Args:
-        rule: the rule that was broken, a full clause without a final stop.
-        got: the offending value; shown with `repr` unless it is a string.
-        where: where the value came from (an override, a file, a parameter's name).
+        what: what happened, with the value, as a clause without a final stop: "cannot read schedule.profile=x.json (No
+            such file or directory)".
+        rule: the rule that was broken, as a clause without a final stop; empty where `what` says it already.
+        where: where the value came from (an override such as "mesh.dp=abc", a file, a parameter's name). It is printed
+            unless `what` names it.
         exists: what would have been accepted.
         fix: what to do about it.
+        got: the offending value, for errors whose `what` does not contain it yet.
     """
 
-    def __init__(self, rule: str, *, got: object = None, where: str = "", exists: str = "", fix: str = "") -> None:
-        self.rule, self.got, self.where, self.exists, self.fix = rule, got, where, exists, fix
-        lines = [rule + "."]
+    def __init__(
+        self, what: str, *, rule: str = "", where: str = "", exists: str = "", fix: str = "", got: object = None
+    ) -> None:
+        self.what, self.rule, self.where, self.exists, self.fix, self.got = what, rule, where, exists, fix, got
+        lines = [what]
         if got is not None:
             shown = got if isinstance(got, str) else repr(got)
             lines.append(f"  got:    {shown}" + (f"   (from {where})" if where else ""))
-        elif where:
+        elif where and where not in what:
             lines.append(f"  from:   {where}")
-        if exists:
-            lines.append(f"  exists: {exists}")
-        if fix:
-            lines.append(f"  fix:    {fix}")
+        rest = {"rule": rule, "exists": exists, "fix": fix}
+        lines += [f"  {name + ':':7} {text}" for name, text in rest.items() if text]
         super().__init__("\n".join(lines))
+
+    def fields(self) -> dict[str, str]:
+        """The arguments that are not empty, as text: `type(error)(**error.fields())` makes it again elsewhere."""
+        got = self.got if self.got is None or isinstance(self.got, str) else repr(self.got)
+        fields = {"what": self.what, "rule": self.rule, "where": self.where, "exists": self.exists, "fix": self.fix}
+        return {name: text for name, text in (fields | {"got": got}).items() if text}
 
 
 class MeshError(UserError):
@@ -66,8 +81,8 @@ class CheckpointError(UserError):
 
     @property
     def reason(self) -> str:
-        """The rule and the value in one line, for lists of checkpoints."""
-        return self.rule if self.got is None else f"{self.rule}: {self.got}"
+        """What happened in one line, for lists of checkpoints."""
+        return self.what if self.got is None else f"{self.what}: {self.got}"
 
 
 class ControlError(UserError):

@@ -908,7 +908,7 @@ def _no_mesh(name: object) -> ConfigError:
         MeshShape.parse(str(name))
         why = "it has no such form"
     except MeshError as error:
-        why = f"{error.rule} ({error.got})"
+        why = f"{error.what} ({error.got})"
     return ConfigError(
         "mesh is named by its workers per stage (dp), its stages (pp), and devices inside a worker (tp, fsdp)",
         got=f"{name}: {why}",

@@ -247,8 +247,7 @@ class ControlSocket:
 
 
 def _error(error: ControlError) -> dict[str, object]:
-    fields = {"got": error.got, "where": error.where, "exists": error.exists, "fix": error.fix}
-    return {"error": {"rule": error.rule} | {name: value for name, value in fields.items() if value not in (None, "")}}
+    return {"error": error.fields()}
 
 
 _ENDING = _error(ControlError("the run is ending"))

@@ -178,7 +178,7 @@ class Ours:
                 goal_s=case.before_s,
             )
         except PlanError as error:  # a case has been checked: what is left is memory
-            return Outcome(self.name, math.inf, 0, case.constants.detect_s, f"{error.rule}: {error.got}")
+            return Outcome(self.name, math.inf, 0, case.constants.detect_s, f"{error.what}: {error.got}")
         chosen = decision.last if self.layers else decision.now
         seconds = case.seconds(chosen.assignment, case.after)
         if decision.frequency is not None:  # what the hints gain on the lists or the bound they were planned on

@@ -27,7 +27,7 @@ class EventCase:
     Args:
         name: of its row.
         mesh: as on the command line.
-        micro-batches: of a step.
+        microbatches: micro-batches of a step.
         event: as on the command line; or else
         lose: numbers of workers lost, a row each, drawn at random.
         model: instead of the scenario's.
@@ -45,7 +45,7 @@ class EventCase:
         _text(self.name, f"name of {where}")
         object.__setattr__(self, "lose", _several(self.lose, f"lose of {where}"))
         mesh = self._checked_mesh(where)
-        _number(self.microbatches, f"micro-batches of {where}", at_least=1, whole=True)
+        _number(self.microbatches, f"microbatches of {where}", at_least=1, whole=True)
         if (self.event is None) == (not self.lose):
             got = "both" if self.lose else "neither"
             fix = "event: fail 6, or lose: [1, 2]"
@@ -98,7 +98,7 @@ class Events:
         _text(self.about, "about")
         if not isinstance(self.cases, (list, tuple)) or not self.cases:
             raise _wrong(
-                "a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., micro-batches: ...}]"
+                "a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., microbatches: ...}]"
             )
         cases = tuple(c if isinstance(c, EventCase) else _make(EventCase, c, "a case") for c in self.cases)
         object.__setattr__(self, "cases", cases)

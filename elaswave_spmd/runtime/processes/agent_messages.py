@@ -16,31 +16,33 @@ class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True):
-    """An error on its way to another machine. `kind`: its class, of `errors`; "" for others, of which `rule` is all."""
+    """An error on its way to another machine.
+
+    Args:
+        kind: name of its class, one of `errors`; empty for any other exception.
+        what: what happened; the whole text of an exception that is not a user's error.
+        fields: the other arguments of the user's error.
+    """
 
     kind: str
-    rule: str
-    got: str | None = None
-    where: str = ""
-    exists: str = ""
-    fix: str = ""
+    what: str
+    fields: dict[str, str] = {}
 
     @classmethod
     def of(cls, error: BaseException, report: str = "") -> Problem:
         """The error in words; `report` is what to say of one that is not the user's."""
         if not isinstance(error, errors.UserError):
             return cls("", report or str(error))
-        got = error.got if error.got is None or isinstance(error.got, str) else repr(error.got)
-        return cls(type(error).__name__, error.rule, got, error.where, error.exists, error.fix)
+        fields = error.fields()
+        return cls(type(error).__name__, fields.pop("what"), fields)
 
     def error(self, source: str) -> errors.UserError | errors.RunError:
         """The error again, to be raised here; `source` says whose it is."""
         if not self.kind:
-            return errors.RunError(f"{source} failed:\n{self.rule}")
+            return errors.RunError(f"{source} failed:\n{self.what}")
         kinds = {kind.__name__: kind for kind in errors.UserError.__subclasses__()}
-        where = f"{self.where}, {source}" if self.where else source
-        got = "nothing" if self.got is None else self.got  # `where` is shown beside it
-        return kinds.get(self.kind, errors.UserError)(self.rule, got=got, where=where, exists=self.exists, fix=self.fix)
+        where = f"{self.fields['where']}, {source}" if "where" in self.fields else source
+        return kinds.get(self.kind, errors.UserError)(self.what, **(self.fields | {"where": where}))
 
 
 # ---- agent to controller ---------------------------------------------------------------------------------------------

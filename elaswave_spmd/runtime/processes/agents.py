@@ -205,7 +205,7 @@ class Agents:
             case am.AgentFailed(problem):
                 del self._agents[agent.peer]
                 self._send(agent, am.Stop(0.0))
-                self._lose(agent, problem.rule, problem.error(str(agent)))
+                self._lose(agent, problem.what, problem.error(str(agent)))
             case _:
                 raise AssertionError(f"the controller got {message} from {agent}")
 

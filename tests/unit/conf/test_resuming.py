@@ -43,7 +43,7 @@ def resume(tmp_path: Path):
 def test_what_is_not_named_is_as_it_was(resume, tmp_path: Path) -> None:
     found, saved = resume(), Settings.from_dict(SAVED)
     assert found.train.resume == str(tmp_path)
-    for name in ("seed", "mesh", "sharding", "model", "data", "optim", "microbatch", "checkpoint", "elastic"):
+    for name in ("seed", "mesh", "sharding", "model", "data", "optim", "checkpoint", "elastic"):
         assert getattr(found, name) == getattr(saved, name), name
     assert found.train.steps == 50 and found.train.global_batch == 8
 

@@ -128,7 +128,7 @@ def test_the_screen_says_rule_value_origin_and_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         MeshSettings(dp="abc")  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "mesh.dp is a whole number, 1 or more.\n"
+        "mesh.dp is a whole number, 1 or more\n"
         "  got:    abc   (from mesh.dp=abc)\n"
         "  fix:    give mesh.dp=VALUE, or leave it out"
     )

@@ -61,12 +61,12 @@ LACKS = [
 @pytest.mark.parametrize(("name", "machine", "what"), LACKS)
 def test_what_is_missing_is_named(name: str, machine: MadeUpMachine, what: str) -> None:
     error = refusal(name, machine)
-    assert what in error.rule and f"runtime.device={name}" in error.where
+    assert what in error.what and f"runtime.device={name}" in error.where
     assert error.fix and name not in error.exists.removeprefix("what works here: ").split(", ")
 
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
-    rule = refusal("npu", PLAIN).rule
+    rule = refusal("npu", PLAIN).what
     assert all(what in rule for what in ("torch_npu", "CANN", "driver"))
 
 
@@ -77,10 +77,10 @@ def test_what_works_here_instead_is_named() -> None:
 
 def test_without_cann_no_device_works_before_autoload_is_off() -> None:
     broken = NPU.without(libraries=())
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in refusal("cpu", broken).rule
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in refusal("cpu", broken).what
     off = broken.without(environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert check_usable("cpu", off).name == "cpu"
-    assert "AUTOLOAD" not in refusal("npu", off).rule
+    assert "AUTOLOAD" not in refusal("npu", off).what
 
 
 @pytest.mark.parametrize("name", ["NPU", "npu"])  # torch_xla makes capitals of them

@@ -133,7 +133,7 @@ def test_errors_travel() -> None:
     assert message == am.AgentFailed(there)
     here = there.error("the agent on b")
     assert isinstance(here, DataError)
-    assert (here.rule, here.got, here.exists, here.fix) == ("a rule", "3", "b", "c")
+    assert (here.what, here.got, here.exists, here.fix) == ("a rule", "3", "b", "c")
     assert here.where == "data.path=a, the agent on b"
     other = am.Problem.of(ValueError("x"), "Traceback ...").error("the agent on b")
     assert isinstance(other, RunError) and str(other) == "the agent on b failed:\nTraceback ..."

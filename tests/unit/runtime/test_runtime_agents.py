@@ -175,7 +175,7 @@ def test_a_token_of_another_run_is_counted(agents: Agents, remote: Make) -> None
 @pytest.mark.parametrize(
     ("answers", "kind", "message"),
     [
-        ([am.AgentFailed(am.Problem("DataError", "a rule", "a"))], DataError, "the agent on b"),
+        ([am.AgentFailed(am.Problem("DataError", "a rule", {"got": "a"}))], DataError, "the agent on b"),
         ([am.AgentFailed(am.Problem("", "Traceback"))], RunError, "the agent on b failed:\nTraceback"),
         ([], RunError, "the agent on b is gone: its connection closed"),
     ],

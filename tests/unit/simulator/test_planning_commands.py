@@ -103,8 +103,8 @@ def test_lost_copies_are_counted(call):
         (["event=fail 1"], ["plan needs mesh"]),
         (["mesh=pd2"], ["pd2"]),
         (["mesh=pp20", "layers=18"], ["every stage has at least one layer", "pp18"]),
-        (["mesh=dp2", "microbatches=many"], ["micro-batches is a whole number", "many"]),
-        (["mesh=dp2", "microbatches=0"], ["micro-batches is a whole number"]),
+        (["mesh=dp2", "microbatches=many"], ["microbatches is a whole number", "many"]),
+        (["mesh=dp2", "microbatches=0"], ["microbatches is a whole number"]),
         (["mesh=dp2", "colour=red"], ["plan knows the name", "colour"]),
         (["mesh=dp2", "mesh=dp3"], ["given once"]),
         (["mesh=dp2", "fail"], ["name=value", "fail"]),
@@ -149,7 +149,7 @@ def test_profiles_that_cannot_be_are_refused(call, tmp_path, change, telling):
 
 def test_a_simulation_prints_tables_and_writes_files(call, tmp_path):
     path = tmp_path / "tiny.yaml"
-    cases = "cases: [{name: one lost, mesh: dp2_pp2, micro-batches: 4, event: fail 1}]"
+    cases = "cases: [{name: one lost, mesh: dp2_pp2, microbatches: 4, event: fail 1}]"
     path.write_text(f"kind: events\ntitle: Tiny\nmodel: {{alike: 4}}\n{cases}\n", encoding="utf-8")
     code, out, _ = call("simulate", f"scenario={path}", f"out={tmp_path / 'out'}")
     assert code == 0 and "Tiny" in out and "one lost" in out and "drop replica" in out and "virtual time" in out
@@ -164,7 +164,7 @@ def test_a_simulation_without_matplotlib_says_what_to_install(call, tmp_path, mo
     monkeypatch.setattr("elaswave_spmd.simulator.report.can_draw", lambda: False)
     path = tmp_path / "tiny.yaml"
     path.write_text(
-        "kind: events\ntitle: T\nmodel: {alike: 2}\ncases: [{name: a, mesh: dp2, micro-batches: 2, lose: [1]}]\n"
+        "kind: events\ntitle: T\nmodel: {alike: 2}\ncases: [{name: a, mesh: dp2, microbatches: 2, lose: [1]}]\n"
     )
     code, _, err = call("simulate", f"scenario={path}", f"out={tmp_path / 'out'}")
     assert code == 0 and "pip install 'elaswave-spmd[plots]'" in err

@@ -79,7 +79,7 @@ def test_cases_lost_are_drawn_once_for_all_policies(tmp_path):
         ({"colour": "red"}, "colour"),
         ({"cases": []}, "a scenario has cases"),
         ({"cases": [3]}, "a mapping"),
-        ({"cases": [{"name": "a", "mesh": "dp2"}]}, "no micro-batches"),
+        ({"cases": [{"name": "a", "mesh": "dp2"}]}, "no microbatches"),
         ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4}]}, "neither"),
         ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "event": "fail 1", "lose": [1]}]}, "both"),
         ({"cases": [{"name": "a", "mesh": "dp2", "microbatches": 4, "event": "fail 2"}]}, "rank 2"),
@@ -111,7 +111,7 @@ def test_scenarios_that_contradict_themselves_are_refused(tmp_path, change, tell
     with pytest.raises(UserError) as caught:
         scenario.load(written(tmp_path, EVENTS | change))
     assert telling in str(caught.value), str(caught.value)
-    assert isinstance(caught.value, (ConfigError, PlanError)) and caught.value.rule and caught.value.where
+    assert isinstance(caught.value, (ConfigError, PlanError)) and caught.value.what and caught.value.where
 
 
 @pytest.mark.parametrize(

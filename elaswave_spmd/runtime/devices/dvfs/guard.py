@@ -67,10 +67,9 @@ def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except UserError as error:
-        fields = ("rule", "got", "where", "exists", "fix")
-        return {"error": {name: str(value) for name in fields if (value := getattr(error, name))}}
+        return {"error": error.fields()}
     except Exception as error:
-        return {"error": {"rule": "the guard of the frequencies failed", "got": f"{type(error).__name__}: {error}"}}
+        return {"error": {"what": "the guard of the frequencies failed", "got": f"{type(error).__name__}: {error}"}}
 
 
 def _say(answer: dict[str, Any]) -> None:

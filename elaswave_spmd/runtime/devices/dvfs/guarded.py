@@ -97,7 +97,7 @@ class GuardedFrequencies:
             error = found["error"]
             got = f": {error['got']}" if "got" in error else ""
             fix = f" ({error['fix']})" if "fix" in error else ""
-            return Answer(error=f"{error['rule']}{got}{fix}")
+            return Answer(error=f"{error['what']}{got}{fix}")
         return Answer(found.get("set", {}))
 
     def close(self) -> None:
