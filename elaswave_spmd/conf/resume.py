@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
 from elaswave_spmd.conf.schema import Settings, from_config
 from elaswave_spmd.errors import ConfigError
 
@@ -72,7 +73,7 @@ def _saved(run: str) -> dict[str, Any]:
     """The settings in a run's config.yaml.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is none, it is damaged, or it was written by a version with another format.
     """
     import yaml
 
@@ -91,4 +92,11 @@ def _saved(run: str) -> dict[str, Any]:
         fields = None
     if not isinstance(fields, dict):
         raise ConfigError("the run's config.yaml holds its settings", got=str(file), where=where)
+    if mismatch := version_mismatch(fields.pop(FORMAT_FIELD, None)):
+        raise ConfigError(
+            f"{file} {mismatch}",
+            rule="a run goes on with the format version that it began with",
+            where=where,
+            fix="resume it with the version of elaswave_spmd that wrote it, or start another run",
+        )
     return fields

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.loop import data_spec
 from elaswave_spmd.controller.startup import start_fork_server
@@ -91,7 +92,7 @@ class Agent:
         """
         import torch
 
-        self._send(am.Hello(self._links.address, name, capacity, str(torch.__version__)))
+        self._send(am.Hello(FORMAT_VERSION, self._links.address, name, capacity, str(torch.__version__)))
         print(f"agent on {name}: places for {capacity} workers of the run at {rendezvous}", flush=True)
         try:
             while not self._turn():

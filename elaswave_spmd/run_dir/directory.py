@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.run_dir.files import JsonLines, plain, read_json_lines, writing
@@ -57,7 +58,7 @@ class RunDir:
 
         Args:
             path: `run.dir`; None means `runs/<model>-<mesh>-<time>` below the working directory.
-            config_yaml: text of config.yaml.
+            config_yaml: the settings, as config.yaml holds them after its first line, which is the format version.
             model, mesh: names for the default directory.
             now: clock of the default name.
 
@@ -76,7 +77,7 @@ class RunDir:
                 made = _make_folders(folder, undo)
                 if path is None and folder not in made:  # another run took the name meanwhile
                     continue
-                _claim(folder / CONFIG, config_yaml, undo)
+                _claim(folder / CONFIG, f"{FORMAT_FIELD}: {FORMAT_VERSION}\n{config_yaml}", undo)
                 undo.callback(_remove_files, folder, (METRICS, EVENTS))
                 run_dir = cls(folder, made)
                 undo.pop_all()

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.files import replacing, sync_directory, write_all, writing
@@ -23,7 +24,6 @@ from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, all_runs
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
 _MAX_LISTED = 40
 
 
@@ -126,7 +126,10 @@ class Manifest:
                     exists=f"run {self.run}, step {self.step}, {self.ballot}",
                 )
         if wrong := list(_uncovered(self.layers, self.sources)):
-            raise CheckpointError("a checkpoint holds every page once", got="; ".join(wrong))
+            raise CheckpointError(
+                f"the shards of step {self.step} do not hold every page once: {'; '.join(wrong)}",
+                rule="a checkpoint holds every page of state exactly once",
+            )
 
     @cached_property
     def layers(self) -> tuple[SavedLayer, ...]:
@@ -142,7 +145,7 @@ class Manifest:
     def to_json(self) -> str:
         """One field a line; the last is the sha256 of the others."""
         fields = {
-            "format": _FORMAT,
+            FORMAT_FIELD: FORMAT_VERSION,
             "run": self.run,
             "step": self.step,
             **self.ballot._asdict(),
@@ -168,10 +171,11 @@ class Manifest:
             sha256 = fields.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError("the manifest is torn, or none") from error
+        # First, since another version may also hash differently.
+        if mismatch := version_mismatch(fields.get(FORMAT_FIELD)):
+            raise CheckpointError(f"the manifest {mismatch}")
         if sha256 != _hash(fields):
             raise CheckpointError("the manifest does not match its sha256")
-        if fields["format"] != _FORMAT:
-            raise CheckpointError("the manifest has another format", got=fields["format"], exists=str(_FORMAT))
         of = {"run": fields["run"], "step": fields["step"], "incarnation": fields["incarnation"]}
         return cls(
             fields["run"],

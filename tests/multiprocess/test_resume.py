@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
 
@@ -145,6 +146,14 @@ def test_other_settings_are_refused_before_anything_is_touched(shared: Path, kil
     assert done.code == 2
     assert "seed: saved 0, now 3" in done.err and "optim.lr: saved 0.002, now 0.5" in done.err
     assert {path: path.read_bytes() for path in killed.rglob("*.json*")} == before
+
+
+def test_a_run_of_another_format_version_is_refused_with_both_named(shared: Path, killed: Path) -> None:
+    config = killed / "config.yaml"
+    config.write_text(config.read_text().replace(f"format: {FORMAT_VERSION}\n", f"format: {FORMAT_VERSION + 1}\n", 1))
+    done = train(shared, f"train.resume={killed.name}")
+    assert done.code == 2 and "Traceback" not in done.err
+    assert f"format version {FORMAT_VERSION + 1}," in done.err and f"format version {FORMAT_VERSION}\n" in done.err
 
 
 def test_a_run_without_a_good_checkpoint_is_refused(shared: Path, killed: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import weights_sha256
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
@@ -89,12 +90,10 @@ def test_the_weights_are_those_of_the_hash(run: Run) -> None:
 
 def test_the_config_says_everything_again(run: Run) -> None:
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert config["format"] == FORMAT_VERSION
     assert config["mesh"]["stages"] == [2, 1] and config["runtime"]["dtype"] == "bf16"
-    assert (
-        config["runtime"]["threads_per_worker"] == 1
-        and config["microbatch"]["size"] == 2
-        and config["train"]["steps"] == 6
-    )
+    assert config["runtime"]["threads_per_worker"] == 1
+    assert config["train"]["microbatch_size"] == 2 and config["train"]["steps"] == 6
 
 
 def test_a_run_leaves_its_directory_and_nothing_else(run: Run) -> None:

@@ -8,8 +8,6 @@ import msgspec
 
 from elaswave_spmd import errors
 
-PROTOCOL = 1  # of these messages and of what the store says; both sides must have the same
-
 
 class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; encodes as a compact array [kind, fields ...]."""
@@ -51,6 +49,7 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
 class Hello(AgentMessage, frozen=True):
     """An agent listens at `address` and has places for `capacity` workers on machine `host`."""
 
+    format: int  # `FORMAT_VERSION` of the agent; first, so that it can be read whatever follows
     address: str
     host: str
     capacity: int

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elaswave_spmd.conf.format_version import version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
@@ -219,13 +220,20 @@ class Agents:
         if full:
             got = f"runtime.agents={self._wanted}"
             refusal = ConfigError("the run at this rendezvous has all its agents", got=got, where=self._where)
+        elif mismatch := version_mismatch(hello.format):
+            refusal = ConfigError(
+                f"the agent on {hello.host} {mismatch}",
+                rule="agents and controller have the same format version",
+                where=hello.host,
+                fix="install the same version of elaswave_spmd on all machines",
+            )
         elif hello.torch != self._torch:
             got = f"torch {hello.torch}, the controller has {self._torch}"
             refusal = ConfigError("all machines have the same torch, for the same bits", got=got, where=hello.host)
         else:
             self._agents[peer] = Agent(peer, hello.host, hello.capacity)
             return
-        self._refused.append(f"{hello.host}: {refusal.got}")
+        self._refused.append(f"{hello.host}: {refusal.got or refusal.what}")
         self._links.send(peer, am.encode(am.Refused(am.Problem.of(refusal))))
 
     def _lose(self, agent: Agent, reason: str, problem: Exception | None = None) -> None:

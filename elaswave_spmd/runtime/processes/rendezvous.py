@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.processes.agent_messages import PROTOCOL
 from elaswave_spmd.runtime.transport.tcp_store import reach_store, serve_store
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _RETRY_S = 0.25
 class Record(msgspec.Struct, frozen=True):
     """What the store holds. `proof` is a keyed hash of the rest."""
 
-    protocol: int
+    format: int  # `FORMAT_VERSION` of the controller
     address: str
     nonce: str
     proof: str
@@ -144,8 +144,8 @@ class Rendezvous:
     def announce(self, address: str) -> None:
         """Say where the controller listens."""
         assert self._store is not None
-        proof = _proof(self._secret, PROTOCOL, address, self._nonce)
-        self._store.set(_RECORD, msgspec.json.encode(Record(PROTOCOL, address, self._nonce, proof)).decode())
+        proof = _proof(self._secret, FORMAT_VERSION, address, self._nonce)
+        self._store.set(_RECORD, msgspec.json.encode(Record(FORMAT_VERSION, address, self._nonce, proof)).decode())
 
     def close(self) -> None:
         """Stop serving; idempotent."""
@@ -182,10 +182,14 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
         raise ConfigError(
             "an agent meets the controller of a run", got=f"something else that listens there ({error})", where=where
         ) from error
-    if record.protocol != PROTOCOL:
-        got = f"version {PROTOCOL} of what agents say, the controller has {record.protocol}"
-        raise ConfigError("agent and controller are of the same version", got=got, where=where)
-    if not hmac.compare_digest(record.proof, _proof(secret, record.protocol, record.address, record.nonce)):
+    if mismatch := version_mismatch(record.format):
+        raise ConfigError(
+            f"the controller at {where} {mismatch}",
+            rule="agents and controller have the same format version",
+            where=where,
+            fix="install the same version of elaswave_spmd on all machines",
+        )
+    if not hmac.compare_digest(record.proof, _proof(secret, record.format, record.address, record.nonce)):
         raise ConfigError(
             "agent and controller have the same secret",
             got="another one than the controller's",
@@ -223,8 +227,8 @@ def _in_time(call: Callable[[], T], seconds: float) -> T:
     return done[0]
 
 
-def _proof(secret: bytes, protocol: int, address: str, nonce: str) -> str:
-    return hmac.new(secret, f"controller {protocol} {address} {nonce}".encode(), hashlib.sha256).hexdigest()
+def _proof(secret: bytes, format_version: int, address: str, nonce: str) -> str:
+    return hmac.new(secret, f"controller {format_version} {address} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def _token(secret: bytes, nonce: str) -> bytes:

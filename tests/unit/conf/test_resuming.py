@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from elaswave_spmd.conf import register_mesh_names
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.resume import settings_of
 from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.failures import mesh_of
@@ -29,7 +30,7 @@ SAVED = {
 @pytest.fixture
 def resume(tmp_path: Path):
     """The settings of a command line that resumes a run with the settings SAVED."""
-    (tmp_path / "config.yaml").write_text(Settings.from_dict(SAVED).to_yaml())
+    (tmp_path / "config.yaml").write_text(f"format: {FORMAT_VERSION}\n" + Settings.from_dict(SAVED).to_yaml())
     register_mesh_names()
 
     def settings(*overrides: str) -> Settings:
@@ -82,9 +83,27 @@ def test_a_directory_without_a_run_is_refused(resume, tmp_path: Path, content: s
 
 
 def test_a_setting_that_is_unknown_is_refused(resume, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"train": {"speed": 3}}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT_VERSION, "train": {"speed": 3}}))
     with pytest.raises(ConfigError, match=r"train\.speed"):
         resume()
+
+
+@pytest.mark.parametrize(
+    ("first_line", "named"),
+    [
+        (f"format: {FORMAT_VERSION + 1}\n", f"format version {FORMAT_VERSION + 1},"),
+        ("format: '1'\n", "format version 1,"),
+        ("", "no format version,"),
+    ],
+)
+def test_a_run_of_another_format_version_is_refused_with_both_named(
+    resume, tmp_path: Path, first_line: str, named: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(first_line + Settings.from_dict(SAVED).to_yaml())
+    with pytest.raises(ConfigError) as caught:
+        resume()
+    assert named in caught.value.what and caught.value.what.endswith(f"format version {FORMAT_VERSION}")
+    assert caught.value.where == f"train.resume={tmp_path}"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes import rendezvous as module
@@ -68,10 +69,15 @@ def test_an_address_that_somebody_else_wrote_is_not_believed(store: Rendezvous, 
         find_controller("127.0.0.1", port, SECRET, 5.0)
 
 
-def test_another_version_is_refused(store: Rendezvous, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROTOCOL", am.PROTOCOL + 1)
-    with pytest.raises(ConfigError, match="of the same version"):
+def test_another_format_version_is_refused_with_both_named(
+    store: Rendezvous, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORMAT_VERSION", FORMAT_VERSION + 1)
+    store.announce(ADDRESS)
+    with pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", port, SECRET, 5.0)
+    assert f"format version {FORMAT_VERSION + 1}," in caught.value.what
+    assert caught.value.what.endswith(f"format version {FORMAT_VERSION}")
 
 
 def test_nobody_there_is_said_after_the_time(port: int) -> None:

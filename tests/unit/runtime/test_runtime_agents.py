@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.agents import Agents, RemoteExited
@@ -33,10 +34,19 @@ class Remote:
     def say(self, message: am.AgentMessage) -> None:
         self.links.send(CONTROLLER, am.encode(message))
 
-    def hello(self, host: str = "b", capacity: int = 2, torch: str = "", address: str = "") -> Remote:
+    def hello(
+        self,
+        host: str = "b",
+        capacity: int = 2,
+        torch: str = "",
+        address: str = "",
+        *,
+        format_version: int = FORMAT_VERSION,
+    ) -> Remote:
         import torch as library
 
-        self.say(am.Hello(address or self.links.address, host, capacity, torch or str(library.__version__)))
+        version = torch or str(library.__version__)
+        self.say(am.Hello(format_version, address or self.links.address, host, capacity, version))
         return self
 
     def hear(self) -> am.AgentMessage:
@@ -143,6 +153,17 @@ def test_another_torch_is_refused_on_both_sides(agents: Agents, remote: Make) ->
     assert isinstance(refused, am.Refused) and isinstance(refused.problem.error(""), ConfigError)
 
 
+def test_an_agent_with_another_format_version_is_refused_with_both_named(agents: Agents, remote: Make) -> None:
+    other = remote().hello(format_version=FORMAT_VERSION + 1)
+    settle(agents, lambda: agents._refused)
+    assert not list(agents)
+    refused = other.hear()
+    assert isinstance(refused, am.Refused)
+    error = refused.problem.error("the controller")
+    assert isinstance(error, ConfigError)
+    assert f"format version {FORMAT_VERSION + 1}" in error.what and f"format version {FORMAT_VERSION}" in error.what
+
+
 def test_an_agent_that_cannot_be_reached_is_named(agents: Agents, remote: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -165,7 +186,7 @@ def test_a_token_of_another_run_is_counted(agents: Agents, remote: Make) -> None
     wrong = Links(-9, Mailbox(), transport="tcp", token=b"x" * 32)
     wrong.connect(CONTROLLER, find_controller("127.0.0.1", int(agents._where.split(":")[1]), SECRET, 5).address)
     assert not wrong.wait_connected([CONTROLLER], 10)
-    wrong.send(CONTROLLER, am.encode(am.Hello(good.links.address, "b", 1, "")))
+    wrong.send(CONTROLLER, am.encode(am.Hello(FORMAT_VERSION, good.links.address, "b", 1, "")))
     settle(agents, lambda: agents._links.wrong_tokens)
     with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: 1 messages with another token"):
         agents.wait_for_all(0.1)
