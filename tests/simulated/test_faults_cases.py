@@ -116,7 +116,7 @@ def test_thirty_random_events_in_sixty_steps(mesh: str, zero: int) -> None:
 
 
 def random_events(count: int, seed: int) -> tuple[ThenFault, ...]:
-    """FailureHandler, leaves and joins for four workers with two mirrors: no third loss while copies of pages are
+    """Losses, leaves and joins for four workers with two mirrors: no third loss while copies of pages are
     missing.
     """
     draw, workers, losses, events = random.Random(seed), 4, 0, []
