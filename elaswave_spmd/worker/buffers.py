@@ -1,4 +1,11 @@
-"""Flat buffers of a layer: parameter values with a version per page, and gradients with a view per parameter."""
+"""Flat buffers of one layer: parameter values with a version per page, and gradients with a view per parameter.
+
+A layer's parameters lie one behind the other in one flat tensor, in the order and with the padding of its
+`LayerLayout`. The tensors that the module computes with are views of it. So a page, which is a slice of the flat
+tensor, can be sent, received or updated without knowing which parameters it belongs to.
+
+All buffers belong to the training thread of one worker; nothing here takes a lock.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +17,23 @@ from torch import Tensor, nn
 
 from elaswave_spmd.sharding.layout import LayerLayout
 
+_NO_VERSION = -1
+"""The version of a page that has no values: a new one, or one that was dropped. Versions are steps, from 0."""
+
 
 def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> list[nn.Parameter]:
-    """Replaces the module's parameters by views of `flat`, as the layout says.
+    """Replaces a module's parameters by views of a flat tensor.
 
-    Returns: the new parameters in the order of `layout.slots`.
+    Args:
+        module: a layer; its parameters may be on the meta device.
+        layout: of this layer.
+        flat: [layout.num_value_elements], any float dtype and device.
+
+    Returns:
+        The new parameters, in the order of `layout.slots`. A parameter that the module has under several names is
+        replaced under all of them.
     """
-    paths: dict[int, list[str]] = {}  # a parameter may stand under several names within its layer
+    paths: dict[int, list[str]] = {}  # id of a parameter -> its names within the layer
     for path, parameter in module.named_parameters(remove_duplicate=False):
         paths.setdefault(id(parameter), []).append(path)
     bound = []
@@ -31,7 +48,10 @@ def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> lis
 
 
 def move_constants(module: nn.Module, place: torch.device) -> None:
-    """What modules keep besides parameters, as buffers or attributes, goes to `place`."""
+    """Moves every tensor of a module that is not a parameter to a device: its buffers, and its plain attributes.
+
+    `Module.to` would leave plain attributes behind, and would also replace the parameters, which are bound already.
+    """
     for owner in module.modules():
         attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, Tensor)]
         for name, value in [*owner.named_buffers(recurse=False), *attributes]:
@@ -42,12 +62,16 @@ def move_constants(module: nn.Module, place: torch.device) -> None:
 class ValueBuffer:
     """The parameters of one layer in the compute dtype, and the version of each page.
 
-    A micro-batch of step t may run the layer only when every page is exactly at t - 1: mixing versions would change the
-    result silently. A new buffer has no values, and no version. Sharded parameters are dropped after a step's last
-    micro-batch and filled again by the next versions.
+    Invariant: a micro-batch of step t runs the layer only when every page is exactly at version t - 1. Mixed versions
+    would change the result without any error.
+
+    A new buffer has no values, and its pages have no version. With ZeRO-3 the memory is freed after a step's last
+    micro-batch (`drop`), and filled again by the parameters of the next version (`install`).
 
     Args:
-        module: of the layer; its parameters become views of the buffer, and its constants go to `place` too.
+        layout: of the layer.
+        module: the layer; its parameters become views of the buffer, and its other tensors move to `place`.
+        dtype: of the values, fp32 or bf16.
         place: the device of the values.
     """
 
@@ -57,24 +81,25 @@ class ValueBuffer:
         self.flat = torch.empty(layout.num_value_elements, dtype=dtype, device=place)
         move_constants(module, place)
         self.parameters = bind_parameters(module, layout, self.flat)
-        self._versions = np.full(layout.num_value_pages, -1, dtype=np.int64)
+        self._versions = np.full(layout.num_value_pages, _NO_VERSION, dtype=np.int64)
         self._common_version: int | None = None
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self.dropped_at: int | None = None
         """The version that all pages were at when the buffer was dropped last."""
 
     def pages(self, first: int, stop: int) -> Tensor:
-        """The values of pages [first, stop), a view."""
+        """The values of pages [first, stop): a view [elements] in the compute dtype."""
         start, end = self.layout.span(first, stop)
         return self.flat[start:end]
 
     def install(self, first: int, stop: int, values: Tensor, version: int) -> None:
-        """Copies published values in.
+        """Copies published values into pages [first, stop), and marks these pages as being at `version`.
 
-        `values` may be of another float dtype (fp32 master into bf16), and may lie on another device.
+        A page that is at this version already stays as it is. The same values may be published twice, and the memory
+        that the second message was sent from may have been overwritten by the time it is read.
 
-        Pages that are at this version already stay as they are: what came twice may be under way for so long that the
-        memory which it was sent from has moved on.
+        Args:
+            values: [elements of these pages], of any float dtype (fp32 master into bf16) and on any device.
         """
         self.allocate()
         fresh = self._versions[first:stop] < version
@@ -88,26 +113,26 @@ class ValueBuffer:
                 self.install(page, page + 1, values[a - start : b - start], version)
 
     def are_at(self, first: int, stop: int, version: int) -> bool:
-        """Whether pages [first, stop) are at exactly this version."""
+        """True if all pages [first, stop) are at exactly this version."""
         return bool((self._versions[first:stop] == version).all())
 
     def missing(self, version: int) -> list[tuple[int, int]]:
-        """The stretches [first, stop) of pages that are not at this version."""
+        """The page ranges [first, stop) that are not at this version: sorted, disjoint, as long as possible."""
         wrong = np.flatnonzero(self._versions != version)
         cuts = np.split(wrong, np.flatnonzero(np.diff(wrong) != 1) + 1)
         return [(int(cut[0]), int(cut[-1]) + 1) for cut in cuts if len(cut)]
 
     def mark(self, first: int, stop: int, version: int) -> None:
-        """Pages [first, stop) are now at `version`; versions never go back."""
+        """Marks pages [first, stop) as being at `version`. The version of a page never decreases."""
         assert (self._versions[first:stop] <= version).all(), (self.layout.name, first, stop, version)
         self._versions[first:stop] = version
-        # Looked at before every action, changed a few times a step: so it is worked out here.
+        # The common version is asked for before every action and changes a few times a step, so it is computed here.
         self._common_version = version if (self._versions == version).all() else None
 
-    def keep_only(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Only these stretches [first, stop) of pages have a version from now on; the others are to come again."""
-        kept = np.full_like(self._versions, -1)
-        for first, stop in runs:
+    def keep_only(self, page_ranges: Iterable[tuple[int, int]]) -> None:
+        """Takes the version away from all pages outside these ranges [first, stop): they must be installed again."""
+        kept = np.full_like(self._versions, _NO_VERSION)
+        for first, stop in page_ranges:
             kept[first:stop] = self._versions[first:stop]
         self._versions = kept
         versions = np.unique(kept)
@@ -115,33 +140,41 @@ class ValueBuffer:
 
     @property
     def versions(self) -> np.ndarray:
-        """Of each page; -1: none. Not to be changed."""
+        """The version of each page, int64 [pages]; -1 for none. Read-only by convention."""
         return self._versions
 
     @property
     def version(self) -> int | None:
-        """The one version that all pages are at; None if there is none."""
+        """The version that all pages are at; None if they differ, or have none."""
         return self._common_version
 
     def is_at(self, version: int) -> bool:
-        """Whether every page is at exactly this version."""
+        """True if every page is at exactly this version. A layer without parameters is at every version."""
         return self._common_version == version or not len(self._versions)
 
     def allocate(self) -> None:
-        """Gives a dropped buffer its memory back; its content is undefined until installed."""
+        """Allocates the memory of a dropped buffer again. Its content is undefined until pages are installed."""
         if self.flat.untyped_storage().nbytes() == 0:
             self.flat.untyped_storage().resize_(self._num_bytes)
 
     def drop(self) -> None:
-        """Frees the memory; the parameters stay bound to it, and no page has a version."""
+        """Frees the memory. The parameters stay bound to the empty storage, and no page has a version."""
         self.dropped_at = self._common_version
+        # Resizing the storage, not replacing the tensor: the module's parameters and saved graphs refer to it.
         self.flat.untyped_storage().resize_(0)
-        self._versions[:] = -1
+        self._versions[:] = _NO_VERSION
         self._common_version = None
 
 
 class GradientBuffer:
-    """One tree node's gradient of one layer: fp32, flat, with a view per parameter. What lies between stays zero."""
+    """The gradient of one layer at one node of the reduction tree: fp32, flat, with a view per parameter.
+
+    The elements between parameters (padding, and the loss page) are set to zero once and stay zero, except the loss.
+
+    Args:
+        layout: of the layer.
+        place: the device of the gradient.
+    """
 
     def __init__(self, layout: LayerLayout, place: torch.device) -> None:
         self.layout = layout
@@ -151,7 +184,13 @@ class GradientBuffer:
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]
 
     def set(self, gradients: Sequence[Tensor | None]) -> None:
-        """Overwrites all parameters' gradients, converting to fp32. A missing gradient is +0.0, never skipped."""
+        """Overwrites the gradients of all parameters, converting them to fp32.
+
+        A missing gradient is written as +0.0. If it were skipped, the buffer would keep that of an earlier micro-batch.
+
+        Args:
+            gradients: one per parameter, of its shape, in the order of `layout.slots`.
+        """
         present = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None]
         if present:
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
@@ -163,45 +202,54 @@ class GradientBuffer:
 
     @property
     def loss(self) -> Tensor:
-        """The element of the loss page that carries the loss, a view; last layer only."""
+        """The element of the loss page that carries the loss: fp32 scalar, a view. Only the last layer has one."""
         assert self.layout.loss_block is not None
         return self.flat[self.layout.loss_block.start]
 
     def pages(self, first: int, stop: int) -> Tensor:
+        """The gradient of pages [first, stop): a view, fp32 [elements]."""
         start, end = self.layout.span(first, stop)
         return self.flat[start:end]
 
 
 class GradientPool:
-    """Gradient buffers of one layer, used again from step to step."""
+    """Gradient buffers of one layer, reused from step to step.
+
+    Args:
+        layout: of the layer.
+        place: the device of the buffers.
+    """
 
     def __init__(self, layout: LayerLayout, place: torch.device) -> None:
-        self._layout, self._place = layout, place
+        self._layout = layout
+        self._place = place
         self._free: list[GradientBuffer] = []
-        self._lent: list[GradientBuffer] = []
+        self._in_use: list[GradientBuffer] = []
         self.peak = 0
+        """The largest number of buffers that were in use at the same time so far."""
 
     def acquire(self) -> GradientBuffer:
-        """A buffer whose parameters' gradients are those of an earlier node: to be overwritten."""
+        """Returns a buffer that nobody uses. Its gradients are those of an earlier tree node: overwrite them."""
         buffer = self._free.pop() if self._free else GradientBuffer(self._layout, self._place)
-        self._lent.append(buffer)
-        self.peak = max(self.peak, len(self._lent))
+        self._in_use.append(buffer)
+        self.peak = max(self.peak, len(self._in_use))
         return buffer
 
     def release(self, buffer: GradientBuffer) -> None:
-        self._lent.remove(buffer)
+        """Returns a buffer to the pool."""
+        self._in_use.remove(buffer)
         self._free.append(buffer)
 
     def forget(self, buffer: GradientBuffer) -> None:
-        """Gives the buffer up to whoever still refers to it (a message on its way)."""
-        self._lent.remove(buffer)
+        """Removes a buffer from the pool for good: a message that is still being sent refers to its memory."""
+        self._in_use.remove(buffer)
 
     def release_all(self) -> None:
-        """Once a step is decided nobody can ask for its contributions again."""
-        self._free += self._lent
-        self._lent = []
+        """Returns all buffers to the pool. Called when a step is decided: nobody can ask for its gradients any more."""
+        self._free += self._in_use
+        self._in_use = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffers held at the same time, at most so far."""
+        """The peak memory of this pool so far, in bytes."""
         return self.peak * self._layout.num_gradient_elements * 4

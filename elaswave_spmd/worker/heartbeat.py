@@ -1,4 +1,8 @@
-"""A worker's heartbeats: a thread that tells the controller, every period, how far the training thread has come."""
+"""A worker's heartbeats: a thread that reports the progress of the training thread to the controller at fixed times.
+
+The controller tells three cases apart by them: a dead process sends no heartbeat, a process whose
+training thread hangs sends heartbeats without progress, and one that waits for another worker says so.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,39 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 
 @dataclass
 class Progress:
-    """How far the training thread has come. It alone writes, whenever it likes, without a lock.
+    """The progress of the training thread. Only that thread writes it, at any time and without a lock.
 
-    A heartbeat may catch it between two writes and tell a mixture; the next one, a period later, is right.
+    A heartbeat may read it between two writes and report a mixture. The next one, a period later, is right.
     """
 
     count: int = 0  # actions finished
     waiting: bool = False  # for a message
-    action: str = ""  # what it does now, in words
+    action: str = ""  # what the thread does now, in words
 
 
 class HeartbeatSender:
-    """Sends a Heartbeat over the link to the controller, at once and then every `period` seconds.
+    """Sends a `Heartbeat` over the link to the controller: one at once, then one every `period` seconds.
 
-    Ends when the link to the controller is closed. A stopped process sends none; one whose training thread hangs does,
-    without progress.
+    The thread starts with the constructor and ends when the link to the controller is closed, or by `stop`.
+
+    Args:
+        rank: this worker's.
+        links: this worker's.
+        progress: is read for each heartbeat.
+        period: seconds.
     """
 
     def __init__(self, rank: int, links: Links, progress: Progress, period: float) -> None:
-        self._rank, self._links, self._progress, self._period = rank, links, progress, period
+        self._rank = rank
+        self._links = links
+        self._progress = progress
+        self._period = period
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{rank}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, before the links are closed. Idempotent."""
+        """Ends the thread; to be called before the links are closed. Calling it again does nothing."""
         self._stopping.set()
         self._thread.join()
 

@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing that depends on history."""
+"""The learning rate as a pure function of the step.
+
+There is no scheduler state to save or to transfer: a worker that joins at step t computes the same rate as the others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,18 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class LearningRate:
-    """`peak` after `warmup_steps` of linear warm-up, then the schedule down to peak x final_ratio at `num_steps`."""
+    """Linear warm-up to `peak`, then a schedule that ends at peak x final_ratio.
+
+    Args:
+        peak: the rate at the end of the warm-up.
+        schedule: "constant" (stays at `peak`), "linear", or "cosine" (Loshchilov and Hutter, 2017, without restarts).
+        warmup_steps: step s of these has the rate peak x s / warmup_steps; 0 for no warm-up.
+        num_steps: the step at which the schedule reaches its end; the rate stays there afterwards.
+        final_ratio: the rate at the end, as a share of `peak`.
+
+    Raises:
+        ConfigError: the schedule has an unknown name.
+    """
 
     peak: float
     schedule: str = "constant"
@@ -23,14 +37,11 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigError(
-                "a learning-rate schedule has a known name",
-                got=self.schedule,
-                where="optim.schedule",
-                exists=", ".join(SCHEDULES),
+                f"optim.schedule={self.schedule} is not a known learning-rate schedule", exists=", ".join(SCHEDULES)
             )
 
     def at(self, step: int) -> float:
-        """The rate of step 1, 2, ..."""
+        """The rate of a step; steps count from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant":

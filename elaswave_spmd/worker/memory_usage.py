@@ -1,4 +1,4 @@
-"""Bytes of training state on one worker, by kind."""
+"""Bytes of training state on one worker, by kind, and the peak memory of its process, for the run's summary."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from elaswave_spmd.worker.spec import Job
 
 
 def state_bytes(replica: StateReplica, values: Mapping[int, ValueBuffer], job: Job) -> dict[str, int]:
-    """Bytes between steps: params, grads (their peak within a step), optim, mirrors.
+    """The bytes of state that this worker holds between two steps.
 
-    State that a spec replicates is its own mirror, and counts as optim.
+    Args:
+        replica: the worker's state.
+        values: layer -> its compute buffer.
+
+    Returns:
+        `params` (values in the compute dtype), `grads` (their peak within a step), `optim` (master parameters and
+        moments of the pages whose primary this worker is) and `mirrors` (the same of the pages that it mirrors).
+        Where the optimizer state is replicated by its spec, every worker of the stage has a copy anyway: those copies
+        serve as mirrors and count as `optim`.
     """
     held = replica.state.num_bytes(replica.rank)
     if not replica.placement.shardings.optim.axes:
@@ -22,6 +30,7 @@ def state_bytes(replica: StateReplica, values: Mapping[int, ValueBuffer], job: J
         held["optimizer"] += held.pop("mirror_optimizer")
     in_place = not replica.state.separate_master
     sharded = replica.drops_params
+    # One tensor is then both the master copy and the parameters; it counts as `params` only.
     master_is_params = in_place or (sharded and job.dtype == "fp32")
     params = sum(v.flat.numel() * v.flat.element_size() for v in values.values())
     if sharded:
@@ -35,7 +44,11 @@ def state_bytes(replica: StateReplica, values: Mapping[int, ValueBuffer], job: J
 
 
 def peak_bytes(device: Device) -> dict[str, int]:
-    """The most memory that this process has had: `rss`, and where the device tells, `device` and its `device_total`."""
+    """The peak memory of this process in bytes.
+
+    Returns:
+        `rss`; where the device reports its memory also `device`, and `device_total` if it reports its size.
+    """
     found = {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if (memory := device.memory()) is not None:
         found["device"] = memory.peak

@@ -1,7 +1,8 @@
 """Optimizers as replayable page updates: state' = f(state, reduced gradient, step).
 
-Only elementwise rules: then any cut of the state in pages gives the same bits, and a mirror that replays the log of
-reduced gradients has the bits of its primary (principle 5).
+Only elementwise rules are allowed. Then any cut of the state into pages gives the same bits, and a mirror that replays
+the log of reduced gradients has the same bits as its primary, without any message between them (docs/design.md).
+Rules that need a whole matrix or a whole layer, such as Muon or LAMB, do not fit this interface.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from elaswave_spmd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Update:
-    """The numbers of one update.
+    """The scalars of one update.
 
     Args:
-        step: 1, 2, ...: bias corrections are functions of it, never of a counter.
+        step: 1, 2, ...; bias corrections are functions of it, never of a counter that would be state of its own.
         lr: learning rate.
-        decays: whether weight decay applies to these elements.
-        divisor: gradients are divided by it first (clipping); at least 1.
+        decays: True if weight decay applies to these elements.
+        divisor: gradients are divided by it first, which clips them; at least 1.
     """
 
     step: int
@@ -34,36 +35,41 @@ class Update:
 
 
 class PageOptimizer(Protocol):
-    """An elementwise update. Implement this to bring your own.
-
-    `state_names`: the fp32 buffers, each as long as the parameters, that `update` reads and writes; zero at the start.
-    """
+    """The interface of an elementwise optimizer."""
 
     @property
-    def state_names(self) -> tuple[str, ...]: ...
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the fp32 buffers that `update` reads and writes: each as long as the parameters, zero at first."""
+        ...
 
     def update(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        how: Update,
+        scalars: Update,
     ) -> None:
         """Updates `params` and `states` in place; may overwrite `grads`.
 
-        The sign of a zero gradient is not defined (a micro-batch without a gradient adds nothing): no result may depend
-        on it.
+        The sign of a zero gradient is undefined, and no result may depend on it. Where a micro-batch has no gradient
+        for a parameter, one mesh adds +0.0 and another adds nothing, and these differ if the sum so far is -0.0.
 
         Args:
-            params, grads, states[name]: fp32 1-D tensors of pairwise equal length, any number of any cut.
-            how: the numbers of this step, the same for all these elements.
+            params: fp32 [elements] each; any number of pieces, however the state is cut.
+            grads: reduced gradients, fp32, in the same pieces.
+            states: state name -> fp32, in the same pieces.
+            scalars: the same for all these elements.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019), by torch's fused kernel."""
+    """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019), by torch's fused kernel.
+
+    The kernel treats the last elements of a tensor that do not fill a vector register differently, in the last bit.
+    Pages are multiples of 64 elements, so no cut of the state changes which elements these are.
+    """
 
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -78,32 +84,32 @@ class AdamW:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        how: Update,
+        scalars: Update,
     ) -> None:
         place = params[0].device
-        number = torch.tensor(float(how.step), device=place)
+        step = torch.tensor(float(scalars.step), device=place)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             list(params),
             list(grads),
             list(states["moment1"]),
             list(states["moment2"]),
             [],
-            [number] * len(params),
-            lr=how.lr,
+            [step] * len(params),
+            lr=scalars.lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            weight_decay=self.weight_decay if how.decays else 0.0,
+            weight_decay=self.weight_decay if scalars.decays else 0.0,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=torch.tensor(how.divisor, device=place) if how.divisor != 1.0 else None,
+            grad_scale=torch.tensor(scalars.divisor, device=place) if scalars.divisor != 1.0 else None,
             found_inf=None,
         )
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Gradient descent with momentum b: b' = momentum b + g + wd p; p' = p - lr b'."""
+    """Gradient descent with momentum: b' = momentum b + g + weight_decay p; p' = p - lr b'. torch.optim.SGD's rule."""
 
     weight_decay: float = 0.0
     momentum: float = 0.9
@@ -117,33 +123,41 @@ class SGD:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        how: Update,
+        scalars: Update,
     ) -> None:
-        scale = torch.tensor(how.divisor, device=params[0].device)
+        scale = torch.tensor(scalars.divisor, device=params[0].device)
         for param, grad, momentum in zip(params, grads, states["momentum"], strict=True):
-            if how.divisor != 1.0:
+            if scalars.divisor != 1.0:
                 grad.div_(scale)
-            if how.decays and self.weight_decay:
+            if scalars.decays and self.weight_decay:
                 grad.add_(param, alpha=self.weight_decay)
             momentum.mul_(self.momentum).add_(grad)
-            param.add_(momentum, alpha=-how.lr)
+            param.add_(momentum, alpha=-scalars.lr)
 
 
 def make_optimizer(
     name: str, *, weight_decay: float, betas: tuple[float, float], eps: float, momentum: float
 ) -> PageOptimizer:
-    """The optimizer of `optim.name`.
+    """Makes the optimizer that `optim.name` names; each one uses the hyperparameters that it has.
 
     Raises:
-        ConfigError: no such optimizer.
+        ConfigError: no optimizer has this name.
     """
     if name == "adamw":
         return AdamW(weight_decay, betas, eps)
     if name == "sgd":
         return SGD(weight_decay, momentum)
-    raise ConfigError("an optimizer has a known name", got=name, where="optim.name", exists="adamw, sgd")
+    raise ConfigError(f"optim.name={name} is not a known optimizer", exists="adamw, sgd")
 
 
 def clip_divisor(norm: float, clip: float) -> float:
-    """What gradients are divided by so that their norm is at most `clip`; 1 when it is already, or clip is 0."""
+    """The number to divide gradients by so that their norm is at most `clip`.
+
+    Args:
+        norm: of all gradients of the step.
+        clip: the largest norm allowed; 0 for no clipping.
+
+    Returns:
+        1.0 if the norm is small enough or nothing is clipped: dividing by it changes no bit.
+    """
     return max(1.0, norm / clip) if clip > 0 else 1.0

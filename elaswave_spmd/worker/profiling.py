@@ -1,4 +1,8 @@
-"""How long layers take on this worker, measured while it trains."""
+"""Measurements of layers while they train: the time that their programs take, and the memory that they keep.
+
+A worker reports both to the controller (`Measured`), which makes a `CostModel` of them: what `schedule.layers` and the
+rescheduling of a run are computed from. Neither changes a bit of what is trained. Used by the training thread only.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,29 @@ from torch import Tensor
 Row = tuple[int, float, float, int, int]
 """(layer, seconds of all forwards, seconds of all backwards, number of forwards, number of backwards)."""
 
+MemoryRow = tuple[int, int, int]
+"""(layer, bytes that one micro-batch keeps until its backward, bytes of its output)."""
+
 
 @dataclass
 class LayerTimes:
-    """Wall time of layer programs since the last `take`. Two clock reads a program: about 0.1 microseconds."""
+    """Wall time of layer programs since the last `take`. Costs two clock reads per program: about 0.1 microseconds."""
 
     _seconds: dict[tuple[int, bool], float] = field(default_factory=dict)
     _counts: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     def add(self, layer: int, seconds: float, *, backward: bool) -> None:
-        """A program of this layer has run for so long, on one micro-batch."""
+        """Records that a program of this layer ran for this long, on one micro-batch."""
         key = layer, backward
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def take(self) -> tuple[Row, ...]:
-        """What was measured since the last call, by layer."""
-        seconds, counts = self._seconds, self._counts
-        self._seconds, self._counts = {}, {}
+        """Returns the measurements since the last call, sorted by layer, and begins anew."""
+        seconds = self._seconds
+        counts = self._counts
+        self._seconds = {}
+        self._counts = {}
         return tuple(
             (
                 layer,
@@ -41,39 +50,48 @@ class LayerTimes:
         )
 
 
-# What layers keep between forward and backward, weighed once on this worker while it trains.
-MemoryRow = tuple[int, int, int]
-"""(layer, bytes that one micro-batch keeps until its backward, bytes of its output)."""
-
-
 class LayerMemory:
-    """Bytes by layer. A later micro-batch keeps as much as the first: micro-batches have one shape."""
+    """Bytes that each layer keeps between forward and backward.
+
+    Each layer is measured once: all micro-batches of a run have the same shape, so all keep the same number of bytes.
+    """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
         self._new: list[MemoryRow] = []
 
     def __contains__(self, layer: int) -> bool:
+        """True if this layer has been measured."""
         return layer in self._known
 
     def note(self, layer: int, kept: int, output: int) -> None:
-        """A layer keeps so many bytes for one micro-batch, and its output has so many."""
+        """Records the bytes that a layer keeps for one micro-batch, and the bytes of its output, unless it is known."""
         if layer not in self._known:
             self._known.add(layer)
             self._new.append((layer, kept, output))
 
-    def weigh(self, layer: int, x: Tensor, values: Tensor, run: Callable[[], Tensor]) -> Tensor:
-        """Runs a layer forward and notes what autograd saves for its backward, its input `x` included.
+    def measure(self, layer: int, x: Tensor, values: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """Runs a layer forward and records what autograd saves for its backward, its input `x` included.
 
-        Its parameters, views of `values`, are there anyway, and its output is the next layer's input. No bit depends on
-        it: what is saved comes back as it was.
+        Two storages are left out: the parameters, since they are there anyway, and the output, since it is counted as
+        the next layer's input. No bit depends on the measurement: saved tensors are returned as they were.
+
+        Args:
+            x: the layer's input.
+            values: the flat tensor that the layer's parameters are views of.
+            run: runs the layer.
+
+        Returns:
+            The output of `run`.
         """
         kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
 
         def pack(saved: Tensor) -> Tensor:
-            memory = saved.untyped_storage()
-            kept[memory.data_ptr()] = memory.nbytes()
-            return saved.detach()  # the tensor itself may be an output of what saves it: a circle
+            storage = saved.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            # The tensor itself may be the output of the node that saves it: returned as is, it would be a reference
+            # cycle, and the micro-batch's memory would be freed by the garbage collector only.
+            return saved.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             y = run()
@@ -83,6 +101,7 @@ class LayerMemory:
         return y
 
     def take(self) -> tuple[MemoryRow, ...]:
-        """What was weighed since the last call."""
-        new, self._new = self._new, []
+        """Returns the layers measured since the last call."""
+        new = self._new
+        self._new = []
         return tuple(new)

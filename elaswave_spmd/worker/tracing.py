@@ -1,4 +1,4 @@
-"""Between a worker and its part of the trace (`run.trace=true`)."""
+"""The worker's part of the trace (`run.trace=true`): opening it, and recording the sends of a channel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from elaswave_spmd.worker.channel import Channel, Incoming
 
 
 def open_trace(folder: str | None, rank: int) -> TracePart | None:
-    """A worker's part of the trace.
+    """Opens a worker's part of the trace.
 
     Args:
-        folder: the run's directory; None: no trace.
+        folder: the run's directory; None for no trace.
 
     Returns:
-        None as well where the directory is not: on another machine that does not share it.
+        None without a trace, and where the part cannot be opened: a machine that does not share the run's directory
+        trains all the same, and its workers are missing from the trace.
     """
     try:
         return TracePart(folder, rank) if folder is not None else None
@@ -27,16 +28,24 @@ def open_trace(folder: str | None, rank: int) -> TracePart | None:
 
 
 class TracedChannel:
-    """A port that tells of what it sends with a payload."""
+    """A channel that also records each send with a payload in the trace: receiver, message type, bytes, start and end.
 
-    def __init__(self, port: Channel, part: TracePart) -> None:
-        self._port, self._part = port, part
+    Args:
+        channel: does the work.
+        part: the worker's part of the trace.
+    """
+
+    def __init__(self, channel: Channel, part: TracePart) -> None:
+        self._channel = channel
+        self._part = part
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        """Sends a message to a peer; see `Channel.send`."""
         began = perf_counter()
-        self._port.send(peer, message, payload)
+        self._channel.send(peer, message, payload)
         if payload is not None:
             self._part.send(peer, type(message).__name__, payload.nbytes, began, perf_counter())
 
     def take(self) -> list[Incoming]:
-        return self._port.take()
+        """Returns the messages that have arrived; see `Channel.take`."""
+        return self._channel.take()

@@ -1,1 +1,1 @@
-"""Layer programs: what runs a layer forward and backward, eagerly, compiled by inductor or XLA, or emulated."""
+"""Layer programs: what runs one layer on one micro-batch. README.md describes the kinds and what they promise."""

@@ -1,12 +1,13 @@
-"""The layer programs of one worker: each layer runs forward and backward by itself, on one micro-batch.
+"""The layer programs of one worker, run eagerly. The other kinds of programs derive from them (README.md).
 
-A layer's input is cut off from the graph before it, so a micro-batch's layer is a program of fixed shapes with the same
-bits wherever it runs, and its gradient can leave as soon as it is done.
+Each layer is run forward and backward by itself, on one micro-batch. Its input is detached from the graph before it, so
+its bits do not depend on where the stages are cut, and its gradient can be sent as soon as its backward is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypedDict
@@ -24,20 +25,23 @@ from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.spec import Job
 
 Loss = Callable[[Tensor, Batch], Tensor]
+"""(the last layer's output, the micro-batch) -> loss, one number: the sum over the micro-batch's tokens."""
 
 
 class Batches(Protocol):
-    """A split of a dataset, by sample id."""
+    """One split of a dataset, addressed by sample id."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets): int64 [samples, seq_len] each."""
+        """The tokens and targets of these samples: int64 [samples, seq_len] each."""
         ...
 
 
 class ProgramArgs(TypedDict):
-    """What all kinds of `StagePrograms` are made of."""
+    """The arguments that the constructors of all kinds of `StagePrograms` have in common; see there."""
 
     num_layers: int
     loss: Loss
@@ -46,14 +50,21 @@ class ProgramArgs(TypedDict):
 
 
 def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
-    """For the layers of a run. `loss`: (last layer's output, batch) -> token-sum loss, fp32 scalar."""
+    """Returns the constructor arguments for the layers of a run."""
+    # The mean over the global batch, not over the micro-batch: then the sum of all micro-batches is the step's loss.
     scale = 1.0 / job.tokens_per_step
     return {"num_layers": len(layout.layers), "loss": loss, "loss_scale": scale, "checkpointing": job.checkpointing}
 
 
 @dataclass
-class Saved:
-    """What the backward of a layer needs: its input, and its output with the graph (none when checkpointing)."""
+class SavedForward:
+    """What the backward of one layer and micro-batch needs from its forward.
+
+    Args:
+        x: the layer's input, a leaf.
+        y: its output with the graph; None with activation checkpointing, where the forward is run again.
+        keys: of the forward.
+    """
 
     x: Tensor
     y: Tensor | None
@@ -61,138 +72,195 @@ class Saved:
 
 
 class StagePrograms:
-    """Forward and backward of a worker's layers.
+    """Runs the layers of one worker's stage: forward, backward, and for validation.
+
+    Invariant: what a method computes depends only on its arguments and on the layer's parameters, never on what ran
+    before it on this worker.
 
     Args:
-        num_layers: of the model; the loss comes after the last one.
-        loss: token-sum loss of the last layer's output.
+        num_layers: number of layers of the whole model; the loss is computed after the last one.
+        loss: the model's loss function.
         loss_scale: 1 / tokens of the global batch.
-        checkpointing: keep inputs only.
+        checkpointing: activation checkpointing: save only the inputs of layers, and run each layer again before its
+            backward.
     """
 
     def __init__(self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
-        self._loss, self._loss_scale, self._checkpointing = loss, loss_scale, checkpointing
+        self._loss = loss
+        self._loss_scale = loss_scale
+        self._checkpointing = checkpointing
         self._last = num_layers - 1
-        self._saved: dict[tuple[int, int], Saved] = {}
-        self._losses: dict[int, Tensor] = {}
+        self._saved: dict[tuple[int, int], SavedForward] = {}  # (layer, micro-batch) ->
+        self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32 scalar
         self.memory = LayerMemory()
 
     @property
     def num_compiled(self) -> int:
-        """Programs that this worker has compiled so far."""
+        """The number of programs that this worker has compiled so far; it must not grow once the worker is ready."""
         return 0
 
     def dropped(self, layer: int) -> None:
-        """The layer's parameters are not needed before their next version: a copy of them may go."""
+        """Called after the layer's parameters were dropped until their next version. A copy of them may be freed."""
 
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
-        """The layers to run from now on; what was saved for others is given up.
+        """Sets the layers to run from now on. If they are others than before, all saved forwards are discarded.
 
         Args:
-            modules: layer number -> module, bound to its value buffer.
+            modules: layer -> module, whose parameters are views of its value buffer.
+            values: layer -> value buffer.
         """
         if modules.keys() != self._modules.keys():
             self.discard_all()
-        self._modules, self._values = modules, values
+        self._modules = modules
+        self._values = values
+        # A model may keep a part of itself in evaluation mode (a frozen encoder): `set_training` leaves that alone.
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
 
     @property
     def forwarded(self) -> frozenset[int]:
-        """Micro-batches that have been run forward through all layers, and not yet backward."""
+        """The micro-batches that were run forward through all bound layers, and not yet backward."""
         return frozenset(microbatch for layer, microbatch in self._saved if layer == max(self._modules))
 
     def discard_all(self) -> None:
-        """Gives up what was saved of any micro-batch."""
+        """Discards what is saved of all micro-batches."""
         self._saved.clear()
         self._losses.clear()
 
     def discard(self, microbatch: int) -> None:
-        """Gives up what was saved of a micro-batch."""
+        """Discards what is saved of one micro-batch."""
         for key in [k for k in self._saved if k[1] == microbatch]:
             del self._saved[key]
         self._losses.pop(microbatch, None)
 
     def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        """Runs a layer, keeping what its backward needs. Returns its output, detached.
+        """Runs a layer on a micro-batch, and saves what its backward needs.
 
         Args:
-            x: the micro-batch's token ids [B, T] for layer 0, else the output of the layer before.
-            batch: needed by the last layer only, for the loss.
+            layer: number of a bound layer.
+            microbatch: id within the step; `backward` finds what is saved by it.
+            x: the token ids, int64 [samples, seq_len], for layer 0; else the output of the layer before.
+            keys: of this layer, step and samples.
+            batch: the micro-batch; needed by the last layer only, for its loss.
+
+        Returns:
+            The layer's output, contiguous, in the compute dtype, detached; for the last layer the loss x `loss_scale`,
+            fp32 scalar.
+
+        Raises:
+            ModelError: the layer or the loss returned something else than the contract says.
+            Exception: whatever the model's code raises, with a note that names the layer.
         """
         x = x.detach()
         if x.is_floating_point():
             x.requires_grad_()
-        run = partial(self._run_saving, layer, microbatch, x, keys, batch)
-        y = run() if layer in self.memory else self.memory.weigh(layer, x, self._values[layer].flat, run)
+        run = partial(self._run_and_save, layer, microbatch, x, keys, batch)
+        y = run() if layer in self.memory else self.memory.measure(layer, x, self._values[layer].flat, run)
         return y.detach()
 
-    def _run_saving(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+    def _run_and_save(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         if self._checkpointing:
             with torch.no_grad():
                 y = self._run(layer, microbatch, x, keys, batch)
-            self._saved[layer, microbatch] = Saved(x, None, keys)
+            self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
             y = self._run(layer, microbatch, x, keys, batch)
-            self._saved[layer, microbatch] = Saved(x, y, keys)
+            self._saved[layer, microbatch] = SavedForward(x, y, keys)
         return y
 
     def backward(
         self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
     ) -> Tensor | None:
-        """Makes the micro-batch's gradient of the layer, in `into`; returns the gradient by the layer's input.
+        """Computes a layer's gradients for a micro-batch that was run forward, and discards what was saved of it.
 
         Args:
-            dy: gradient by the output; None for the last layer, whose output is the loss.
-            add: add to what is in `into` (fp32 compute only), instead of overwriting it.
+            layer: number of a bound layer.
+            microbatch: as it was given to `forward`.
+            dy: gradient of the step's loss with respect to the layer's output, in its shape and dtype; None for the
+                last layer, whose output is the loss.
+            into: receives the gradients of the layer's parameters, and the loss of the last layer.
+            add: add to the content of `into` instead of overwriting it. Only with fp32 compute: in bf16 the sum would
+                be rounded.
+            batch: the micro-batch; needed by the last layer only, with activation checkpointing.
+
+        Returns:
+            The gradient with respect to the layer's input, in its shape and dtype; None if the input is token ids.
+
+        Raises:
+            Exception: whatever autograd or the model's code raises, with a note that names the layer.
         """
         saved = self._saved.pop((layer, microbatch))
-        y = saved.y if saved.y is not None else self._run(layer, microbatch, saved.x, saved.keys.again(), batch)
+        y = saved.y
+        if y is None:
+            y = self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
         parameters = self._values[layer].parameters
         if add:
+            # Autograd accumulates into a gradient that exists, so this adds without a temporary copy.
             for parameter, view in zip(parameters, into.views, strict=True):
                 parameter.grad = view
-        if y.requires_grad:  # a layer without parameters may turn tokens into features
-            torch.autograd.backward(y, dy)
+        if y.requires_grad:  # it does not if a layer without parameters makes features of tokens
+            with naming_layer(self._name_of(layer), "backward", saved.x):
+                torch.autograd.backward(y, dy)
         if not add:
             into.set([parameter.grad for parameter in parameters])
         for parameter, view in zip(parameters, into.views, strict=True):
-            # Autograd adds in place; a gradient tensor of its own would silently miss the buffer.
+            # Had autograd made a new gradient tensor instead of adding in place, `into` would lack it without an error.
             assert not add or parameter.grad is view
             parameter.grad = None
         if layer == self._last:
             loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
         if saved.x.requires_grad and saved.x.grad is None:
-            return torch.zeros_like(saved.x)
+            return torch.zeros_like(saved.x)  # the layer ignores its input; the layer before expects a gradient
         return saved.x.grad
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        """Runs a layer for validation: no graph. The last layer gives the micro-batch's token-sum loss."""
-        with torch.no_grad():
-            return self._call(layer, x, keys, batch)
+        """Runs a layer for validation: without a graph, and nothing is saved.
 
-    def _run(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        y = self._call(layer, x, keys, batch)
+        Args:
+            layer: number of a bound layer.
+            x: as for `forward`.
+            keys: as for `forward`, at the version that is validated.
+            batch: needed by the last layer only.
+
+        Returns:
+            The layer's output; for the last layer the micro-batch's loss, summed over its tokens, fp32 scalar.
+
+        Raises:
+            ModelError: as `forward`.
+            Exception: as `forward`.
+        """
+        with torch.no_grad():
+            return self._call(layer, x, keys, batch, "evaluation")
+
+    def _run(
+        self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None, phase: str = "forward"
+    ) -> Tensor:
+        """The layer's output. The loss of the last layer is scaled, and kept for the backward."""
+        y = self._call(layer, x, keys, batch, phase)
         if layer == self._last:
             y = y * self._loss_scale
             self._losses[microbatch] = y.detach()
         return y
 
-    def _call(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        """The layer's output, or the loss of the last one, in the one form that it has on every mesh.
+    def _call(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None, phase: str = "forward") -> Tensor:
+        """The layer's output, or the loss after the last layer, in the one form that it has on every mesh.
 
-        An output is contiguous and in the compute dtype whether or not a stage ends behind the layer: else the next
-        layer would see other strides, or another dtype, on another mesh.
+        An output is contiguous and in the compute dtype even where no stage ends behind the layer. Otherwise the next
+        layer would see other strides, or another dtype, when the stages are cut elsewhere, and other kernels could run.
         """
-        y = self._compute(layer, x, keys, batch)
+        with naming_layer(self._name_of(layer), f"{phase}, with the loss" if layer == self._last else phase, x):
+            y = self._compute(layer, x, keys, batch)
         if layer == self._last:
             return checked_loss(y)
-        return checked_output(y, self._values[layer].flat.dtype, self._values[layer].layout.name)
+        return checked_output(y, self._values[layer].flat.dtype, self._name_of(layer))
+
+    def _name_of(self, layer: int) -> str:
+        return self._values[layer].layout.name
 
     def _compute(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        """The layer as the model has it, with the loss of the last one."""
+        """Runs the model's own code of the layer, and the loss after the last layer. Subclasses run it otherwise."""
         y = self._modules[layer](x, keys)
         if layer < self._last:
             return y
@@ -200,38 +268,81 @@ class StagePrograms:
         return self._loss(y, batch)
 
     def set_training(self, training: bool) -> None:
-        """Switches what was in training mode at the start: not what a model itself put into evaluation mode."""
+        """Switches modules between training and evaluation; those that the model itself put into evaluation stay."""
         for module in self._training:
             module.training = training
 
 
-def checked_loss(loss: Tensor) -> Tensor:
-    """A micro-batch's loss, fp32.
+@contextmanager
+def naming_layer(name: str, phase: str, x: Tensor) -> Iterator[None]:
+    """Adds a note to an exception that comes out of a layer: the layer, what it was doing, and its input.
+
+    For example "in layer 'block0' (forward), input float32[2, 16, 32]". The exception itself goes on unchanged, so that
+    its type still tells a device's error from a mistake in the model.
+
+    Args:
+        name: of the layer.
+        phase: "forward", "backward", "evaluation" or "compilation", perhaps with an addition.
+        x: the layer's input; only its shape and dtype are read.
+    """
+    try:
+        yield
+    except Exception as error:
+        note = f"in layer '{name}' ({phase}), input {_form_of(x)}"
+        # What `add_note` of Python 3.11 does; Python 3.10 has no such method.
+        vars(error).setdefault("__notes__", []).append(note)
+        raise
+
+
+def checked_loss(loss: object) -> Tensor:
+    """Checks the loss of one micro-batch.
+
+    Returns:
+        The loss as fp32 scalar.
 
     Raises:
-        ModelError: it is not one number.
+        ModelError: the loss is not one number.
     """
-    if loss.ndim:
+    if not isinstance(loss, Tensor) or loss.ndim:
         raise ModelError(
-            "a loss is one number, the sum over tokens",
-            got=f"shape {tuple(loss.shape)}",
-            where="loss(output, batch)",
+            f"loss(output, batch) returned {_in_words(loss)}, not one number",
+            rule="a loss is a tensor without dims: the sum over the tokens of a micro-batch",
             fix="end it with .sum()",
         )
     return loss.float()
 
 
 def checked_output(y: object, dtype: torch.dtype, name: str) -> Tensor:
-    """What layer `name` gives the next one: contiguous, and of the compute dtype.
+    """Checks the output of a layer, and converts it to the form that the next layer takes.
+
+    Args:
+        y: the output.
+        dtype: the compute dtype.
+        name: of the layer.
+
+    Returns:
+        The output, contiguous and in the compute dtype.
 
     Raises:
-        ModelError: it is not one floating-point tensor.
+        ModelError: the output is not one floating-point tensor.
     """
     if not isinstance(y, Tensor) or not y.is_floating_point():
         raise ModelError(
-            "a layer returns one floating-point tensor",
-            got=f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__,
+            f"layer {name} returned {_in_words(y)}, not a floating-point tensor",
+            rule="a layer returns the one tensor that the next layer takes",
             where=f"layer {name}",
-            fix="return the tensor that the next layer takes; make features of integers in the layer itself",
+            fix="return a floating-point tensor; make features of integers within the layer that uses them",
         )
     return y.to(dtype).contiguous()
+
+
+def _in_words(value: object) -> str:
+    """What a layer or a loss returned: "a tensor int64[2, 16]", or "an object of type tuple"."""
+    if isinstance(value, Tensor):
+        return f"a tensor {_form_of(value)}"
+    return f"an object of type {type(value).__name__}"
+
+
+def _form_of(tensor: Tensor) -> str:
+    """Its dtype and shape: "float32[2, 16, 32]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,11 +1,11 @@
-"""The emulated accelerator: layer programs that take a configured time and return keyed numbers.
+"""Layer programs of an emulated accelerator: they sleep for a configured time and return keyed numbers.
 
-Processes, links, protocol, placement and bytes are real; only arithmetic is replaced. So scheduling can be measured
-with many more workers than there are cores. What is timed on it is a figure of an emulation, and called so.
+Processes, links, protocol, placement and bytes are real; only the arithmetic is replaced. So scheduling can be measured
+with many more workers than there are cores. Times measured on it are times of an emulation, and reports call them so.
 
-What a program returns is a function of what it was given: the micro-batch, the layer, a hash of its input and of the
-layer's parameters. A micro-batch that is sent astray, run twice, or run with parameters of another version changes
-bits.
+What a program returns is a function of the micro-batch, the layer, its input and the layer's parameters. So a
+micro-batch that went to the wrong worker, was run twice, or was run with parameters of another version changes the bits
+of the run, and the tests of equal bits hold on this device as well.
 """
 
 from __future__ import annotations
@@ -23,21 +23,28 @@ from torch import Tensor
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.worker.programs.eager import Loss, Saved, StagePrograms
+from elaswave_spmd.worker.programs.eager import Loss, SavedForward, StagePrograms
 
-_PERIOD = 4099  # a prime: no two rows of a tensor are alike
-_ROW_WORDS = 16  # 128 bytes, of which any buffer of pages is a multiple
-_GRADIENT_SCALE = 1e-3  # about what a small model's gradients are: the optimizer stays in its usual range
+_PERIOD = 4099
+"""Numbers after which a keyed tensor repeats: a prime, so that no two rows of a tensor are alike."""
+
+_ROW_WORDS = 16
+"""64-bit words of a row when parameters are hashed: 128 bytes, which every buffer of pages is a multiple of."""
+
+_GRADIENT_SCALE = 1e-3
+"""About the size of a small model's gradients, so that the optimizer works in its usual range."""
 
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """How long programs take on one worker.
+    """The time that programs take on one worker.
 
     Args:
-        forward_s, backward_s: seconds of one micro-batch through a layer of cost 1, at speed 1.
-        layer_costs: relative cost of each layer; () for 1 each.
-        speed: of the step -> how fast this worker is at the moment, 1 being as configured. Asked before every program.
+        forward_s: seconds of the forward of one micro-batch through a layer of cost 1, at speed 1.
+        backward_s: the same for the backward.
+        layer_costs: relative cost of each layer; () if all have cost 1.
+        speed: step -> the speed of this worker now, relative to the configured one; 0.5 takes twice the time. It is
+            called before every program, since DVFS may change it within a step.
     """
 
     forward_s: float
@@ -46,15 +53,20 @@ class EmulatedDevice:
     speed: Callable[[int], float] = lambda step: 1.0
 
     def seconds(self, layer: int, step: int, *, backward: bool) -> float:
-        """What a program takes now."""
+        """The time that a program of this layer takes now, in seconds."""
         cost = self.layer_costs[layer] if self.layer_costs else 1.0
         return (self.backward_s if backward else self.forward_s) * cost / self.speed(step)
 
 
 class EmulatedPrograms(StagePrograms):
-    """Layer programs of an emulated device; for the rest as `StagePrograms`.
+    """Layer programs of an emulated device; otherwise like `StagePrograms`.
 
-    A layer's output has the shape that the layer itself gives: it is run once for each shape of input.
+    Outputs have the shape and dtype that the real layer's have: it is run once for each shape of its input, to see.
+    Activation checkpointing is ignored.
+
+    Args:
+        num_layers, loss, loss_scale, checkpointing: as for `StagePrograms`.
+        device: the time that each program takes.
     """
 
     def __init__(
@@ -62,13 +74,16 @@ class EmulatedPrograms(StagePrograms):
     ) -> None:
         super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
         self._device = device
+        # Layer -> (buffer, version of its parameters, their hash).
         self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
+        # (layer, shape of the input) -> (shape, dtype) of the output.
         self._forms: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], torch.dtype]] = {}
 
     def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        # The deadline is computed first: making the numbers is part of the emulated time, not added to it.
         ends = time.monotonic() + self._device.seconds(layer, int(keys.step), backward=False)
         y = self._output(layer, microbatch, x, keys, batch)
-        self._saved[layer, microbatch] = Saved(x, y, keys)
+        self._saved[layer, microbatch] = SavedForward(x, y, keys)
         self.memory.note(layer, x.nbytes, y.nbytes)
         if layer == self._last:
             self._losses[microbatch] = y
@@ -80,7 +95,7 @@ class EmulatedPrograms(StagePrograms):
     ) -> Tensor | None:
         saved = self._saved.pop((layer, microbatch))
         ends = time.monotonic() + self._device.seconds(layer, int(saved.keys.step), backward=True)
-        # By the output that the forward had, and the gradient that came: whoever has other ones gets other bits.
+        # Keyed by the forward's output and the incoming gradient: if either is wrong, all gradients differ.
         assert saved.y is not None
         draw = _draw(b"backward", microbatch, layer, saved.y, *(() if dy is None else (dy,)))
         gradients = [_keyed(draw, tuple(view.shape), _GRADIENT_SCALE) for view in into.views]
@@ -105,21 +120,23 @@ class EmulatedPrograms(StagePrograms):
         return y
 
     def _output(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
+        """The keyed output of a layer; for the last layer a loss of about one nat per token, as a share of the mean."""
         shape, dtype = self._form(layer, x, keys, batch)
         draw = _draw(b"forward" + self._hash_of(layer), microbatch, layer, x.contiguous())
-        if layer == self._last:  # a loss of one nat a token, more or less, as a share of the batch's mean
+        if layer == self._last:
             assert batch is not None
             return (_keyed(draw, (), 0.1) + 1.0) * (batch.tokens.numel() * self._loss_scale)
         return _keyed(draw, shape, 1.0).to(dtype)
 
     def _hash_of(self, layer: int) -> bytes:
-        """Of the layer's parameters: taken once for each version of them."""
+        """A hash of the layer's parameters, computed once for each version of them."""
         values = self._values[layer]
         if values.version is None or self._hashes.get(layer, (None, -1, b""))[:2] != (values, values.version):
             self._hashes[layer] = values, values.version, _digest(values.flat)
         return self._hashes[layer][2]
 
     def _form(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the layer's output, from the real layer."""
         key = layer, tuple(x.shape)
         if key not in self._forms:
             with torch.no_grad():
@@ -129,36 +146,44 @@ class EmulatedPrograms(StagePrograms):
 
 
 def _draw(kind: bytes, microbatch: int, layer: int, *tensors: Tensor) -> np.random.Generator:
-    """Random numbers that are a function of all of this."""
-    found = hashlib.blake2b(kind, digest_size=16, key=microbatch.to_bytes(8, "little") + layer.to_bytes(8, "little"))
+    """A generator whose numbers are a function of all arguments. The tensors are contiguous and in host memory."""
+    hashed = hashlib.blake2b(kind, digest_size=16, key=microbatch.to_bytes(8, "little") + layer.to_bytes(8, "little"))
     for tensor in tensors:
-        found.update(_bytes_of(tensor))
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(found.digest(), "little")))
+        hashed.update(_bytes_of(tensor))
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(hashed.digest(), "little")))
 
 
 def _digest(flat: Tensor) -> bytes:
-    """A hash of a buffer: of sums over its rows and over its columns, as a hash of all of it would take milliseconds.
+    """A hash of a flat value buffer.
 
-    Not by numpy: memory that it has seen can never be given back, as sharded parameters are.
+    It hashes the sums over rows and over columns of 64-bit words, since hashing all bytes would take milliseconds. The
+    sums are torch's, not numpy's: a storage with a numpy view cannot be resized any more, and sharded parameters are
+    freed by resizing it (`ValueBuffer.drop`).
     """
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     words = flat.detach().view(torch.int64).view(-1, _ROW_WORDS)
     for sums in (words.sum(0), words.sum(1)):
-        found.update(_bytes_of(sums))
-    return found.digest()
+        hashed.update(_bytes_of(sums))
+    return hashed.digest()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, without a copy if it is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _keyed(draw: np.random.Generator, shape: tuple[int, ...], scale: float) -> Tensor:
-    """fp32 numbers in [-scale, scale), which repeat after _PERIOD of them: large tensors cost no more than a copy."""
+    """A tensor of fp32 numbers in [-scale, scale).
+
+    The numbers repeat after `_PERIOD` of them, so that a large tensor costs no more than a copy: the emulation must not
+    take longer than the device that it stands for.
+    """
     size = math.prod(shape)
-    found = (draw.random(min(size, _PERIOD), dtype=np.float32) * 2 - 1) * np.float32(scale)
-    return torch.from_numpy(np.resize(found, size).reshape(shape))
+    numbers = (draw.random(min(size, _PERIOD), dtype=np.float32) * 2 - 1) * np.float32(scale)
+    return torch.from_numpy(np.resize(numbers, size).reshape(shape))
 
 
 def _sleep_until(ends: float) -> None:
+    """Sleeps until a time of time.monotonic(); returns at once if it has passed."""
     if (left := ends - time.monotonic()) > 0:
         time.sleep(left)

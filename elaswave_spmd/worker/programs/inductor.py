@@ -1,8 +1,8 @@
-"""Layer programs made by torch.compile: each layer forward, backward and evaluation, compiled before the first step.
+"""Layer programs made by torch.compile: forward, backward and evaluation of each layer, compiled before the first step.
 
 A layer is traced as a function of tensors alone (parameters, input, keys), so layers that are alike share one program,
-and no step, micro-batch or change of the mesh needs another one. Every worker compiles the programs of all layers:
-which of them it runs changes while a run goes on.
+and no step, micro-batch or reconfiguration needs another one. Every worker compiles the programs of all layers, since
+a reconfiguration may move any layer to it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.eager import Loss, StagePrograms
 
-_KINDS = 3
-"""Forms in which a layer is traced: to be trained, to be evaluated, and without a graph when checkpointing."""
+_FORMS = 3
+"""Forms in which a layer is traced: for training, for evaluation, and without a graph for activation checkpointing."""
 
 
 class CompiledPrograms(StagePrograms):
-    """As `StagePrograms`, with layers compiled by inductor. Call `compile` before anything else, once.
+    """Like `StagePrograms`, with each layer compiled as one graph. Call `compile` once, before any other method.
 
     Args:
+        num_layers, loss, loss_scale, checkpointing: as for `StagePrograms`.
         threads: intra-op threads of this worker.
-        place: the device of parameters and of what programs take and give.
-        backend: of torch.compile.
+        place: the device of parameters, inputs and outputs.
+        backend: of torch.compile; tests use "aot_eager", which needs no C++ compiler.
     """
 
     def __init__(
@@ -48,15 +49,17 @@ class CompiledPrograms(StagePrograms):
         backend: str = "inductor",
     ) -> None:
         super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
-        self._place, self._num_compiled = place, 0
+        self._place = place
+        self._num_compiled = 0
         _configure(threads, num_layers, self._count)
-        # Whole layers: a graph break would leave parts between programs that run as they are written.
-        as_one: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-        self._run_layer: Callable[..., Tensor] = torch.compile(_run_layer, **as_one)
-        self._run_last: Callable[..., Tensor] = torch.compile(_run_last, **as_one)
+        # A whole layer or an error: after a graph break, parts of the layer would run eagerly without anybody noticing.
+        # No dynamic shapes: all micro-batches have one shape, and a program for any shape may have other bits.
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+        self._run_layer: Callable[..., Tensor] = torch.compile(_run_layer, **options)
+        self._run_last: Callable[..., Tensor] = torch.compile(_run_last, **options)
 
     def _count(self, args: object) -> None:
-        """A forward or an evaluation is being compiled; or a backward, unless that comes with its forward."""
+        """Counts a compilation: of a forward, of an evaluation, or of a backward that is compiled on its own."""
         self._num_compiled += 1
 
     @property
@@ -71,17 +74,19 @@ class CompiledPrograms(StagePrograms):
         dtype: torch.dtype,
         compiled: Callable[[str], None] = lambda layer: None,
     ) -> None:
-        """Compiles the programs of all layers, by running each on zeros in every way that a step or validation does.
+        """Compiles the programs of all layers, by running each on zeros in every way that a step or a validation does.
 
         Args:
-            modules: every layer, first to last; parameters may be on the meta device. They are of no use afterwards.
+            modules: all layers, first to last; parameters may be on the meta device. Do not use them afterwards: their
+                parameters are bound to buffers that are freed.
             layout: of the model.
-            tokens_BT: shape of a micro-batch.
+            tokens_BT: shape of a micro-batch: (samples, seq_len).
             dtype: of parameters and activations.
-            compiled: told the name of each layer when its programs are there.
+            compiled: called with the name of each layer once its programs exist. Compiling takes seconds per layer, so
+                the worker reports progress from it.
 
         Raises:
-            ModelError: a layer that cannot be compiled as one graph.
+            ModelError: a layer cannot be compiled as one graph.
         """
         from torch._dynamo.exc import TorchDynamoException
 
@@ -92,20 +97,20 @@ class CompiledPrograms(StagePrograms):
             values = ValueBuffer(layer, module, dtype, place)
             self.bind({layer.index: module}, {layer.index: values})
             try:
-                x = self._try(layer.index, x, keys, batch, GradientBuffer(layer, place))
+                x = self._run_once(layer.index, x, keys, batch, GradientBuffer(layer, place))
             except TorchDynamoException as error:
                 raise ModelError(
-                    "with runtime.compile=true every layer is compiled, as one graph",
-                    got=str(error).strip().splitlines()[0],
+                    f"torch.compile refused layer {layer.name} ({str(error).strip().splitlines()[0]})",
+                    rule="with runtime.compile=true every layer is compiled, as one graph",
                     where=f"layer {layer.name}",
-                    fix="write its forward without what torch.compile refuses, or runtime.compile=false",
+                    fix="write its forward without what torch.compile refuses, or set runtime.compile=false",
                 ) from error
             compiled(layer.name)
         self.bind({}, {})
-        self.memory = LayerMemory()  # what was weighed is of no micro-batch
+        self.memory = LayerMemory()  # the run on zeros is no micro-batch: layers are measured when they train
 
-    def _try(self, layer: int, x: Tensor, keys: Keys, batch: Batch, into: GradientBuffer) -> Tensor:
-        """Evaluates a layer and trains it once. Returns its output: the next one's input."""
+    def _run_once(self, layer: int, x: Tensor, keys: Keys, batch: Batch, into: GradientBuffer) -> Tensor:
+        """Runs a layer for evaluation, forward and backward. Returns zeros like its output: the next layer's input."""
         self.set_training(False)
         self.evaluate(layer, x, keys.at(layer), batch)
         self.set_training(True)
@@ -130,26 +135,32 @@ def _run_last(module: nn.Module, loss: Loss, x: Tensor, keys: Keys, batch: Batch
 
 
 def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -> None:
-    """Sets up torch.compile for a worker's process; it is imported only where something is compiled.
+    """Configures torch.compile for this process. The compiler is imported here, so only where something is compiled.
 
     Args:
-        count: called whenever a program is compiled, from now on.
+        threads: intra-op threads.
+        num_layers: of the model.
+        count: is called at the start of every compilation in this process from now on.
     """
     import torch._dynamo
     import torch._inductor.config as inductor
 
-    inductor.compile_threads = 1  # no pool of processes behind a worker
-    inductor.cpp.threads = threads  # part of what is compiled, and of a run's bits
+    inductor.compile_threads = 1  # no pool of compiler processes, which could outlive a worker that is killed
+    inductor.cpp.threads = threads  # the number is compiled into the programs, and decides about the bits of reductions
     if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True  # no choice of kernels by their speed: two workers would choose differently
-    # Layers that are unlike are programs of their own, each of them wanted.
-    torch._dynamo.config.recompile_limit = max(8, _KINDS * num_layers)
-    torch._dynamo.config.accumulated_recompile_limit = max(256, _KINDS * num_layers)
+        inductor.deterministic = True  # no choice of kernels by their measured speed: two workers would choose others
+    # Dynamo refuses to compile a function more often than this, as a sign of a mistake. Here layers that are unlike are
+    # compilations of the same function (`_run_layer`), and all of them are wanted.
+    torch._dynamo.config.recompile_limit = max(8, _FORMS * num_layers)
+    torch._dynamo.config.accumulated_recompile_limit = max(256, _FORMS * num_layers)
     torch._dynamo.callback.on_compile_start(count)
 
 
 def compiler_version(compiler: str) -> str:
-    """What a C++ compiler calls itself, "" where there is none: other compilers may give other bits."""
+    """The first line of `COMPILER --version`, or "" where there is none.
+
+    It is part of a run's identity (controller/run_identity.py): another compiler may give other bits.
+    """
     if shutil.which(compiler) is None:
         return ""
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)

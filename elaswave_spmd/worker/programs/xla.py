@@ -1,10 +1,14 @@
 """Layer programs on PyTorch/XLA: forward, backward and evaluation of each layer as compiled programs of an island.
 
-A layer's forward program returns its output and what autograd saved for the backward; the backward program takes that.
-So both are functions without hidden state, and no autograd runs in a step. They take the layer's parameters, its input
-and its keys as one vector of integers: no number of a step is part of a graph.
+An island is the local devices of one worker as one XLA client (runtime/devices/xla_island.py). Programs are traced
+once, before the worker is ready; after that a step only runs programs by their hash.
 
-Tensors stay on the island between the layers of a stage; what leaves the stage, and gradients, are host tensors.
+A layer's forward program returns its output and the residuals: the tensors that autograd saved for the backward. The
+backward program takes them as arguments. So both programs are functions without hidden state, and no autograd runs in a
+step. The keys of a micro-batch are an argument too, packed into one vector of integers: a step number or a sample id in
+the graph would need another compilation in every step.
+
+Tensors stay on the island between the layers of a stage. What leaves the stage, and all gradients, are host tensors.
 """
 
 from __future__ import annotations
@@ -23,24 +27,34 @@ from elaswave_spmd.runtime.devices.xla_island import WHOLE, FrozenTensorError, P
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.worker.programs.eager import Loss, Saved, StagePrograms, checked_loss, checked_output
+from elaswave_spmd.worker.programs.eager import (
+    Loss,
+    SavedForward,
+    StagePrograms,
+    checked_loss,
+    checked_output,
+    naming_layer,
+)
 
 _INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
+"""Sources of a tensor that autograd saved: an input of the forward, a result of it, or a number in the layer's code."""
 
 
 @dataclass(frozen=True)
 class LayerPrograms:
     """The programs of one layer.
 
-    Args:
-        forward: (given) -> output, residuals.
-        backward: (given, residuals, gradient by the output unless it is the loss) -> gradient by the input if it has
-            one, and those of the parameters that get any.
-        evaluate: (given) -> output.
-        graded: for each parameter, whether it gets a gradient.
-        has_dx: whether the input gets a gradient.
+    All three take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in
+    the last layer the tokens and targets.
 
-    `given`: parameters, input, keys, and tokens and targets in the last layer.
+    Args:
+        forward: (*given) -> output, *residuals.
+        backward: (*given, *residuals, gradient of the output) -> gradient of the input if `has_dx`, and the gradients
+            of the `graded` parameters. The last layer's output is the loss, so there no gradient of it is given. None
+            if the layer has nothing to differentiate.
+        evaluate: (*given) -> output.
+        graded: for each parameter, True if it gets a gradient.
+        has_dx: True if the input gets a gradient.
     """
 
     forward: Program
@@ -51,9 +65,12 @@ class LayerPrograms:
 
 
 @dataclass
-class Kept:
-    """A micro-batch's forward on the island, for its backward. No residuals: when checkpointing, the forward is run
-    again.
+class IslandForward:
+    """What the backward of one layer and micro-batch needs from its forward, on the island.
+
+    Args:
+        given: the arguments of the forward program.
+        residuals: its results for the backward; None with activation checkpointing, where the forward is run again.
     """
 
     given: list[Tensor]
@@ -61,11 +78,12 @@ class Kept:
 
 
 class XlaPrograms(StagePrograms):
-    """Layer programs of an XLA island; for the rest as `StagePrograms`.
+    """Layer programs of an XLA island; otherwise like `StagePrograms`. Call `compile` once, before any other method.
 
     Args:
-        island: whose devices compute.
-        specs: parameter name -> how it lies on the island; others are whole on each device.
+        num_layers, loss, loss_scale, checkpointing: as for `StagePrograms`.
+        island: the devices that compute.
+        specs: parameter name -> its placement on the island's axes; other parameters are whole on each device.
     """
 
     def __init__(
@@ -79,10 +97,12 @@ class XlaPrograms(StagePrograms):
         specs: Mapping[str, P],
     ) -> None:
         super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
-        self._island, self._specs = island, specs
+        self._island = island
+        self._specs = specs
         self._programs: dict[int, LayerPrograms] = {}
         self._placed: dict[int, tuple[object, list[Tensor]]] = {}  # layer -> (version, parameters on the island)
-        self._kept: dict[tuple[int, int], Kept] = {}
+        # (layer, micro-batch) -> its forward. `_saved` of the base class has the same keys.
+        self._kept: dict[tuple[int, int], IslandForward] = {}
 
     # ---- compiling
 
@@ -98,26 +118,29 @@ class XlaPrograms(StagePrograms):
         dtype: torch.dtype,
         compiled: Callable[[str], None] = lambda layer: None,
     ) -> None:
-        """Compiles the programs of all layers of the model, so that taking one over later compiles nothing.
+        """Compiles the programs of all layers of the model, so that no reconfiguration compiles anything later.
 
         Args:
-            modules: every layer, first to last; parameters may be on the meta device.
+            modules: all layers, first to last; parameters may be on the meta device.
             layout: of the model.
-            tokens_BT: shape of a micro-batch.
+            tokens_BT: shape of a micro-batch: (samples, seq_len).
             dtype: of parameters and activations.
-            compiled: told the name of each layer when its programs are there.
+            compiled: called with the name of each layer once its programs exist.
 
         Raises:
-            ModelError: a layer that cannot be compiled.
+            ModelError: a layer cannot be compiled.
         """
         x = torch.zeros(tokens_BT, dtype=torch.int64)
         for layer, module in zip(layout.layers, modules, strict=True):
             try:
-                self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
+                with naming_layer(layer.name, "compilation", x):
+                    self._programs[layer.index], x = self._compile(layer, module, x, tokens_BT, dtype)
             except FrozenTensorError as error:
+                on_cpu = f"operators that ran on the CPU: {', '.join(error.operators)}"
+                reason = on_cpu if error.operators else "a tensor that is neither its input nor a parameter"
                 raise ModelError(
-                    "a layer that is compiled consists of operators that XLA has, on its input and parameters",
-                    got=f"run on the CPU: {', '.join(error.operators)}" if error.operators else "another tensor",
+                    f"XLA cannot compile layer {layer.name}, which uses {reason}",
+                    rule="a layer that is compiled consists of operators that XLA has, on its input and parameters",
                     where=f"layer {layer.name}",
                     fix="write it with other operators, or use runtime.device=cpu",
                 ) from None
@@ -126,12 +149,13 @@ class XlaPrograms(StagePrograms):
     def _compile(
         self, layout: LayerLayout, module: nn.Module, x: Tensor, tokens_BT: tuple[int, int], dtype: torch.dtype
     ) -> tuple[LayerPrograms, Tensor]:
-        """The programs of one layer for inputs like `x`; zeros like its output."""
+        """Compiles the programs of one layer for inputs like `x`. Returns them, and zeros like the layer's output."""
         island, layer = self._island, layout.index
         shapes = [slot.parameter.shape for slot in layout.slots]
         specs = self._specs_of(layout)
 
         def given() -> list[Tensor]:
+            """New arguments of the programs, all zero, on the island."""
             host = [*(torch.zeros(shape, dtype=dtype) for shape in shapes), torch.zeros_like(x)]
             host.append(torch.zeros(3 + tokens_BT[0], dtype=torch.int64))
             host += [torch.zeros(tokens_BT, dtype=torch.int64)] * (2 if layer == self._last else 0)
@@ -152,7 +176,7 @@ class XlaPrograms(StagePrograms):
         residuals = saved.besides(inputs)
         forward = island.capture([y.detach(), *residuals], inputs, [WHOLE] * (1 + len(residuals)))
         outputs = island.run(forward, inputs)
-        # Backward is traced from tensors of its own: those of the trace above belong to that program.
+        # The backward is traced from new arguments: those of the forward's trace belong to that program.
         again = given()
         saved.give(again, outputs[1:])
         backward, graded, has_dx = self._backward_of(layer, y, leaves, inputs, again, outputs, specs)
@@ -170,6 +194,20 @@ class XlaPrograms(StagePrograms):
         outputs: list[Tensor],
         specs: list[P],
     ) -> tuple[Program | None, tuple[bool, ...], bool]:
+        """Traces and compiles the backward of one layer.
+
+        Args:
+            layer: its number.
+            y: the forward's output with its graph, whose saved tensors are replaced by `again` and `outputs`.
+            leaves: the parameters, and the input if it is not token ids: tensors to differentiate by.
+            inputs: the arguments that the forward was traced from.
+            again: the arguments that the backward is traced from.
+            outputs: the forward's results, run on `inputs`: output and residuals.
+            specs: of the parameters.
+
+        Returns:
+            The program (None if nothing requires a gradient), `graded` and `has_dx` of `LayerPrograms`.
+        """
         num_parameters = len(specs)
         if not y.requires_grad:
             return None, (False,) * num_parameters, False
@@ -185,7 +223,7 @@ class XlaPrograms(StagePrograms):
         return program, tuple(g is not None for g in of_parameters), dx is not None
 
     def _output(self, layout: LayerLayout, module: nn.Module, dtype: torch.dtype, inputs: list[Tensor]) -> Tensor:
-        """The layer's output, or the loss of the last one, traced; as `StagePrograms` makes it."""
+        """Traces the layer's output, or the loss after the last layer, in the form that `StagePrograms` gives it."""
         paths = [_path(layout, slot) for slot in layout.slots]
         parameters, (x, packed, *batch) = inputs[: len(paths)], inputs[len(paths) :]
         keys = Keys(packed[0], packed[1], packed[3:], packed[2])
@@ -212,8 +250,8 @@ class XlaPrograms(StagePrograms):
     def forward(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         given = self._given(layer, x, keys, batch)
         y, *residuals = self._island.run(self._programs[layer].forward, given)
-        self._saved[layer, microbatch] = Saved(given[-1], None, keys)  # it says which micro-batches were run forward
-        self._kept[layer, microbatch] = kept = Kept(given, None if self._checkpointing else residuals)
+        self._saved[layer, microbatch] = SavedForward(given[-1], None, keys)  # only its key is used, by `forwarded`
+        self._kept[layer, microbatch] = kept = IslandForward(given, None if self._checkpointing else residuals)
         held = [given[len(self._programs[layer].graded)], *(kept.residuals or ())]
         self.memory.note(layer, sum(value.nbytes for value in held), y.nbytes)
         if layer == self._last:
@@ -228,7 +266,8 @@ class XlaPrograms(StagePrograms):
         made: list[Tensor] = []
         if programs.backward is not None:
             ends = [] if dy is None else [self._there(dy)]
-            # The forward's own program: another one that has it inside could give other bits.
+            # With activation checkpointing the forward's own program is run again: a backward program that contains the
+            # forward could be fused in another way, and give other bits.
             residuals = self._island.run(programs.forward, kept.given)[1:] if kept.residuals is None else kept.residuals
             made = self._island.run(programs.backward, [*kept.given, *residuals, *ends])
         dx = made.pop(0) if programs.has_dx else None
@@ -254,9 +293,10 @@ class XlaPrograms(StagePrograms):
         return self._out(y, layer == max(self._modules))
 
     def set_training(self, training: bool) -> None:
-        """Nothing: training and evaluation are two programs."""
+        """Does nothing: training and evaluation are two programs."""
 
     def _given(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> list[Tensor]:
+        """The arguments of the layer's programs, on the island (`LayerPrograms`)."""
         packed = torch.cat([torch.stack([keys.seed, keys.step, keys.layer]), keys.sample_ids])
         host = [packed]
         if layer == self._last:
@@ -265,7 +305,7 @@ class XlaPrograms(StagePrograms):
         return [*self._parameters(layer), self._there(x), *self._island.put(host, [WHOLE] * len(host))]
 
     def _parameters(self, layer: int) -> list[Tensor]:
-        """The layer's parameters on the island, sent once for each version."""
+        """The layer's parameters on the island. They are sent there once for each version."""
         values = self._values[layer]
         version = values.version
         if version is None or self._placed.get(layer, (None,))[0] != version:
@@ -276,7 +316,7 @@ class XlaPrograms(StagePrograms):
         self._placed.pop(layer, None)
 
     def placed(self, layer: int) -> dict[str, Tensor]:
-        """The layer's parameters as they lie on the island now, by their names in it."""
+        """The layer's parameters on the island, by their names within the layer. For tests."""
         layout = self._values[layer].layout
         return {_path(layout, s): v for s, v in zip(layout.slots, self._parameters(layer), strict=True)}
 
@@ -284,12 +324,14 @@ class XlaPrograms(StagePrograms):
         return [self._specs.get(slot.parameter.name, WHOLE) for slot in layout.slots]
 
     def _there(self, value: Tensor) -> Tensor:
+        """A tensor on the island, which is sent there unless the layer before left it there."""
         return value if value.device == self._island.place else self._island.put([value], [WHOLE])[0]
 
     def _out(self, value: Tensor, leaves_stage: bool) -> Tensor:
+        """A program's result as the caller gets it: in host memory if it leaves the stage, else on the island."""
         if leaves_stage:
             return self._island.fetch([value])[0]
-        self._island.wait()  # an action's time is that of its program, not of its start
+        self._island.wait()  # the caller measures the time: it is to be the program's, not that of starting it
         return value
 
 
@@ -299,7 +341,10 @@ def _path(layout: LayerLayout, slot: Slot) -> str:
 
 
 class _SavedTensors:
-    """What autograd saves while a forward is traced, and what it is given in place of it for the backward."""
+    """The tensors that autograd saves while a forward is traced, and their replacements when the backward is traced.
+
+    The order of calls is `hooks` (around the forward), `besides`, `give`, and then the backward.
+    """
 
     def __init__(self, island: XlaIsland) -> None:
         self._island = island
@@ -308,6 +353,8 @@ class _SavedTensors:
         self._sources: list[tuple[str, int]] = []
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Hooks that record what is saved, and that return the replacements."""
+
         def pack(value: Tensor) -> int:
             self._saved.append(value)
             return len(self._saved) - 1
@@ -315,7 +362,11 @@ class _SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda number: self._given[number])
 
     def besides(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The saved tensors that the forward computes, each once: not its inputs, nor numbers of the code."""
+        """The residuals: the saved tensors that the forward computes, each once.
+
+        Saved inputs are not among them, since the backward program has the inputs as arguments anyway, and neither are
+        numbers in the layer's code, which are constants of both programs.
+        """
         identity = self._island.identity
         numbers = {identity(value): number for number, value in enumerate(inputs)}
         found: dict[int, tuple[int, Tensor]] = {}
@@ -326,13 +377,13 @@ class _SavedTensors:
             elif not value.ndim and not self._island.is_traced(value):
                 self._sources.append((_NUMBER, number))
             else:
-                # With a dim: what is given to a program has one, so that it is never taken for a number of the code.
+                # Scalars get a dim: an argument without dims could not be told from a number in the code.
                 found.setdefault(tensor, (len(found), value.detach() if value.ndim else value.detach().reshape(1)))
                 self._sources.append((_RESIDUAL, found[tensor][0]))
         return [value for _, value in found.values()]
 
     def give(self, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
-        """Hands the backward these tensors."""
+        """Sets the tensors that the backward gets: arguments of the backward's trace, and residuals."""
         tables = {_INPUT: inputs, _RESIDUAL: residuals, _NUMBER: self._saved}
         given = [tables[kind][index] for kind, index in self._sources]
         self._given = [
@@ -342,7 +393,7 @@ class _SavedTensors:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switches a module to evaluation, and back to what each of its modules was."""
+    """Switches a module to evaluation, and each of its modules back to its mode at the end."""
     training = {m: m.training for m in module.modules()}
     module.eval()
     try:

@@ -28,7 +28,7 @@ def microbatch(seed: int) -> Tensor:
 
 def test_what_is_kept_is_the_input_and_what_autograd_saves_but_no_parameter_and_not_the_output() -> None:
     block, memory, x = Block(), LayerMemory(), microbatch(1)
-    y = memory.weigh(5, x, block.values, lambda: block(x))
+    y = memory.measure(5, x, block.values, lambda: block(x))
     # exp saves its output, which the matmul saves, too; relu saves the layer's output, the next layer's input.
     assert memory.take() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
     assert 5 in memory and 4 not in memory and memory.take() == ()
@@ -37,7 +37,7 @@ def test_what_is_kept_is_the_input_and_what_autograd_saves_but_no_parameter_and_
 def test_without_a_graph_only_the_input_is_kept() -> None:
     block, memory, x = Block(), LayerMemory(), microbatch(1)
     with torch.no_grad():
-        memory.weigh(0, x, block.values, lambda: block(x))
+        memory.measure(0, x, block.values, lambda: block(x))
     assert memory.take() == ((0, x.nbytes, 4 * ROWS * WIDTH),)
 
 
@@ -54,7 +54,7 @@ def test_weighing_changes_no_bit() -> None:
     gradients = []
     for weighs in (True, False):
         block, x = Block(), microbatch(2)
-        y = LayerMemory().weigh(0, x, block.values, lambda b=block, x=x: b(x)) if weighs else block(x)
+        y = LayerMemory().measure(0, x, block.values, lambda b=block, x=x: b(x)) if weighs else block(x)
         y.square().sum().backward()
         gradients.append((x.grad, block.weight.grad))
     for one, other in zip(*gradients, strict=True):
