@@ -114,9 +114,20 @@ class WorkerError(RunError):
 
     @property
     def headline(self) -> str:
-        """Which worker, and the last line of its report: the exception itself."""
-        lines = [line for line in self.report.splitlines() if line.strip()]
-        return f"worker {self.rank} failed: {lines[-1].strip() if lines else 'no report'}"
+        """The worker's rank, and the exception itself without its traceback."""
+        return f"worker {self.rank} failed: {exception_line(self.report)}"
+
+
+def exception_line(report: str) -> str:
+    """The line of a worker's report that names the exception: "RuntimeError: mat1 and mat2 shapes differ".
+
+    In a traceback it is the first line after the frames, which are indented. The message's other lines and the notes of
+    the exception, such as the layer that raised it, come after it. Without a traceback it is the last line.
+    """
+    lines = [line for line in report.splitlines() if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    after_frames = (line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")) if starts else iter(())
+    return next(after_frames, lines[-1] if lines else "no report").strip()
 
 
 def headline_of(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import EpochEvents
 from elaswave_spmd.controller.supervision import Loss, Supervision
-from elaswave_spmd.errors import CheckpointError, RunError, WorkerError
+from elaswave_spmd.errors import CheckpointError, RunError, WorkerError, exception_line
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Effect, Save
@@ -67,7 +67,7 @@ class FailureHandler:
             RunError: the run cannot go on.
         """
         rank, step, report = message.rank, message.step, message.report
-        headline = report.strip().splitlines()[-1]
+        headline = exception_line(report)
         if self._survives and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
             return self._lose(rank, f"an exception: {headline}", time.monotonic())
         first = self._crashes.get(step, (rank, report))
