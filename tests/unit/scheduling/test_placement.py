@@ -17,7 +17,6 @@ from elaswave_spmd.scheduling.pipeline import Action, in_flight_limits, schedule
 from elaswave_spmd.scheduling.placement import deal_microbatches, place
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
-from elaswave_spmd.worker.learning_rate import LearningRate
 
 STAGES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -107,11 +106,3 @@ def test_more_stages_than_layers_is_refused():
     with pytest.raises(PlanError, match="at least one layer") as error:
         place(Mesh.initial(MeshShape.parse("pp4")), layout_of([10, 10, 10]), Shardings(), 4)
     assert "pp3" in str(error.value)
-
-
-def test_learning_rate_is_a_function_of_the_step():
-    rate = LearningRate(1.0, "linear", warmup_steps=2, num_steps=12, final_ratio=0.0)
-    assert [rate.at(s) for s in (1, 2, 7, 12, 99)] == [0.5, 1.0, 0.5, 0.0, 0.0]
-    cosine = LearningRate(2.0, "cosine", num_steps=10, final_ratio=0.5)
-    assert cosine.at(10) == pytest.approx(1.0) and cosine.at(5) == pytest.approx(1.5)
-    assert LearningRate(3.0).at(1000) == 3.0

@@ -1,0 +1,164 @@
+"""Eager layer programs: the contract of layers and losses, and exceptions that name the layer they came out of."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaswave_spmd.determinism import Keys
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models import Batch
+from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.programs.eager import Loss, StagePrograms
+
+NAMES = ("embed", "block0", "head")
+LAYOUT = lay_out([LayerUse(name, (ParameterInfo(f"{name}.weight", (4, 4)),)) for name in NAMES], page_size=64)
+KEYS = Keys.make(1, 1, [0, 1], 0)
+CPU = torch.device("cpu")
+TOKENS = torch.ones(2, 3, dtype=torch.int64)
+BATCH = Batch(TOKENS, TOKENS)
+NOTE = "in layer 'block0' ({}), input float32[2, 3, 4]"
+
+
+class Layer(nn.Module):
+    """Multiplies by its weight; then a test's own code may change the result."""
+
+    def __init__(self, then: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.then = then
+
+    def forward(self, x: Tensor, keys: Keys) -> Any:
+        x = x if x.is_floating_point() else x[..., None] * torch.ones(4)
+        return self.then(x @ self.weight)
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Tensor:
+        raise ValueError("no gradient")
+
+
+def programs(
+    then: Callable[[Tensor], Any] = lambda y: y, loss: Loss = lambda y, _: y.sum(), *, checkpointing: bool = False
+) -> StagePrograms:
+    """Three layers; `then` is applied to the output of the middle one."""
+    made = StagePrograms(3, loss=loss, loss_scale=0.5, checkpointing=checkpointing)
+    layers = [Layer(lambda y: y), Layer(then), Layer(lambda y: y)]
+    values = {i: ValueBuffer(LAYOUT.layers[i], layer, torch.float32, CPU) for i, layer in enumerate(layers)}
+    for value in values.values():
+        value.flat.fill_(1.0)
+    made.bind({i: value.module for i, value in values.items()}, values)
+    return made
+
+
+def forward(made: StagePrograms) -> Tensor:
+    """One micro-batch through all layers. Returns the scaled loss."""
+    x = TOKENS
+    for layer in range(3):
+        x = made.forward(layer, 0, x, KEYS, BATCH)
+    return x
+
+
+def backward(made: StagePrograms) -> list[Tensor]:
+    """The backward of the micro-batch of `forward`. Returns the gradients, first layer first."""
+    buffers = [GradientBuffer(layer, CPU) for layer in LAYOUT.layers]
+    dy: Tensor | None = None
+    for layer in (2, 1, 0):
+        dy = made.backward(layer, 0, dy, buffers[layer], add=False, batch=BATCH)
+    return [buffer.flat for buffer in buffers]
+
+
+def fail(y: Tensor) -> Tensor:
+    raise IndexError("no such row")
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return error.__dict__["__notes__"]
+
+
+def test_the_loss_is_scaled_and_checkpointing_changes_no_bit() -> None:
+    plain, checkpointed = programs(), programs(checkpointing=True)
+    # 6 tokens with 4 features each, through three layers with 4x4 weights of ones.
+    assert float(forward(plain)) == 0.5 * 6 * 4 * 4**3
+    assert torch.equal(forward(checkpointed), forward(programs()))
+    for one, other in zip(backward(plain), backward(checkpointed), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_exception_out_of_a_layer_is_unchanged_and_names_the_layer_in_a_note() -> None:
+    with pytest.raises(IndexError) as caught:
+        forward(programs(fail))
+    assert str(caught.value) == "no such row"
+    assert notes_of(caught.value) == [NOTE.format("forward")]
+    # The user's own frame is the last one, as without us.
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fail"
+
+
+def test_the_note_names_the_phase() -> None:
+    with pytest.raises(IndexError) as caught:
+        programs(fail).evaluate(1, torch.ones(2, 3, 4), KEYS, None)
+    assert notes_of(caught.value) == [NOTE.format("evaluation")]
+
+    failing_backward = programs(FailingBackward.apply)
+    forward(failing_backward)
+    with pytest.raises(ValueError, match="no gradient") as caught:
+        backward(failing_backward)
+    assert notes_of(caught.value) == [NOTE.format("backward")]
+
+
+def test_with_checkpointing_the_repeated_forward_is_named_as_such() -> None:
+    calls: list[int] = []
+
+    def fail_the_second_time(y: Tensor) -> Tensor:
+        calls.append(1)
+        return y if len(calls) == 1 else fail(y)
+
+    made = programs(fail_the_second_time, checkpointing=True)
+    forward(made)
+    with pytest.raises(IndexError) as caught:
+        backward(made)
+    assert notes_of(caught.value) == [NOTE.format("forward, repeated for backward")]
+
+
+def test_an_exception_of_the_loss_names_the_last_layer() -> None:
+    with pytest.raises(IndexError) as caught:
+        forward(programs(loss=lambda y, _: fail(y)))
+    assert notes_of(caught.value) == ["in layer 'head' (forward, with the loss), input float32[2, 3, 4]"]
+
+
+@pytest.mark.parametrize(
+    ("then", "returned"),
+    [
+        (lambda y: (y, y), "an object of type tuple"),
+        (lambda y: y.long(), "a tensor int64[2, 3, 4]"),
+    ],
+    ids=["tuple", "integers"],
+)
+def test_a_layer_that_returns_no_float_tensor_is_refused(then: Callable[[Tensor], Any], returned: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        forward(programs(then))
+    assert caught.value.what == f"layer block0 returned {returned}, not a floating-point tensor"
+    assert caught.value.where == "layer block0"
+
+
+@pytest.mark.parametrize(
+    ("loss", "returned"),
+    [(lambda y, _: y, "a tensor float32[2, 3, 4]"), (lambda y, _: 1.5, "an object of type float")],
+    ids=["tensor", "float"],
+)
+def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Loss, returned: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        forward(programs(loss=loss))
+    assert caught.value.what == f"loss(output, batch) returned {returned}, not one number"
+    assert caught.value.fix == "end it with .sum()"
