@@ -1,11 +1,51 @@
-"""For all tests: an example of a property may take as long as it takes, on a busy machine too.
+"""What holds for all tests: their tiers, their order, how hypothesis draws examples, and which signals they ignore.
 
-The examples are the same in every run: who changes something sees what the change did. Others are for whoever looks for
-them: `pytest --hypothesis-profile=explore`.
+The tier of a test follows from its folder. `pytest -m units` runs one tier; CONTRIBUTING.md says what each is for.
 """
 
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
-settings.register_profile("explore", deadline=None)
+TESTS = Path(__file__).parent
+TIERS = {
+    "unit": "units",
+    "simulated": "simulated",
+    "cluster": "simulated",
+    "multiprocess": "processes",
+    "faults": "faults",
+    "hardware": "gpu",
+    "xla": "xla",
+}
+"""Folder -> marker."""
+
+# The same examples in every run, so that whoever changes something sees what the change did, and as much time for each
+# as a busy machine takes. `make check` draws fewer of them; `--hypothesis-profile=explore` draws others in every run.
 settings.register_profile("elaswave", deadline=None, derandomize=True)
+settings.register_profile("check", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("elaswave")
+
+
+def _handle_ignored_signals() -> None:
+    """Lets processes that tests start react to signals, even if whoever started pytest has it ignore them.
+
+    A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Unlike a handler, "ignored" survives
+    exec, so that Ctrl-C would mean nothing to the runs that tests interrupt. pytest itself goes on doing nothing.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+_handle_ignored_signals()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks each test with the tier of its folder, unless its file names another tier."""
+    if not {mark.name for mark in item.iter_markers()} & {*TIERS.values()}:
+        item.add_marker(TIERS[item.path.relative_to(TESTS).parts[0]])

@@ -194,7 +194,7 @@ class RealCase:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_text(folder)
-            done = train(folder, *SMALL, FIVE_MICROBATCHES, *ARITHMETIC[self.model], *self.settings, timeout=300)
+            done = train(folder, *SMALL, FIVE_MICROBATCHES, *ARITHMETIC[self.model], *self.settings)
             assert done.code == 0, done.err
             failed = {rank for ranks in Changes.of(folder / "run").ranks("fail") for rank in ranks}
             assert failed >= {*self.killed}, f"workers {self.killed} were to be killed, {failed} were lost"

@@ -12,7 +12,6 @@ import pytest
 from elaswave_spmd.run_dir import read_metrics
 from tests.faults.fault_runs import STEPS, Bits, chaos, run_with, said
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
 Undisturbed = Callable[[int], Bits]
 
 

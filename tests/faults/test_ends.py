@@ -11,7 +11,6 @@ from elaswave_spmd.run_dir import read_events, read_metrics
 from tests.faults.fault_runs import STEPS, TINY, Bits, Changes, chaos
 from tests.multiprocess.real_runs import Done, train, write_text
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
 Undisturbed = Callable[[int], Bits]
 # The last layer of the model meets a bug at step 3, on every worker that runs it.
 BROKEN = """
@@ -79,7 +78,6 @@ def assert_saved(folder: Path, done: Done, undisturbed: Undisturbed) -> None:
     assert Bits.of(run_dir) == undisturbed(STEPS)
 
 
-@pytest.mark.timeout(200)  # three runs
 def test_fewer_than_the_least_number_of_workers(tmp_path: Path, undisturbed: Undisturbed) -> None:
     events = chaos("step: 2, kind: kill, rank: 0, point: norm", "step: 6, kind: kill, rank: 2, point: forward")
     done = run(tmp_path, "mesh=dp3", "sharding=zero2", "elastic.min_workers=2", events)
@@ -100,7 +98,6 @@ def test_an_exception_that_leaves_too_few_is_shown_with_the_checkpoint(tmp_path:
     assert "Traceback" not in str(last_event(tmp_path)["message"])
 
 
-@pytest.mark.timeout(200)
 def test_all_workers_asked_to_leave(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """As when a batch system ends the job: SIGTERM to everybody."""
     events = chaos("step: 4, kind: term, rank: [0, 1], point: forward")

@@ -16,7 +16,6 @@ from elaswave_spmd.run_dir import read_events
 from tests.faults.fault_runs import TINY, Bits, chaos, run_with, said, survived
 from tests.multiprocess.real_runs import eventually, launch, write_text
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(200)]
 STEPS = 100
 LATE = 60
 """A step before which groups serve: they take a tenth of a second to be made."""

@@ -6,12 +6,10 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.faults
 TIMES = 300  # a race: without what this tests, it was lost after some 50
 
 
@@ -21,11 +19,11 @@ def test_other_links_go_on_when_one_is_dropped_as_its_peer_dies(tmp_path: Path) 
     controller, me = Links(CONTROLLER, heard, directory=str(tmp_path)), Links(0, Mailbox(), directory=str(tmp_path))
     try:
         me.connect(CONTROLLER, controller.address)
-        assert not me.wait_connected([CONTROLLER], 10)
+        assert not me.wait_connected([CONTROLLER], PATIENCE_S)
         for number in range(1, TIMES + 1):
             peer = Links(number, Mailbox(), directory=str(tmp_path))
             me.connect(number, peer.address)
-            assert not me.wait_connected([number], 10)
+            assert not me.wait_connected([number], PATIENCE_S)
             me.send(number, b"on its way")
             dies = threading.Thread(target=peer.close)
             dies.start()

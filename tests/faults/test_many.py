@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from elaswave_spmd.run_dir import read_metrics
 from tests.faults.fault_runs import Bits, chaos, run_with, said
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(200)]
 STEPS = 60
 Undisturbed = Callable[[int], Bits]
 

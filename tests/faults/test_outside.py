@@ -8,12 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from tests.faults.fault_runs import TINY, Bits, Changes, said, survived
 from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.faults, pytest.mark.timeout(100)]
 STEPS = 100
 Undisturbed = Callable[[int], Bits]
 

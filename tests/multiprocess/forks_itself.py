@@ -19,7 +19,7 @@ def exits(fork_server: ForkServerClient, count: int) -> list[Exited]:
     """Wait for `count` exits, by rank."""
     seen: list[Exited] = []
     while len(seen) < count:
-        assert select.select([fork_server], [], [], 20)[0], f"only {seen} were reported"
+        assert select.select([fork_server], [], [], 300)[0], f"only {seen} were reported"
         seen += fork_server.poll()
     return sorted(seen, key=lambda it: it.rank)
 

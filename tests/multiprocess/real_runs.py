@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
+
 TRAIN = Path(__file__).parents[2] / "train.py"
 TOKENS = 12
 SMALL = (
@@ -68,7 +70,7 @@ class Launched:
         metrics = self.folder / run_dir / "metrics.jsonl"
         eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= steps, self.process)
 
-    def finish(self, timeout: float = 60) -> Done:
+    def finish(self, timeout: float = PATIENCE_S) -> Done:
         """Waits for the end of the command; says how, and asserts that nothing else is left."""
         out, err = self.process.communicate(timeout=timeout)
         left = self.processes()
@@ -115,16 +117,16 @@ def launch(folder: Path, *arguments: str, mark: str = "", script: Path = TRAIN) 
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-def train(folder: Path, *arguments: str, timeout: float = 100, script: Path = TRAIN) -> Done:
+def train(folder: Path, *arguments: str, timeout: float = PATIENCE_S, script: Path = TRAIN) -> Done:
     """Runs `python train.py ARGUMENTS`, or another script, to its end."""
     with launch(folder, *arguments, script=script) as launched:
         return launched.finish(timeout)
 
 
-def eventually(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 60) -> None:
+def eventually(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> None:
     """Waits until the condition holds; fails when the process ends before or the time is up."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, f"the command ended early: {process.communicate()}"
-        assert time.monotonic() < deadline, "it takes too long"
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds:.0f} s"
         time.sleep(0.02)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,8 +21,8 @@ import pytest
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
 from tests.multiprocess.real_runs import SMALL, Done, Launched, launch, train, write_text
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.multiprocess
 HOST = socket.gethostname()
 SHORT = [*SMALL, "mesh=dp2", "train.steps=3"]
 LONG = [*SMALL, "mesh=dp2", "train.steps=300", "train.validate_every=0"]
@@ -99,7 +98,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def end_of(process: subprocess.Popen[str]) -> Done:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return Done(process.returncode, out, err)
 
 
@@ -159,7 +158,7 @@ def test_a_death_on_another_machine_ends_a_run_that_is_not_elastic(
         run.wait_for_steps(2)
         os.kill(victim(run, agent), signal.SIGKILL)
         of_run = end_of(run.process)
-        agent.communicate(timeout=60)  # its pipes are closed by the last of its descendants
+        agent.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
         run.finish()
     assert of_run.code == 1 and re.fullmatch(message, of_run.err.strip()), of_run
 
@@ -182,12 +181,11 @@ def test_a_run_goes_on_without_what_died_on_another_machine(
 
 
 def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -> None:
-    with site.run(*ENDLESS) as (run, agent):
+    # Longer than the test waits: fork servers kill no worker, so all of them end by themselves.
+    with site.run(*ENDLESS, f"timeouts.shutdown={10 * PATIENCE_S}") as (run, agent):
         run.wait_for_steps(2)
-        start = time.monotonic()
         run.process.kill()
         of_agent = end_of(agent)
-        assert time.monotonic() - start < 8, "workers end by themselves, not by the fork server's patience"
         run.finish()
     assert (of_agent.code, of_agent.err) == (1, "error: the controller is gone; no worker is left here\n")
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from elaswave_spmd.run_dir import read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
-pytestmark = pytest.mark.multiprocess
 EMULATED = ("runtime.device=emulated", "emulated.forward_ms=1", "emulated.backward_ms=2")
 KILL = "chaos.events=[{step: 3, kind: kill, rank: 1, point: backward}]"
 

@@ -13,11 +13,9 @@ import pytest
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.dvfs import Answer, FrequencyCell, GuardedFrequencies
 from tests.frequency_trees import limits, make_policies
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
-pytestmark = pytest.mark.multiprocess
 FOUND = (1_000_000, 3_000_000)
-PATIENCE_S = 30.0
 
 
 def alive(pid: int) -> bool:

@@ -13,7 +13,6 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_dire
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 
-pytestmark = pytest.mark.timeout(60)
 RANK, PERIOD = 5, 0.01
 
 

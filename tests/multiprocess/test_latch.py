@@ -18,13 +18,9 @@ import pytest
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.death_watch import RobustMutexTable, Watcher, available, hold
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(sys.platform != "linux", reason="latches are Linux only"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="latches are Linux only")
 NEVER = "never"
 
 
@@ -61,10 +57,10 @@ class Scene:
 
     def reaped(self) -> None:
         """Wait for one worker's end as the launcher sees it."""
-        assert select.select([self.fork_server], [], [], 30)[0] and self.fork_server.poll()
+        assert select.select([self.fork_server], [], [], PATIENCE_S)[0] and self.fork_server.poll()
 
     def death(self) -> int:
-        return self.deaths.get(timeout=30)
+        return self.deaths.get(timeout=PATIENCE_S)
 
     def close(self) -> None:
         self.watcher.close()
@@ -206,7 +202,7 @@ def test_a_watcher_may_be_closed_by_a_death(scene: Scene) -> None:
         scene.start(rank)
         assert watcher.watch(rank)
     scene.kill(0)
-    assert told.get(timeout=30) == 0
+    assert told.get(timeout=PATIENCE_S) == 0
     eventually(lambda: latch_threads() == [])
 
 

@@ -19,8 +19,8 @@ import pytest
 from elaswave_spmd.runtime.transport.cross_memory import LEND_BYTES, Lender, LentGone, Loan, Reader
 from elaswave_spmd.runtime.transport.links import Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, Mailbox, PeerClosed
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 LARGE = LEND_BYTES + 12345
 
 CHILD = """
@@ -58,7 +58,7 @@ class Pair:
             stack.callback(link.close)
         stack.callback(self.go.set)
         self.connect()
-        assert self.links[1].wait_connected([0], 20) == []
+        assert self.links[1].wait_connected([0], PATIENCE_S) == []
 
     def connect(self) -> None:
         """Both ways, and until each knows that the other can read its memory."""

@@ -21,8 +21,8 @@ from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(60)
 TOKEN = b"0123456789abcdef"
 
 
@@ -59,7 +59,7 @@ def joined(ends: Ends) -> tuple[Links, Links, Mailbox]:
     one, _ = ends.open(0)
     other, mailbox = ends.open(1)
     one.connect(1, other.address)
-    assert one.wait_connected([1], 10) == []
+    assert one.wait_connected([1], PATIENCE_S) == []
     return one, other, mailbox
 
 
@@ -127,7 +127,7 @@ def test_a_wrong_token_is_dropped_and_counted(ends: Ends):
     friend, _ = ends.open(0)
     for links in (stranger, short, friend):
         links.connect(1, other.address)
-        assert links.wait_connected([1], 10) == []
+        assert links.wait_connected([1], PATIENCE_S) == []
     stranger.send(1, b"x")
     short.send(1, b"")
     wrong = 4 if ends.transport == "ipc" else 2  # on one host each asks first whether its memory can be read
@@ -155,7 +155,7 @@ def test_drop_files_no_notice_and_the_peer_can_be_linked_again(ends: Ends):
     other, mailbox = ends.open(1)
     for header in (b"first", b"second"):
         one.connect(1, other.address)
-        assert one.wait_connected([1], 10) == []
+        assert one.wait_connected([1], PATIENCE_S) == []
         one.send(1, header)
         assert envelope(mailbox).header == header
         one.drop(1)
@@ -168,7 +168,7 @@ def test_a_closed_peer_is_noticed_once(ends: Ends):
     one, mailbox_one = ends.open(0)
     other, _ = ends.open(1)
     one.connect(1, other.address)
-    assert one.wait_connected([1], 10) == []
+    assert one.wait_connected([1], PATIENCE_S) == []
     other.close()
     assert mailbox_one.get(10) == PeerClosed(1)
     assert one.send(1, b"to the dead") is False
@@ -228,7 +228,7 @@ class Peers:
         hello = envelope(self.mailbox)
         assert hello.sender == rank
         self.links.connect(rank, hello.header.removeprefix(b"address ").decode())
-        assert self.links.wait_connected([rank], 10) == []
+        assert self.links.wait_connected([rank], PATIENCE_S) == []
         return pid
 
 
@@ -319,7 +319,7 @@ def test_links_import_neither_torch_nor_asyncio():
     )
     root = str(Path(__file__).parents[2])
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, timeout=PATIENCE_S
     )
     assert result.stdout.strip() == "[]"
 
@@ -373,13 +373,13 @@ def test_a_connection_that_breaks_between_the_living_is_told_once_and_can_be_mad
     other, mailbox = ends.open(1)
     cable = Cable(other.address)
     one.connect(1, cable.address)
-    assert one.wait_connected([1], 10) == [] and one.send(1, b"first")
+    assert one.wait_connected([1], PATIENCE_S) == [] and one.send(1, b"first")
     assert envelope(mailbox).header == b"first"
     for number in (b"second", b"third"):
         cable.cut()
         assert notices.get(20) == PeerClosed(1) and one.peers == () and not one.send(1, b"lost")
         one.connect(1, cable.address)
-        assert one.wait_connected([1], 10) == [] and one.send(1, number)
+        assert one.wait_connected([1], PATIENCE_S) == [] and one.send(1, number)
         assert envelope(mailbox).header == number
     assert notices.take_all() == [] and mailbox.take_all() == []
     cable.close()

@@ -11,8 +11,6 @@ import pytest
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def test_a_send_between_a_peers_end_and_its_notice_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training thread may be in `send` when the connection goes; a PUSH socket without a peer waits for ever."""

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.made_up_train import SEEN
 from tests.multiprocess.made_up_train import __file__ as script
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.faults]
 ARGUMENTS = [*SMALL, "model=mlp_tiny", "model.dropout=0.1", "mesh=dp2_pp2", "checkpoint.every=3"]
 STEPS = 16
 EVENTS = (

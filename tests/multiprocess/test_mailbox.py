@@ -9,8 +9,6 @@ import pytest
 
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Item, Mailbox, PeerClosed
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def test_take_all_returns_everything_in_order_and_empties():
     mailbox = Mailbox()

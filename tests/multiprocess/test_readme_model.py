@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.waiting import PATIENCE_S
 
 README = Path(__file__).parents[2] / "README.md"
 SMALL = (
@@ -18,7 +18,6 @@ SMALL = (
 )
 
 
-@pytest.mark.multiprocess
 def test_the_readmes_model_trains_with_equal_bits_on_two_meshes(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "my_file.py").write_text(code, encoding="utf-8")
@@ -26,8 +25,13 @@ def test_the_readmes_model_trains_with_equal_bits_on_two_meshes(tmp_path: Path) 
     sums = []
     for mesh in ("single", "dp2_pp2"):
         command = [sys.executable, "-m", "elaswave_spmd", "train", "model.target=my_file.MyModel", f"mesh={mesh}"]
+        command += [f"run.dir=run_{mesh}", *SMALL.split()]
         done = subprocess.run(
-            [*command, f"run.dir=run_{mesh}", *SMALL.split()], cwd=tmp_path, capture_output=True, text=True, timeout=110
+            [*command, f"run.dir=run_{mesh}", *SMALL.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         sums.append(json.loads((tmp_path / f"run_{mesh}" / "summary.json").read_text())["weights_sha256"])

@@ -10,7 +10,6 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.scheduling.cost_model import CostModel
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
-pytestmark = pytest.mark.multiprocess
 EMULATED = ["runtime.device=emulated", "emulated.forward_ms=2", "emulated.backward_ms=4", "train.validate_every=0"]
 QUICK = ["schedule.every=2", "schedule.window=3", "schedule.patience=1", "train.steps=30", "train.global_batch=16"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests import waiting
 from tests.multiprocess.real_runs import SMALL, Launched, eventually, launch, train, write_text
 
-pytestmark = pytest.mark.multiprocess
 SETTINGS = [*SMALL, "train.steps=30", "model.dropout=0.1"]
 
 
@@ -111,10 +110,7 @@ def test_without_a_controller_the_workers_save_what_they_have(shared: Path) -> N
         run.wait_for_steps(8, "orphaned")
         run.process.kill()
         run.process.wait()
-        deadline = time.monotonic() + 40
-        while run.processes():
-            assert time.monotonic() < deadline, "workers are left"
-            time.sleep(0.05)
+        waiting.eventually(lambda: not run.processes())
     folder = shared / "orphaned"
     assert not checkpoints(folder), "the workers write no manifest"
     known = bits(folder)

@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
-pytestmark = pytest.mark.multiprocess
 EMULATED = ("runtime.device=emulated", "emulated.forward_ms=2", "emulated.backward_ms=4", "train.validate_every=0")
 KILL = "chaos.events=[{step: 4, kind: kill, rank: 1, point: backward}]"
 

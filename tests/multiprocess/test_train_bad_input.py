@@ -10,7 +10,6 @@ import pytest
 
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
-pytestmark = pytest.mark.multiprocess
 MODEL = """
 import torch
 from torch import nn

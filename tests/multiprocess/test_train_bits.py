@@ -19,7 +19,6 @@ from tests import reference
 from tests.multiprocess.real_runs import SMALL, TOKENS, train, write_text
 from tests.simulated.bits_cases import one_thread, validation_loss
 
-pytestmark = pytest.mark.multiprocess
 STEPS, MICROBATCH, VALIDATION_MICROBATCHES = 6, 2, 2
 
 

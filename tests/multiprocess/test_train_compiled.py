@@ -14,8 +14,7 @@ from tests.faults.fault_runs import Bits, Changes, chaos
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
 pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.timeout(900),  # a first run compiles; later ones find programs in the compiler's cache
+    pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: torch.compile needs a C++ compiler"),
 ]
 # With the events of the test and no others.

@@ -15,8 +15,8 @@ import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.multiprocess
 ENDLESS = [*SMALL, "train.steps=1000000", "train.validate_every=0", "mesh=dp2_pp2"]
 BROKEN = """
 import torch
@@ -135,12 +135,11 @@ def test_the_death_of_the_fork_server_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *ENDLESS) as run:
+    # Longer than the test waits: the fork server kills no worker, so all of them end by themselves.
+    with launch(tmp_path, *ENDLESS, f"timeouts.shutdown={10 * PATIENCE_S}") as run:
         run.wait_for_steps(2)
-        start = time.monotonic()
         run.process.kill()
-        run.process.communicate(timeout=60)  # its pipes are closed by the last of its descendants
-        assert time.monotonic() - start < 8, "workers end by themselves, not by the fork server's patience"
+        run.process.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
         assert not run.processes() and not list(run.sockets.iterdir())
 
 

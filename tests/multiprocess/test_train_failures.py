@@ -13,10 +13,7 @@ import pytest
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are set by prlimit"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are set by prlimit")
 ENDLESS = [*SMALL, "train.steps=1000000", "train.validate_every=0"]
 
 

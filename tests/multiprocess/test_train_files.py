@@ -17,7 +17,6 @@ from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.run_dir import weights_sha256
 from tests.multiprocess.real_runs import SMALL, Done, train, write_text
 
-pytestmark = pytest.mark.multiprocess
 DOCS = Path(__file__).parents[2] / "docs" / "run_files.md"
 
 

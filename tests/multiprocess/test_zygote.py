@@ -18,8 +18,8 @@ import pytest
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from tests.multiprocess.forks_itself import exits
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(60)
 ResumePoint = Callable[..., ForkServerClient]
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[5]).start()"
 
@@ -56,7 +56,7 @@ def gone(pid: int) -> bool:
     return state(pid) in "ZX"
 
 
-def eventually(condition: Callable[[], object], seconds: float = 20.0) -> bool:
+def eventually(condition: Callable[[], object], seconds: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -108,7 +108,6 @@ def test_what_a_worker_finds(start: ResumePoint, method: str, tmp_path: Path):
     assert first["random"][0] != second["random"][0] and first["random"][1] != second["random"][1]
 
 
-@pytest.mark.timeout(240)  # importing torch on busy cores
 def test_the_fork_server_has_one_thread_after_importing_torch(start: ResumePoint):
     fork_server = start(preload=("numpy", "torch", "zmq"))
     fork_server.ready()
@@ -119,7 +118,6 @@ def test_the_fork_server_has_one_thread_after_importing_torch(start: ResumePoint
     assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
 
 
-@pytest.mark.timeout(240)
 def test_a_process_that_has_only_imported_is_forked_itself(tmp_path: Path):
     """In an interpreter of its own: here there are threads."""
     report = run_here(tmp_path, "import torch")
@@ -150,7 +148,7 @@ def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
     script = Path(__file__).with_name("forks_itself.py")
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
     command = [sys.executable, str(script), before]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -215,7 +213,7 @@ def test_a_killed_fork_server_takes_its_workers_along_and_is_reported(start: Res
     pids = [fork_server.spawn(rank, {"sleep": 100}) for rank in range(2)]
     os.kill(fork_server.pid, signal.SIGKILL)
     assert eventually(lambda: all(map(gone, pids)))
-    assert select.select([fork_server], [], [], 10)[0]
+    assert select.select([fork_server], [], [], PATIENCE_S)[0]
     with pytest.raises(RunError, match=r"ended by signal 9"):
         fork_server.poll()
     with pytest.raises(RunError, match=r"ended by signal 9"):
@@ -249,7 +247,7 @@ def test_a_killed_controller_leaves_nothing(
     told = json.loads(report.read_text())
     assert told["me"] == controller and not any(map(gone, told["pids"]))
     os.kill(controller, signal.SIGKILL)
-    assert eventually(lambda: all(map(gone, told["pids"])), 10), [pid for pid in told["pids"] if not gone(pid)]
+    assert eventually(lambda: all(map(gone, told["pids"]))), [pid for pid in told["pids"] if not gone(pid)]
     assert not scratch.exists()
 
 

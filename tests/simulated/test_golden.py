@@ -40,7 +40,7 @@ def test_simulated_runs_have_the_recorded_bits(model: str) -> None:
     assert_as_recorded("runs", [case for case in QUICK_SIMULATED if case.model == model])
 
 
-@pytest.mark.multiprocess
+@pytest.mark.processes
 def test_real_runs_have_the_recorded_bits() -> None:
     assert_as_recorded("real", QUICK_REAL)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.runtime.devices import Island, ThisMachine, device_of
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 GPU = "cuda"
@@ -23,7 +24,7 @@ def python(*arguments: str) -> Any:
     """What a fresh Python with the variables of workers prints, as JSON."""
     environment = os.environ | device_of(GPU).environment(os.environ, Island())
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

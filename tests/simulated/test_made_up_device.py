@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 CASES = [
@@ -29,7 +31,7 @@ CASES = [
 def test_a_run_on_the_made_up_device(model: str, dtype: str, mesh: str, zero: int, events: list[str]) -> None:
     case = ["madeup", "cpu", model, dtype, mesh, str(zero), *events]
     command = [sys.executable, "-m", "tests.simulated.device_runs", *case]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["differs"], found["seen"], len(found["losses"])) == ([], ["madeup"], 4)

@@ -12,19 +12,16 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 LACKS = device_of("xla").missing(ThisMachine())
-pytestmark = [
-    pytest.mark.xla,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}: {lack.fix}" for lack in LACKS)),
-]
+pytestmark = pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}: {lack.fix}" for lack in LACKS))
 
 
 def steps(*arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.xla.layer_steps", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.real_runs import train, write_text
+from tests.waiting import PATIENCE_S
 from tests.xla.xla_runs import NEEDS_XLA, SMALL
 
-pytestmark = [pytest.mark.xla, pytest.mark.timeout(300), NEEDS_XLA]
+pytestmark = NEEDS_XLA
 SKELETON = Path(__file__).parents[2] / "examples" / "pjrt_npu_plugin"
 LOOK = """
 import torch_xla
@@ -33,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(SKELETON, folder / "source")  # a build writes into its folder
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
-        [*pip, "--target", folder / "target", folder / "source"], capture_output=True, text=True, timeout=200
+        [*pip, "--target", folder / "target", folder / "source"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     if done.returncode:
         pytest.skip(f"setuptools of this environment cannot build it: {done.stderr.strip().splitlines()[-1]}")
@@ -43,7 +44,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def look(installed: Path, device: str, library: str) -> list[str]:
     paths = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "PJRT_DEVICE": device, "NPU_PJRT_LIBRARY": library}
-    done = subprocess.run([sys.executable, "-c", LOOK], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -13,7 +13,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from tests.multiprocess.real_runs import eventually, launch, train, write_text
 from tests.xla.xla_runs import LAYERS, NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, run
 
-pytestmark = [pytest.mark.xla, pytest.mark.multiprocess, pytest.mark.timeout(300), NEEDS_XLA]
+pytestmark = NEEDS_XLA
 
 
 UNFOLDS = """
@@ -99,7 +99,7 @@ def test_a_joiner_has_compiled_before_it_is_promoted(tmp_path: Path) -> None:
     arguments = ["mesh.tp=2", "train.steps=1000000", *endless, chaos("step: 2, kind: join")]
     with launch(tmp_path / "joined", *SMALL, *arguments) as launched:
         events = tmp_path / "joined" / "run" / "events.jsonl"
-        eventually(lambda: events.exists() and '"join"' in events.read_text(), launched.process, 150)
+        eventually(lambda: events.exists() and '"join"' in events.read_text(), launched.process)
         joined_after = next(e["after_step"] for e in read_events(events.parent) if e["event"] == "join")
         launched.wait_for_steps(joined_after + 5)
         os.killpg(launched.process.pid, signal.SIGINT)

@@ -13,6 +13,7 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.devices import ThisMachine, device_of
 from tests.faults.fault_runs import Bits, Changes, chaos
 from tests.multiprocess.real_runs import Done, train, write_text
+from tests.waiting import PATIENCE_S
 
 LACKS = device_of("xla").missing(ThisMachine())
 NEEDS_XLA = pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}: {lack.fix}" for lack in LACKS))
@@ -53,7 +54,7 @@ class XlaRun:
         assert not [event for event in self.events if event["event"] == "recompile"]
 
 
-def run(folder: Path, *arguments: str, timeout: float = 200) -> XlaRun:
+def run(folder: Path, *arguments: str, timeout: float = PATIENCE_S) -> XlaRun:
     """Trains to the end; later arguments count before the ones here."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder)

@@ -95,7 +95,6 @@ def test_no_message_of_the_protocol_looks_like_a_probe() -> None:
     assert not m.encode(m.Ready(3, "ipc://x")).startswith(b"\xc1")
 
 
-@pytest.mark.timeout(60)
 def test_over_real_links(tmp_path: Path) -> None:
     probes: dict[int, LinkProbe] = {}
     links: dict[int, Links] = {}
