@@ -197,7 +197,7 @@ def test_other_data_on_an_agents_machine_is_refused(site: Site) -> None:
         of_agent, of_run = end_of(agent), run.finish()
     assert of_run.code == of_agent.code == 2
     for done in (of_run, of_agent):
-        assert done.err.startswith("error: all machines have the same data.\n  got:    sha256 "), done.err
+        assert "all machines have the same data" in done.err and done.err.count("sha256") == 2, done.err
     assert f"the agent on {HOST}" in of_run.err and "Traceback" not in of_run.err + of_agent.err
     assert not (site.here / "run").exists()
 
@@ -241,7 +241,7 @@ def test_an_agent_with_another_secret_is_refused(site: Site, tmp_path: Path) -> 
     with site.agent(token_file=other) as agent:
         done = end_of(agent)
     store.close()
-    assert done.code == 2 and done.err.startswith("error: agent and controller have the same secret.\n")
+    assert done.code == 2 and done.err.startswith("error: ") and "the same secret" in done.err, done.err
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_the_death_of_the_fork_server_ends_the_run(tmp_path: Path) -> None:
         (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
         os.kill(fork_server, signal.SIGKILL)
         done = run.finish()
-    assert done.code == 1 and "fork_server" in done.err and "Traceback" not in done.err
+    assert done.code == 1 and "the fork server" in done.err and "Traceback" not in done.err
 
 
 def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:
