@@ -1,4 +1,4 @@
-"""Flat buffers: parameters are views, pages have versions, memory goes and comes back."""
+"""Flat buffers: parameters are views, pages have versions, memory is freed and allocated again."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_installing_converts_and_marks() -> None:
     assert not values.is_at(2)
 
 
-def test_dropped_memory_is_gone_and_comes_back_with_the_next_version() -> None:
+def test_dropped_memory_is_freed_and_allocated_for_the_next_version() -> None:
     values = ValueBuffer(layout(), Layer(), torch.float32, HOST.place)
     pages = layout().num_value_pages
     values.mark(0, pages, 0)
@@ -95,7 +95,7 @@ def test_gradients_are_set_by_parameter_and_missing_ones_are_zero() -> None:
     used = torch.zeros_like(buffer.flat, dtype=torch.bool)
     for slot in layout().slots:
         used[slot.start : slot.stop] = True
-    assert not buffer.flat[~used].any(), "what lies between stays zero"
+    assert not buffer.flat[~used].any(), "elements between parameters stay zero"
 
 
 def test_the_last_layer_has_a_page_for_the_loss() -> None:
@@ -108,7 +108,7 @@ def test_the_last_layer_has_a_page_for_the_loss() -> None:
     assert page[0] == 2.5 and page.count_nonzero() == 1
 
 
-def test_a_pool_lends_each_buffer_to_one_at_a_time() -> None:
+def test_a_pool_gives_each_buffer_to_one_user_at_a_time() -> None:
     pool = GradientPool(layout(), HOST.place)
     first, second = pool.acquire(), pool.acquire()
     assert first is not second and pool.peak == 2

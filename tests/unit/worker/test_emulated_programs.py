@@ -1,4 +1,4 @@
-"""The emulated accelerator: what it returns is a function of everything that it was given, and takes its time."""
+"""Emulated layer programs: results are functions of all arguments, and programs take the configured time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_microbatches_inputs_and_parameters_change_every_result() -> None:
         assert not any(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_gradient_is_added_to_what_is_there() -> None:
+def test_with_add_a_gradient_is_added_to_the_buffer() -> None:
     alone = through(programs(), 1)[3]
     made, buffer = programs(), GradientBuffer(LAYOUT.layers[1], HOST)
     for microbatch in (0, 1):
@@ -77,7 +77,7 @@ def test_a_gradient_is_added_to_what_is_there() -> None:
     assert torch.equal(buffer.flat, through(programs(), 0)[3] + alone)
 
 
-def test_what_was_begun_is_known() -> None:
+def test_forwarded_micro_batches_are_known_until_they_are_discarded() -> None:
     made = programs()
     made.forward(0, 4, TOKENS, KEYS, None)
     assert made.forwarded == frozenset()
@@ -87,19 +87,19 @@ def test_what_was_begun_is_known() -> None:
     assert made.forwarded == frozenset()
 
 
-def test_what_a_program_takes_follows_cost_and_speed() -> None:
+def test_the_time_of_a_program_follows_cost_and_speed() -> None:
     device = EmulatedDevice(0.010, 0.020, (1.0, 3.0), lambda step: 0.5 if step >= 10 else 1.0)
     assert [device.seconds(0, 1, backward=b) for b in (False, True)] == [0.010, 0.020]
     assert device.seconds(1, 10, backward=True) == pytest.approx(0.120)
 
 
-def test_the_last_slow_that_holds_counts() -> None:
+def test_of_several_slowdowns_the_last_one_in_force_counts() -> None:
     settings = EmulatedSettings(slow=(SlowDevice(1, 0.5, step=3, until=6), SlowDevice(1, 0.25, step=5)))
     assert [settings.speed(1, step) for step in (2, 3, 4, 5, 6)] == [1.0, 0.5, 0.5, 0.25, 0.25]
     assert settings.speed(0, 4) == 1.0
 
 
-def test_costs_are_one_for_each_layer() -> None:
+def test_there_is_one_cost_for_each_layer() -> None:
     EmulatedSettings(layer_costs=(1, 2)).check_layers(2)
     EmulatedSettings().check_layers(7)
     with pytest.raises(ConfigError, match="2 numbers, 3 layers"):

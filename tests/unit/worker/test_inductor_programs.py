@@ -1,4 +1,4 @@
-"""Layer programs by torch.compile: how many there are, that equal layers share them, that no step makes another one.
+"""Layer programs by torch.compile: equal layers share them, and no step or reconfiguration compiles another one.
 
 The backend is aot_eager: the same tracing and guards as inductor's, without a C++ compiler.
 """
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Programs and settings of torch.compile are the process's: each test has its own."""
+    """Gives each test new programs and settings of torch.compile, which are global to the process."""
     import torch._inductor.config as inductor
 
     torch._dynamo.reset()
@@ -42,7 +42,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class Numbered(nn.Module):
-    """A layer that computes with its own number, a Python one."""
+    """A layer that computes with a Python number of its own, so that each one is another program."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Numbered(nn.Module):
         return self.linear(x) * (1 + self.number)
 
 
-class Looking(nn.Linear):
-    """A layer that decides by a value, as no graph can."""
+class Branching(nn.Linear):
+    """A layer that branches on the value of a tensor, which cannot be one graph."""
 
     def forward(self, x: Tensor, keys: Keys) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x) if float(x.sum()) > 0 else -super().forward(x)
@@ -84,7 +84,7 @@ def gpt(layers: int = 3, dropout: float = 0.0) -> LayeredModel:
 
 
 def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """Programs of a model, compiled; (them, the names of the layers in the order in which they were ready)."""
+    """Compiles a model. Returns its programs, and the names of the layers in the order in which they were ready."""
     description, names = describe(model, page_size=64), []
     programs = CompiledPrograms(
         len(model.layers),
@@ -117,7 +117,7 @@ def bound(
 
 
 def run(programs: StagePrograms, buffers: Mapping[int, GradientBuffer], step: int, *, add: bool) -> list[Tensor]:
-    """Micro-batches 0 and 1 of a step forward and backward, and one for validation: losses and gradients."""
+    """Runs micro-batches 0 and 1 of a step, and each one for validation. Returns losses and gradients."""
     found: list[Tensor] = []
     for microbatch in (0, 1):
         tokens = torch.randint(VOCABULARY, MICROBATCH, generator=torch.Generator().manual_seed(100 * step + microbatch))
@@ -138,7 +138,7 @@ def run(programs: StagePrograms, buffers: Mapping[int, GradientBuffer], step: in
 
 
 @pytest.mark.parametrize(("checkpointing", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str)
-def test_equal_layers_share_programs_and_steps_make_none(checkpointing: bool, dtype: torch.dtype) -> None:
+def test_equal_layers_share_programs_and_steps_compile_none(checkpointing: bool, dtype: torch.dtype) -> None:
     model = gpt()
     programs, names = compiled(model, checkpointing=checkpointing, dtype=dtype)
     assert names == list(model.layer_names)
@@ -157,7 +157,7 @@ def test_equal_layers_share_programs_and_steps_make_none(checkpointing: bool, dt
     assert [row[0] for row in programs.memory.take()] == [0, 1, 2, 3, 4]
 
 
-def test_a_worker_that_takes_other_layers_compiles_nothing() -> None:
+def test_a_worker_that_is_bound_to_other_layers_compiles_nothing() -> None:
     programs, _ = compiled(gpt())
     number, description = programs.num_compiled, describe(gpt(), page_size=64)
     x = torch.randn(*MICROBATCH, 8)
@@ -173,7 +173,7 @@ def test_a_worker_that_takes_other_layers_compiles_nothing() -> None:
     assert programs.num_compiled == number
 
 
-def test_layers_that_are_unlike_are_programs_of_their_own_and_all_are_made() -> None:
+def test_unlike_layers_have_programs_of_their_own_and_all_are_compiled() -> None:
     def make() -> LayeredModel:
         return layered(*[Numbered(number) for number in range(9)])
 
@@ -185,8 +185,8 @@ def test_layers_that_are_unlike_are_programs_of_their_own_and_all_are_made() -> 
     assert programs.num_compiled == number
 
 
-def test_masks_are_those_of_the_layer_as_it_is_written() -> None:
-    """A dropped element is exactly zero: the losses would be far apart if another one were dropped."""
+def test_dropout_masks_are_those_of_the_eager_layer() -> None:
+    """A dropped element is exactly zero, so the losses would be far apart if another element were dropped."""
     make = lambda: layered()  # noqa: E731
     programs, _ = compiled(make())
     description = describe(make(), page_size=64)
@@ -198,7 +198,8 @@ def test_masks_are_those_of_the_layer_as_it_is_written() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_layer_that_is_no_graph_is_refused_by_its_name() -> None:
+def test_a_layer_that_is_no_graph_is_refused_with_its_name() -> None:
     with pytest.raises(ModelError) as caught:
-        compiled(layered(Looking(8, 8)))
+        compiled(layered(Branching(8, 8)))
+    assert caught.value.what.startswith("torch.compile refused layer layer0 (")
     assert caught.value.where == "layer layer0" and "runtime.compile=false" in caught.value.fix

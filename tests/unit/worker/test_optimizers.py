@@ -1,4 +1,4 @@
-"""Updates are functions of (state, gradient, step): any cut in pages and any replay gives the same bits."""
+"""Updates are functions of (state, gradient, step): any cut into pages and any replay give the same bits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.worker.optimizers import SGD, AdamW, PageOptimizer, Update, clip_divisor, make_optimizer
 
 OPTIMIZERS: list[PageOptimizer] = [AdamW(), AdamW(0.0, (0.8, 0.99), 1e-6), SGD(), SGD(0.1, 0.0), SGD(0.01, 0.9)]
-ALIGNED = 64  # elements; the fused kernel rounds the odd ones at a tensor's end differently, so no cut lies elsewhere
+ALIGNED = 64  # elements; pages are multiples of it: the fused kernel rounds a tensor's last odd elements differently
 
 
 def steps_of(
     optimizer: PageOptimizer, length: int, cuts: list[int], seed: int, *, decays: bool, divisor: float
 ) -> list[Tensor]:
-    """Parameters and state after three steps, updated in these pieces."""
+    """Parameters and state after three steps, updated in the pieces between these cuts."""
     draw = torch.Generator().manual_seed(seed)
     params = torch.randn(length, generator=draw)
     states = {name: torch.zeros(length) for name in optimizer.state_names}
@@ -45,7 +45,7 @@ def steps_of(
     decays=st.booleans(),
     divisor=st.sampled_from([1.0, 1.37, 12.5]),
 )
-def test_any_cut_at_pages_is_the_whole(
+def test_updating_in_pieces_gives_the_bits_of_updating_as_a_whole(
     optimizer: PageOptimizer, pages: int, data: st.DataObject, seed: int, decays: bool, divisor: float
 ) -> None:
     length = pages * ALIGNED
@@ -70,7 +70,7 @@ def test_clipping_is_a_division_of_the_gradient(optimizer: PageOptimizer, diviso
 
 
 @pytest.mark.parametrize("decays", [True, False])
-def test_adamw_is_that_of_torch(decays: bool) -> None:
+def test_adamw_has_the_bits_of_torch(decays: bool) -> None:
     found = steps_of(AdamW(), 640, [0, 640], 5, decays=decays, divisor=1.0)[0]
     draw = torch.Generator().manual_seed(5)
     param = torch.nn.Parameter(torch.randn(640, generator=draw))
@@ -83,7 +83,7 @@ def test_adamw_is_that_of_torch(decays: bool) -> None:
     assert torch.equal(found, param.detach())
 
 
-def test_sgd_is_its_formula() -> None:
+def test_sgd_has_the_bits_of_its_formula() -> None:
     found, momentum = steps_of(SGD(0.1, 0.9), 64, [0, 64], 5, decays=True, divisor=2.0)
     draw = torch.Generator().manual_seed(5)
     param, b = torch.randn(64, generator=draw), torch.zeros(64)
@@ -110,5 +110,6 @@ def test_optimizers_by_name() -> None:
     settings = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "momentum": 0.9}
     assert make_optimizer("adamw", **settings) == AdamW(0.1, (0.9, 0.95), 1e-8)
     assert make_optimizer("sgd", **settings) == SGD(0.1, 0.9)
-    with pytest.raises(ConfigError, match="adamw, sgd"):
+    with pytest.raises(ConfigError, match=r"optim\.name=lion is not a known optimizer") as caught:
         make_optimizer("lion", **settings)
+    assert caught.value.exists == "adamw, sgd"

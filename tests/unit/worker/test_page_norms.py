@@ -1,4 +1,4 @@
-"""Norm values of pages depend on the page alone."""
+"""Norms of pages: each value depends on its page alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = st.sampled_from([64, 128, 192, 256, 320, 4096])
 
 
 def folded(page: list[float]) -> float:
-    """The rule by hand, one addition at a time."""
+    """The sum of squares by the documented rule, one addition at a time."""
     x = [torch.tensor(v) * torch.tensor(v) for v in page]
     x += [torch.tensor(0.0)] * ((1 << (len(x) - 1).bit_length()) - len(x))
     while len(x) > 1:
@@ -26,7 +26,7 @@ def folded(page: list[float]) -> float:
 
 @settings(deadline=None)
 @given(page_size=PAGES, pages=st.integers(1, 40), rest=st.integers(0, 3), seed=st.integers(0, 2**32), data=st.data())
-def test_any_cut_of_a_run_gives_the_same_values(
+def test_any_cut_of_a_page_range_gives_the_same_values(
     page_size: int, pages: int, rest: int, seed: int, data: st.DataObject
 ) -> None:
     length = pages * page_size + rest * 64 % page_size
@@ -47,7 +47,7 @@ def test_the_order_of_additions_is_the_stated_one(page_size: int, length: int) -
     assert page_norm_values(x, page_size) == wanted
 
 
-def test_padding_counts_for_nothing_and_the_argument_stays() -> None:
+def test_padding_adds_nothing_and_the_argument_is_not_changed() -> None:
     x = torch.randn(100)
     padded, before = torch.cat([x, torch.zeros(28)]), x.clone()
     assert page_norm_values(padded, 128) == page_norm_values(x, 128)
@@ -55,7 +55,7 @@ def test_padding_counts_for_nothing_and_the_argument_stays() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_seen_in_its_page_only(bad: float) -> None:
+def test_a_value_that_is_not_finite_affects_its_page_only(bad: float) -> None:
     x = torch.ones(256)
     x[70] = bad
     values = page_norm_values(x, 64)

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward is weighed once, and weighing changes no bit."""
+"""The bytes that a layer keeps for its backward are measured once, and measuring changes no bit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def microbatch(seed: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def test_what_is_kept_is_the_input_and_what_autograd_saves_but_no_parameter_and_not_the_output() -> None:
+def test_a_layer_keeps_its_input_and_what_autograd_saves_but_neither_parameters_nor_the_output() -> None:
     block, memory, x = Block(), LayerMemory(), microbatch(1)
     y = memory.measure(5, x, block.values, lambda: block(x))
-    # exp saves its output, which the matmul saves, too; relu saves the layer's output, the next layer's input.
+    # exp and the matmul save the same tensor, counted once; relu saves the layer's output, the next layer's input.
     assert memory.take() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
     assert 5 in memory and 4 not in memory and memory.take() == ()
 
@@ -41,7 +41,7 @@ def test_without_a_graph_only_the_input_is_kept() -> None:
     assert memory.take() == ((0, x.nbytes, 4 * ROWS * WIDTH),)
 
 
-def test_a_layer_is_told_of_once() -> None:
+def test_a_layer_is_reported_once() -> None:
     memory = LayerMemory()
     memory.note(1, 10, 20)
     memory.note(1, 11, 21)
@@ -50,11 +50,11 @@ def test_a_layer_is_told_of_once() -> None:
     assert memory.take() == ()
 
 
-def test_weighing_changes_no_bit() -> None:
+def test_measuring_changes_no_bit() -> None:
     gradients = []
-    for weighs in (True, False):
+    for measures in (True, False):
         block, x = Block(), microbatch(2)
-        y = LayerMemory().measure(0, x, block.values, lambda b=block, x=x: b(x)) if weighs else block(x)
+        y = LayerMemory().measure(0, x, block.values, lambda b=block, x=x: b(x)) if measures else block(x)
         y.square().sum().backward()
         gradients.append((x.grad, block.weight.grad))
     for one, other in zip(*gradients, strict=True):
