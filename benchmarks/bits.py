@@ -59,7 +59,7 @@ _QUICK_ZEROS = ("zero0", "zero3")
 
 @dataclass(frozen=True)
 class Identity:
-    """What the bits of a run may depend on."""
+    """The settings that the bits of a run may depend on."""
 
     model: str
     dtype: str
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def settings_of(case: Case, run_dir: Path) -> dict[str, Any]:
-    """As `Settings.from_dict` takes them."""
+    """The settings of a run, in the form of `Settings.from_dict`."""
     i = case.identity
     sizes = {"name": MODELS[i.model]["target"], "layers": 3, "d_model": 48, "heads": 4}
     return {
@@ -115,7 +115,7 @@ def settings_of(case: Case, run_dir: Path) -> dict[str, Any]:
 
 
 def read_outcome(run_dir: Path, steps: int = STEPS) -> Outcome:
-    """What a finished run of so many steps wrote.
+    """Reads the outcome that a finished run of this many steps wrote.
 
     Raises:
         OSError, ValueError: it did not finish.
@@ -133,21 +133,23 @@ def read_outcome(run_dir: Path, steps: int = STEPS) -> Outcome:
 
 
 def differences(found: Outcome, standard: Outcome) -> list[str]:
-    """What is not equal, in words; validation losses count where both sides have them."""
-    said = []
+    """The fields that are not equal, in words. Validation losses are compared where both sides have them."""
+    differing = []
     for name in ("loss_hex", "grad_norm_hex", "validation"):
         ours, theirs = getattr(found, name), getattr(standard, name)
         if ours is None or theirs is None or ours == theirs:
             continue
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        said.append(f"{name}: {len(ours)} and {len(theirs)} values" if at is None else f"{name} from entry {at + 1}")
+        differing.append(
+            f"{name}: {len(ours)} and {len(theirs)} values" if at is None else f"{name} from entry {at + 1}"
+        )
     if found.weights_sha256 != standard.weights_sha256:
-        said.append("weights_sha256")
-    return said
+        differing.append("weights_sha256")
+    return differing
 
 
 class Runner:
-    """Runs cases one after another, with the workers of all of them forked from one fork server."""
+    """Runs cases one after another. The workers of all of them are forked from one fork server."""
 
     def __init__(self, directory: Path) -> None:
         from elaswave_spmd.controller.startup import PRELOAD
@@ -157,7 +159,7 @@ class Runner:
         self._fork_server = ForkServerClient.start("elaswave_spmd.worker.loop:main", preload=PRELOAD)
 
     def run(self, case: Case) -> Outcome:
-        """A run that nothing happens to.
+        """Runs a case without any fault.
 
         Raises:
             RunError: the run failed.
@@ -166,11 +168,11 @@ class Runner:
 
     @property
     def run_dir(self) -> Path:
-        """Where each run writes."""
+        """The directory that each run writes to."""
         return self._directory / "run"
 
     def run_as(self, fields: dict[str, Any], read: Callable[[Path], T]) -> T:
-        """As `controller.run`, without its fork server. Returns what `read` finds in the run's directory.
+        """Like `controller.run`, but on this runner's fork server. Returns what `read` finds in the run's directory.
 
         Raises:
             RunError: the run failed.
@@ -197,7 +199,7 @@ class Runner:
             shutil.rmtree(run_dir, ignore_errors=True)
 
     def _wait_for_exits(self, count: int) -> None:
-        """Until none of the run's workers is left, newcomers included."""
+        """Waits until none of the run's workers is left, those that joined later included."""
         deadline = time.monotonic() + 60
         while left := [rank for rank in range(count + _MOST_NEWCOMERS) if self._fork_server.signal(rank, 0)]:
             if time.monotonic() > deadline:
@@ -220,7 +222,7 @@ class _Silent:
 
 
 def run_command(case: Case, directory: Path) -> Outcome:
-    """The same run as a user starts it: `python train.py name=value ...`."""
+    """Runs a case as a user starts it: `python train.py name=value ...`."""
     run_dir = directory / "command"
     fields = settings_of(case, run_dir)
     words = [f"++model.args.{name}={value}" for name, value in fields["model"].pop("args", {}).items()]
@@ -237,7 +239,7 @@ def run_command(case: Case, directory: Path) -> Outcome:
 
 
 def reference(identity: Identity) -> Outcome | None:
-    """The bits by tests/reference.py; None where the tests are not there (an installed package)."""
+    """The outcome by tests/reference.py; None where the tests are missing (an installed package)."""
     try:
         from tests import reference as trainer
     except ImportError:
@@ -254,7 +256,7 @@ def reference(identity: Identity) -> Outcome | None:
     data = prepare_data(data_spec(settings))
     job = plan_run(settings, data).job
     o = settings.optim
-    told = trainer.Settings(
+    reference_settings = trainer.Settings(
         lr_at=job.learning_rate.at,
         seed=job.seed,
         steps=job.steps,
@@ -270,12 +272,12 @@ def reference(identity: Identity) -> Outcome | None:
         page_size=settings.page.size,
     )
     model = make_model(settings, data.vocab_size, device="cpu")
-    found = trainer.train(model, open_split(data, "train"), told)
+    found = trainer.train(model, open_split(data, "train"), reference_settings)
     return Outcome(tuple(found.loss_hex), tuple(found.grad_norm_hex), found.weights_sha256, None)
 
 
 def identities(quick: bool) -> Iterator[Identity]:
-    """Everything that a run's bits depend on here."""
+    """All combinations of model, dtype and batch."""
     for number, triple in enumerate(itertools.product(MODELS, DTYPES, BATCHES)):
         if not quick or number in (1, 6):
             yield Identity(*triple)
@@ -283,24 +285,24 @@ def identities(quick: bool) -> Iterator[Identity]:
 
 @dataclass
 class Findings:
-    """Cells of the table and what differed."""
+    """The cells of the table, and the differences found."""
 
     equal: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     runs: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def judge(self, row: str, column: str, what: str, found: Outcome | str, standards: dict[str, Outcome]) -> None:
-        """Counts a run; `found` is the reason in words where it failed."""
-        said = [f"failed: {found}"] if isinstance(found, str) else []
+        """Counts a run. `found` is the reason in words if the run failed."""
+        reasons = [f"failed: {found}"] if isinstance(found, str) else []
         if isinstance(found, Outcome):
             if not standards:
-                said.append("nothing to compare with")
+                reasons.append("nothing to compare with")
             for name, standard in standards.items():
-                said += [f"differs from {name}: {d}" for d in differences(found, standard)]
+                reasons += [f"differs from {name}: {d}" for d in differences(found, standard)]
         self.runs[row, column] = self.runs.get((row, column), 0) + 1
-        self.equal[row, column] = self.equal.get((row, column), 0) + (not said)
-        self.problems += [f"{what}: {line}" for line in said]
-        for line in said:
+        self.equal[row, column] = self.equal.get((row, column), 0) + (not reasons)
+        self.problems += [f"{what}: {line}" for line in reasons]
+        for line in reasons:
             say(f"{what}: {line}")
 
     def cell(self, row: str, column: str) -> str:
@@ -309,7 +311,7 @@ class Findings:
 
 
 def attempt(run: Any, *args: Any) -> Outcome | str:
-    """The outcome of a run, or why there is none."""
+    """The outcome of a run, or the reason why there is none, in words."""
     try:
         return run(*args)
     except Exception as error:
@@ -317,7 +319,7 @@ def attempt(run: Any, *args: Any) -> Outcome | str:
 
 
 def run_all(chosen: Sequence[Identity], meshes: Sequence[str], zeros: Sequence[str], directory: Path) -> Findings:
-    """Every case; within an identity the run on one worker comes first."""
+    """Runs all cases. The run on one worker comes first, since it is a standard for the others."""
     findings, runner = Findings(), Runner(directory)
     try:
         for number, identity in enumerate(chosen):

@@ -4,7 +4,7 @@
 of these meshes), fp32 and bf16, real processes and real signals. A choice of 50 that has every kind on every mesh
 twice; `--full` runs all. Compared exactly with the undisturbed runs of the same dtype on one worker and on the same
 mesh: the columns loss_hex and grad_norm_hex, weights_sha256, every validation loss. A run also fails if the fault did
-not happen, or if events.jsonl does not tell it.
+not happen, or if events.jsonl does not report it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MESHES = {"dp4": 4, "dp2_pp2": 4, "pp3": 3, "dp3_pp2": 6, "[3,2]": 5}
 POINTS = ("forward", "backward", "reduce", "norm", "apply", "publish")
 ZEROS = ("zero0", "zero1", "zero2", "zero3")
 DTYPES = ("fp32", "bf16")
-# kind -> (kind of the chaos event, settings, events that are to be told)
+# kind -> (kind of the chaos event, settings, events that must be reported)
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "kill": ("kill", {}, ("fail",)),
     "stop": ("stop", {}, ("fail",)),
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One run and what happens in it."""
+    """One run, and the fault that is injected in it."""
 
     mesh: str
     kind: str
@@ -53,7 +53,7 @@ class Fault:
 
 
 def fields_of(mesh: str, zero: str, dtype: str, run_dir: Path) -> dict[str, Any]:
-    """Settings of an undisturbed run, as `Settings.from_dict` takes them."""
+    """The settings of an undisturbed run, in the form of `Settings.from_dict`."""
     case = Case(Identity("gpt, dropout 0.1", dtype, "uneven, 7 micro-batches"), mesh, zero)
     fields = settings_of(case, run_dir)
     fields["train"] |= {"steps": STEPS}
@@ -61,19 +61,19 @@ def fields_of(mesh: str, zero: str, dtype: str, run_dir: Path) -> dict[str, Any]
 
 
 def disturbed(fault: Fault, run_dir: Path) -> dict[str, Any]:
-    """The same with the fault."""
+    """The same settings with the fault."""
     kind, settings, _ = KINDS[fault.kind]
     event = {"step": fault.step, "kind": kind, "rank": fault.rank, "point": fault.point}
     return fields_of(fault.mesh, fault.zero, fault.dtype, run_dir) | settings | {"chaos": {"events": [event]}}
 
 
 def chosen(quick: bool, full: bool) -> list[Fault]:
-    """The faults to run. Ranks and steps take turns."""
+    """The faults to inject. Their ranks and steps rotate."""
     found = []
     if full:
         product = list(itertools.product(MESHES, KINDS, POINTS, ZEROS))
     else:
-        # Each pair (mesh, kind) twice; points and levels move on so that they meet all meshes and all kinds.
+        # Each pair (mesh, kind) twice; points and levels rotate, so that they meet all meshes and all kinds.
         product = [
             (mesh, kind, POINTS[(m + k + 3 * again) % len(POINTS)], ZEROS[(m + 2 * k + again + k // 2) % len(ZEROS)])
             for again in range(2)
@@ -88,25 +88,25 @@ def chosen(quick: bool, full: bool) -> list[Fault]:
 
 
 def run_fault(runner: Runner, fault: Fault) -> Outcome:
-    """Runs it and reads what it wrote.
+    """Runs one fault and reads its outcome.
 
     Raises:
         RunError: the run failed.
-        ValueError: what was to happen is not among its events.
+        ValueError: the fault is not among the run's events.
     """
 
     def read(run_dir: Path) -> Outcome:
         lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-        told = {line["event"] for line in lines if fault.rank in line.get("ranks", ()) or line["event"] == "join"}
-        if missing := set(KINDS[fault.kind][2]) - told:
-            raise ValueError(f"events.jsonl does not tell: {', '.join(sorted(missing))}")
+        reported = {line["event"] for line in lines if fault.rank in line.get("ranks", ()) or line["event"] == "join"}
+        if missing := set(KINDS[fault.kind][2]) - reported:
+            raise ValueError(f"events.jsonl does not report: {', '.join(sorted(missing))}")
         return read_outcome(run_dir, STEPS)
 
     return runner.run_as(disturbed(fault, runner.run_dir), read)
 
 
 def undisturbed(runner: Runner, mesh: str, dtype: str) -> Outcome:
-    """A run that nothing happens to."""
+    """Runs without any fault."""
     return runner.run_as(fields_of(mesh, ZEROS[-1], dtype, runner.run_dir), lambda path: read_outcome(path, STEPS))
 
 
@@ -133,11 +133,11 @@ def run_all(faults: Sequence[Fault], directory: Path) -> tuple[Findings, Finding
 
 
 def faults(path: Path | None, only: str, *, quick: bool, full: bool) -> int:
-    """Runs, shows and writes all. Returns the exit code: 1 if a run failed or a bit differs.
+    """Runs all faults, prints and writes the result. Returns the exit code: 1 if a run failed or a bit differs.
 
     Args:
-        path: where the JSON file goes, if anywhere.
-        only: only faults whose name contains this.
+        path: of the JSON file to write, or None.
+        only: run only faults whose name contains this.
     """
     some = [fault for fault in chosen(quick, full) if only in str(fault)]
     result = Result("bits_faults", {"steps": STEPS, "model": "gpt, dropout 0.1", "batch": "uneven, 7 micro-batches"})

@@ -1,25 +1,26 @@
-"""How soon a group can sum again after a member is gone, or has come: edited in place, against rebuilt gloo groups.
+"""Time until a group can sum again after it lost or gained a member: edited in place, against rebuilt gloo groups.
 
     python -m benchmarks.communicator [--quick] [--repeats N] [--sizes 4,8,16] [--json PATH]
 
 n real processes, in two stages; each is in two groups, that of all and that of its stage, as a worker of this project
-is. One process is killed and reaped; then all others are told the new mesh, each sums 1 KiB over both groups, and the
-time is from the moment before the first is told until the last has both sums. No group is in use at the moment of the
-kill, so that nobody hangs in a collective, and how long it takes to notice the loss is not part of it (`recovery`
-measures that). Then a process that is there already, with everything imported, joins in the same way.
+is. One process is killed and reaped; then all others are sent the new mesh, each sums 1 KiB over both groups, and the
+time is from the moment before the first is sent the mesh until the last has both sums. No group is in use at the moment
+of the kill, so that nobody hangs in a collective, and the time until the loss is noticed is not part of it (`recovery`
+measures that). Then a process that is running already, with everything imported, joins in the same way.
 
-- in place: the product's own links (runtime.links, mailbox). The link of the lost one is dropped, or the newcomer's
-  opened; all others stay. A sum goes as the product's reduction of one page does: a message to the primary, which adds
-  in the order of the canonical tree, and one back.
-- partial rebuild: only groups that held the lost one are destroyed and made anew, as ProcessGroupGloo under a fresh
-  prefix of a store that lives on. At its best: connections are made when first used (`lazy_init`), and old groups are
-  destroyed later, outside of the time.
+- in place: the product's own links and mailbox. The link of the lost member is dropped, or the new member's opened; all
+  others stay. A sum works as the product's reduction of one page does: a message to the primary, which adds in the
+  order of the canonical tree, and one back.
+- partial rebuild: only groups of the lost member are destroyed and created again, as ProcessGroupGloo under a new
+  prefix of a store that stays. In its fastest form: connections are opened when first used (`lazy_init`), and old
+  groups are destroyed later, outside of the measured time.
 - full rebuild: destroy_process_group, init_process_group and new_group, over the same store.
 
-Each way has its own n processes, alive all the time; in each repeat all ways take their turns, in another order. The
-ratio is the median over repeats of theirs over ours, with a 95 % interval. "Usable" is when the last process could
-have begun to sum: for ours the edit is a tuple and a dropped socket, and what it takes in each process is in the
-footnote. "Telling" is an order that changes nothing, answered by all: what of each time is telling the processes.
+Each way has its own n processes, alive all the time; in each repeat all ways are measured, in another order. The ratio
+is the median over repeats of a rebuild's time over the time in place, with a 95 % interval. "Usable" is when the last
+process could have begun to sum: in place, the edit is a tuple and a dropped socket, and its time in each process is in
+the footnote. "An order that changes nothing", answered by
+all, shows the share of sending orders in each time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ GONE, COME = "one gone", "one joins"
 
 @dataclass
 class Team:
-    """The processes of one way, in two stages."""
+    """The processes of one way, divided into two stages."""
 
     members: Members
     spec: dict[str, Any]
@@ -56,7 +57,7 @@ class Team:
     number: int = 0
 
     def start(self, size: int) -> None:
-        """Starts all, and makes the first mesh; a kill and a join that do not count follow."""
+        """Starts all processes and makes the first mesh. Then one kill and one join warm up; they are not counted."""
         self._add(size)
         keys = sorted(self.addresses)
         self.stages = [keys[: size // 2], keys[size // 2 :]]
@@ -66,7 +67,7 @@ class Team:
 
     def _add(self, count: int) -> list[int]:
         hellos = self.members.start(self.spec, count)
-        self.addresses |= {key: said["address"] for key, said in hellos.items()}
+        self.addresses |= {key: answer["address"] for key, answer in hellos.items()}
         return list(hellos)
 
     @property
@@ -74,7 +75,7 @@ class Team:
         return [key for stage in self.stages for key in stage]
 
     def lose(self, key: int) -> dict[str, float]:
-        """One is killed; the others go on without it. Returns as `change`."""
+        """Kills one process; the others continue without it. Returns what `change` returns."""
         self.members.kill(key)
         del self.addresses[key]
         for stage in self.stages:
@@ -84,14 +85,14 @@ class Team:
         return self.change()
 
     def gain(self) -> dict[str, float]:
-        """One joins the smaller stage. Returns as `change`."""
+        """Adds one process to the smaller stage. Returns what `change` returns."""
         [key] = self._add(1)
         min(self.stages, key=len).append(key)
         time.sleep(_SETTLE_S)
         return self.change()
 
     def change(self) -> dict[str, float]:
-        """All are told the mesh and sum up. Returns ms until usable and done, and microseconds of one edit."""
+        """Sends all processes the mesh; they sum. Returns ms until usable and done, and microseconds of one edit."""
         self.number += 1
         mesh = {"number": self.number, "stages": self.stages, "addresses": self.addresses}
         began = time.monotonic()
@@ -103,22 +104,22 @@ class Team:
                     raise RuntimeError(f"{self.spec['method']}: {key} has {answers[key]['sums']}, not {wanted}")
         self.members.all(self.keys, "tidy")
         return {
-            "usable": 1e3 * (max(said["usable"] for said in answers.values()) - began),
-            "done": 1e3 * (max(said["done"] for said in answers.values()) - began),
-            "own_us": 1e6 * statistics.median(said["usable"] - said["began"] for said in answers.values()),
+            "usable": 1e3 * (max(answer["usable"] for answer in answers.values()) - began),
+            "done": 1e3 * (max(answer["done"] for answer in answers.values()) - began),
+            "own_us": 1e6 * statistics.median(answer["usable"] - answer["began"] for answer in answers.values()),
         }
 
-    def tell(self) -> float:
-        """Ms until all have been told something that changes nothing."""
+    def order_nothing(self) -> float:
+        """The time until all have answered an order that changes nothing, in ms."""
         began = time.monotonic()
         answers = self.members.all(self.keys, "nothing")
-        return 1e3 * (max(said["done"] for said in answers.values()) - began)
+        return 1e3 * (max(answer["done"] for answer in answers.values()) - began)
 
 
 def measure(size: int, repeats: int, seed: int) -> dict[str, Any]:
-    """All ways, interleaved. Returns, by event and way, what `Team.change` returned each time; and "telling"."""
+    """Measures all ways, interleaved. Returns the results of `Team.change` by event and way, and "ordering"."""
     draw = random.Random(seed)
-    found: dict[str, Any] = {GONE: {m: [] for m in METHODS}, COME: {m: [] for m in METHODS}, "telling": []}
+    found: dict[str, Any] = {GONE: {m: [] for m in METHODS}, COME: {m: [] for m in METHODS}, "ordering": []}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with (
         new_directory("communicator-") as directory,
@@ -135,14 +136,14 @@ def measure(size: int, repeats: int, seed: int) -> dict[str, Any]:
                 team = teams[method]
                 found[GONE][method].append(team.lose(team.keys[place]))
                 found[COME][method].append(team.gain())
-            found["telling"].append(teams[IN_PLACE].tell())
+            found["ordering"].append(teams[IN_PLACE].order_nothing())
             times = ", ".join(f"{m} {found[GONE][m][-1]['done']:.1f}" for m in METHODS)
             say(f"n={size} {repeat + 1}/{repeats}: {times} ms")
     return found
 
 
 def rows(size: int, found: dict[str, Any]) -> list[list[str]]:
-    """Lines of the table; notes in `found` the ratios."""
+    """The lines of the table. Also writes the ratios into `found`."""
     lines = []
     for event, change in ((GONE, f"{size} to {size - 1}"), (COME, f"{size - 1} to {size}")):
         ours = [one["done"] for one in found[event][IN_PLACE]]
@@ -160,14 +161,14 @@ def rows(size: int, found: dict[str, Any]) -> list[list[str]]:
                     str(ratio) if method != IN_PLACE else "1",
                 ]
             )
-    telling = found["telling"]
-    spread = f"{min(telling):.1f} - {max(telling):.1f}"
-    lines.append([f"{size}", "telling all, changing nothing", f"{statistics.median(telling):.1f}", spread, "", ""])
+    ordering = found["ordering"]
+    spread = f"{min(ordering):.1f} - {max(ordering):.1f}"
+    lines.append([f"{size}", "an order that changes nothing", f"{statistics.median(ordering):.1f}", spread, "", ""])
     return lines
 
 
 def footnote(found: dict[int, dict[str, Any]]) -> list[list[str]]:
-    """What the edit itself takes in one process, microseconds."""
+    """The time of the edit itself in one process, in microseconds, as a sentence."""
     return [
         [str(size), *(f"{statistics.median(one['own_us'] for one in found[size][GONE][m]):,.0f}" for m in columns)]
         for size, columns in ((size, (IN_PLACE, FULL)) for size in found)
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [line for size in sizes for line in rows(size, found[size])]
     result.table("Until the first small all-reduces of the new groups are done on all, ms", columns, lines)
     result.table(
-        "Footnote: until one process that was told can use the groups without the lost one, microseconds",
+        "Footnote: until one process that has the order can use the groups without the lost one, microseconds",
         ["processes", IN_PLACE, FULL],
         footnote(found),
     )

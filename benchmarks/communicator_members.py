@@ -1,4 +1,4 @@
-"""A member of the groups that `communicator` edits or builds anew; each kind of communicator is a class here.
+"""A member of the groups that `communicator` edits or rebuilds. Each kind of communicator is a class here.
 
 All have the same two groups, as a worker of a mesh with stages has: all members, and the members of its stage. An
 order names the members of the next mesh; the answer says when the communicator could be used, and when a small
@@ -43,23 +43,23 @@ class Communicator(Protocol):
     """One member's end of both groups."""
 
     def address(self) -> str:
-        """What others have to know to reach it."""
+        """The address at which other members reach this one."""
         ...
 
     def change(self, number: int, stages: Stages, addresses: Mapping[int, str]) -> None:
-        """Makes both groups what they are in mesh `number`; afterwards they can be used."""
+        """Changes both groups to those of mesh `number`; afterwards they can be used."""
         ...
 
     def all_reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of fp32[SIZE] over all members and over the stage."""
+        """Returns the sums of fp32 [SIZE] over all members, and over the stage."""
         ...
 
     def tidy(self) -> None:
-        """What may be left until the sums are done."""
+        """Does the work that may wait until the sums are done; it is not measured."""
 
 
 class InPlace:
-    """The product's links, edited: one is dropped, or one is opened. Sums are in the order of the canonical tree."""
+    """The product's links, edited: one is dropped, or one is opened. Sums follow the order of the canonical tree."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._me, self._mailbox = int(spec["rank"]), Mailbox()
@@ -71,15 +71,15 @@ class InPlace:
         return self._links.address
 
     def change(self, number: int, stages: Stages, addresses: Mapping[int, str]) -> None:
-        """As `Worker` of the product does when a PLACE comes."""
-        newcomer, self._number = not self._stages, number
+        """Does what the product's `Worker` does with the links when a new configuration arrives."""
+        joins_now, self._number = not self._stages, number
         self._stages = tuple(map(tuple, stages))
         for peer in set(self._links.peers) - addresses.keys():
             self._links.drop(peer)
         others = [peer for peer in addresses if peer != self._me]
         for peer in others:
             self._links.connect(peer, addresses[peer])
-        if newcomer and (missing := self._links.wait_connected(others, _TIMEOUT_S)):
+        if joins_now and (missing := self._links.wait_connected(others, _TIMEOUT_S)):
             raise RuntimeError(f"no link to {missing}")
 
     def all_reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +88,7 @@ class InPlace:
         return self._sum(0, everybody, values), self._sum(1, own, values)
 
     def _sum(self, group: int, members: Sequence[int], values: np.ndarray) -> np.ndarray:
-        """As the product reduces one page: nodes to its primary, the first member, and from there to everybody."""
+        """Reduces a page as the product does: partial sums to the first member, the primary, which sends all the sum."""
         primary, place = members[0], members.index(self._me)
         if primary != self._me:
             message = m.PartialSum(self._number, group, 0, 1, place, place + 1)
@@ -125,7 +125,7 @@ class InPlace:
 
 
 class _Gloo:
-    """What both rebuilds share: the store, which lives through all meshes, and sums by c10d."""
+    """The base of both rebuilds: a store that stays through all meshes, and sums by c10d."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._me, self._team = int(spec["rank"]), spec["team"]
@@ -138,12 +138,12 @@ class _Gloo:
         """Nothing is left over."""
 
     def _store_of(self, number: int, name: str) -> Store:
-        """Fresh for each mesh: under an old prefix there are addresses of processes that are gone."""
+        """A store with a new prefix for each mesh: the old prefixes have addresses of processes that have ended."""
         return PrefixStore(f"{self._team}/{number}/{name}", self._store)
 
 
 class FullRebuild(_Gloo):
-    """Everything is destroyed, and made anew by init_process_group and new_group."""
+    """Destroys everything, and creates it again by init_process_group and new_group."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         super().__init__(spec)
@@ -175,11 +175,13 @@ class FullRebuild(_Gloo):
 
 
 class PartialRebuild(_Gloo):
-    """Groups whose members change are destroyed and made anew; others stay. Without the registry of torch.distributed,
-    whose default group could not change alone: as ProcessGroupGloo, which is what torchft rebuilds, too.
+    """Destroys and creates again the groups whose members change; the others stay.
+
+    The groups are ProcessGroupGloo objects outside of torch.distributed's registry, whose default group could not be
+    changed alone. torchft rebuilds its groups in this way, too.
 
     Args:
-        best: connections are made when first used, and old groups destroyed when the new ones are at work.
+        best: open connections when they are first used, and destroy old groups after the measured time.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, best: bool = False) -> None:
@@ -225,7 +227,7 @@ class PartialRebuild(_Gloo):
 
 
 class Member:
-    """What `communicator` can order."""
+    """The orders that `communicator` can give."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -242,7 +244,7 @@ class Member:
         return {"address": self._communicator.address()}
 
     def change(self, number: int, stages: Stages, addresses: Mapping[str, str]) -> dict[str, Any]:
-        """Goes to mesh `number` and sums up. Moments are CLOCK_MONOTONIC."""
+        """Changes to mesh `number` and sums. Times are of CLOCK_MONOTONIC."""
         began = time.monotonic()
         self._communicator.change(number, stages, {int(key): address for key, address in addresses.items()})
         usable = time.monotonic()
@@ -255,7 +257,7 @@ class Member:
         self._communicator.tidy()
 
     def nothing(self) -> dict[str, Any]:
-        """How long telling all of something takes by itself."""
+        """Does nothing: an order whose time is that of sending orders."""
         return {"done": time.monotonic()}
 
 

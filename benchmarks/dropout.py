@@ -2,9 +2,10 @@
 
     python -m benchmarks.dropout [--shape 8,128,256] [--rounds 200] [--json PATH]
 
-Candidates are timed in turn within each round (interleaved), so that a busy machine slows all alike; the ratio is the
-median over rounds of candidate / F.dropout, with its 95 % interval (bootstrap over rounds). The variants that are not
-in use keep one byte per element for backward, where F.dropout and keyed_dropout keep one of the dtype of x.
+Candidates are timed in turn within each round (interleaved), so that a busy machine slows all of them alike. The ratio
+is the median over rounds of candidate / F.dropout, with its 95 % interval (bootstrap over rounds). The variants that
+are not in use save one byte per element for the backward; F.dropout and keyed_dropout save one element of the dtype of
+x.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BASELINE = "F.dropout"
 
 
 class _ByteMask(torch.autograd.Function):
-    """The variant that keeps a bool mask and lets numpy widen it, twice as quickly as torch does."""
+    """A variant that saves a bool mask. numpy converts it to floats, in half of the time that torch takes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: np.ndarray, scale: float) -> Tensor:

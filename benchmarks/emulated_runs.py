@@ -1,10 +1,10 @@
 """Runs of `python train.py` on the emulated accelerator, for `rescheduling`, `simulated` and `frequency_emulated`.
 
 Layers are all alike, eight for each stage (embedding and head included): a forward through a stage of the healthy mesh
-sleeps 24 ms, a backward 48 ms. All else is real: processes, links, protocol, bytes, the update. The model is small
-(width 8), so that what programs do besides sleeping (hashes, keyed numbers) and what the protocol takes fit on two
-cores with 16 workers; that they did is measured in every run: `Run.busy`, cores that its processes kept busy on the
-healthy mesh.
+sleeps 24 ms, a backward 48 ms. Everything else is real: processes, links, protocol, bytes, the update. The model is
+small (width 8), so that the work of the programs besides sleeping (hashes, keyed numbers) and of the protocol fits on
+two cores with 16 workers. Each run measures whether it did: `Run.busy` is the number of cores that its processes kept
+busy on the healthy mesh.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """The files of a finished run, and its use of the processor.
 
     Args:
         metrics, events: lines of metrics.jsonl and events.jsonl.
-        costs: of layers and workers as the run measured them; None: it did not.
+        costs: of layers and workers as the run measured them; None if it did not.
         busy: cores that its processes kept busy between steps WARM_STEPS and the one that was asked for.
         weights: their sha256 at the end.
         trace: events of trace.json; empty without run.trace=true.
@@ -60,16 +60,16 @@ class Run:
         return {line["step"]: line["loss_hex"] for line in self.metrics}
 
     def seconds(self, first: int, last: int) -> list[float]:
-        """Of steps `first` to `last`, both included."""
+        """The durations of steps `first` to `last`, both included."""
         return [line["seconds"] for line in self.metrics if first <= line["step"] <= last]
 
     @property
     def last_change(self) -> int:
-        """The step after which the mesh was changed last; 0: never."""
+        """The step after which the mesh was changed last; 0 if it never was."""
         return max((event["after_step"] for event in self.events if "after_step" in event), default=0)
 
     def assignment(self, first: Placement) -> Assignment:
-        """Who ran what in the end. `first`: the placement that the run began with."""
+        """The assignment at the end of the run. `first`: the placement that the run began with."""
         placed = [event for event in self.events if "layer_cuts" in event]
         if not placed:
             return Assignment.of(first)
@@ -79,7 +79,7 @@ class Run:
 
 
 def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
-    """What layers are made to take (`times` as long as FORWARD_S says), and about the bytes that they have."""
+    """The configured costs of the layers: `times` as long as FORWARD_S, and about the bytes that they have."""
     parameters = 2 * WIDTH * WIDTH + 4 * WIDTH
     seconds = times * FORWARD_S / LAYERS
     layer = LayerCost(
@@ -96,7 +96,7 @@ def costs_of(num_stages: int, times: float = 1.0) -> CostModel:
 
 
 def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, **settings: object) -> dict[str, object]:
-    """Settings of a run by name; `settings` with __ for the dot.
+    """The settings of a run by name. In `settings`, __ stands for the dot.
 
     Args:
         micro-batches: of a step.
@@ -125,14 +125,14 @@ def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, *
 
 
 def run(settings: Mapping[str, object], costs: CostModel, cache: Path, until: int) -> Run:
-    """One run of `python train.py`, whose first placement is planned with `costs`.
+    """Runs `python train.py` once; its first placement is planned with `costs`.
 
     Args:
-        cache: of data, shared between runs.
-        until: the last step in which its processes' use of cores is looked at.
+        cache: directory of prepared data, shared between runs.
+        until: the last step in which the use of cores is measured.
 
     Raises:
-        RuntimeError: it failed; with the end of its output.
+        RuntimeError: the run failed; with the end of its output.
     """
     with new_directory("emulated-") as directory:
         profile, into = directory / "profile.json", directory / "run"
@@ -158,7 +158,7 @@ def run(settings: Mapping[str, object], costs: CostModel, cache: Path, until: in
 
 
 def blocks(seconds: Sequence[float], number: int) -> list[float]:
-    """Means of so many blocks of steps, one after the other, all equally long."""
+    """The means of `number` consecutive blocks of steps, all equally long."""
     size = len(seconds) // number
     return [statistics.fmean(seconds[i * size : (i + 1) * size]) for i in range(number)]
 
@@ -171,13 +171,13 @@ _Used = tuple[float, Mapping[int, float]]
 
 
 def _busy(before: _Used, after: _Used) -> float:
-    """Cores kept busy in between by the processes that were there at both times."""
+    """The cores kept busy between two samples, by the processes that are in both."""
     (began, at_first), (ended, at_last) = before, after
     return sum(at_last[pid] - at_first[pid] for pid in at_first.keys() & at_last.keys()) / (ended - began)
 
 
 def _cpu_seconds(mark: str) -> dict[int, float]:
-    """Process id -> processor time of what carries the mark (Linux)."""
+    """Process id -> processor time, for all processes that carry the mark (Linux)."""
     found, tick = {}, os.sysconf("SC_CLK_TCK")
     for pid in marked(mark):
         try:
@@ -189,11 +189,11 @@ def _cpu_seconds(mark: str) -> dict[int, float]:
 
 
 def simulated_step(assignment: Assignment, costs: CostModel) -> float:
-    """Seconds of a step that follows others, of a run with sharding=zero1 and mirror.count=1."""
+    """The simulated duration of a step in steady state, with sharding=zero1 and mirror.count=1, in seconds."""
     return execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(1, 1), steps=3).step_s
 
 
 def placed(stages: Sequence[Sequence[int]], layer_cuts: Sequence[int]) -> str:
-    """Workers and layers of the stages, for a table."""
+    """The workers and layers of the stages, for a table."""
     sizes = "-".join(str(len(members)) for members in stages)
     return f"{sizes}; {'-'.join(str(b - a) for a, b in itertools.pairwise(layer_cuts))}"

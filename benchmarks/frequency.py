@@ -1,14 +1,14 @@
-"""Frequency hints: what they do to bubbles and to modelled energy, and how far they are from the best there is.
+"""Frequency hints: their effect on bubbles and on modelled energy, and their distance from the optimum.
 
     python -m benchmarks.frequency [--lowest 0.5] [--highest 1.0] [--json PATH] [--quick]
 
-Nothing is run: all figures are modelled (scheduling.frequency: an action of t seconds takes t / f; a device draws
+No training is run: all figures are modelled (scheduling.frequency: an action of t seconds takes t / f; a device draws
 0.3 + 0.7 f^3 while it computes and 0.3 while it waits, as parts of its power at the normal frequency). Each case is
-planned as a run would: micro-batches and layers first, for who is left and how fast they are, then frequencies. "by
-class" are the hints of the plan, four for each worker; "by worker" is what a run sets, one for each. "lowtime" is the
-frontier of lowtime (Perseus; Chung et al., SOSP 2024) with a frequency for each single action, at the same makespan:
-the optimum, but for its grid of time. It is left out for steps of more than 256 actions, since it takes minutes, and
-where lowtime is not installed (the extra `dvfs`).
+planned as in a run: micro-batches and layers first, for the workers that are left and their speeds, then frequencies.
+"by class" are the hints of the plan, four for each worker; "by worker" is what a run sets, one for each. "lowtime" is
+the frontier of lowtime (Perseus; Chung et al., SOSP 2024) with a frequency for each single action, at the same
+makespan: the optimum, but for its grid of time. It is left out for steps of more than 256 actions, since it takes
+minutes, and where lowtime is not installed (the extra `dvfs`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def costs_of(num_layers: int) -> CostModel:
 
 
 def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment, CostModel]:
-    """What runs in the end, on whom, and their costs."""
+    """The assignment after planning, and the costs of its workers."""
     shape = MeshShape.of(dp=case.dp, pp=case.pp)
     mesh = Mesh.initial(shape)
     counts = deal_stages(case.dp * microbatches, [np.ones(case.dp) for _ in range(case.pp)]).counts
@@ -85,12 +85,12 @@ def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment
 
 
 def idle(graph: ActionGraph, work: np.ndarray, frequencies: np.ndarray, makespan: float) -> float:
-    """The part of all workers' time in which nothing is computed."""
+    """The share of all workers' time in which nothing is computed."""
     return 1.0 - float((work / frequencies).sum()) / (len(graph.ranks) * makespan)
 
 
 def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRange, makespan: float) -> float | None:
-    """The energy of lowtime's frontier at a makespan, each action with a frequency of its own; None: not installed."""
+    """The energy of lowtime's frontier at a makespan, with a frequency per action; None if lowtime is not installed."""
     actions = 2 * assignment.num_stages * assignment.num_microbatches
     if importlib.util.find_spec("lowtime") is None or actions > _MOST_ACTIONS:
         return None
@@ -135,7 +135,7 @@ def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRa
 
 
 def _dag(assignment: Assignment, networkx: Any) -> tuple[dict[Any, int], Any]:
-    """(rank, action) -> node, and the graph of who waits for whom, with one source and one sink."""
+    """(rank, action) -> graph node, and the graph of which action waits for which, with one source and one sink."""
     lists = schedule(assignment.placement())
     numbers = {
         (rank, action): i + 2 for i, (rank, action) in enumerate((r, a) for r, todo in lists.items() for a in todo)
@@ -193,7 +193,7 @@ def _table(plan: FrequencyPlan) -> np.ndarray:
 
 
 def row_of(found: Mapping[str, Any]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     energies = found["modelled_energy"]
     before = energies["before"]
 

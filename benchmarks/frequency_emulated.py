@@ -4,8 +4,8 @@
 
 Each case is one run of `python train.py` on the emulated accelerator (benchmarks/emulated_runs.py: real processes,
 links and bytes; layer programs sleep, longer at a lower frequency). Workers are killed in a step; micro-batches and
-layers are dealt anew, state finds its new places, and when nothing else is to be changed the hints are set, by a guard
-in a process of its own (schedule.frequency=simulated, from 0.5 to 1 of the normal frequency). Step times are medians of
+layers are assigned again, state is moved, and when no other change is left the hints are set, by a guard in a process
+of its own (schedule.frequency=simulated, from 0.5 to 1 of the normal frequency). Step times are medians of
 this one run, before and after. Energy is modelled (scheduling.frequency.PowerModel); benchmarks/frequency.py has the
 rest of the model.
 """
@@ -34,7 +34,7 @@ CASES: Mapping[str, tuple[str, tuple[int, ...], int]] = {
 
 
 def measure(mesh_name: str, lost: Sequence[int], microbatches: int, steps: int, cache: Path) -> dict[str, Any]:
-    """One run: its steps before and after the first hints on its last mesh; later ones follow what is measured.
+    """Measures one run: its steps before and after the first hints on its last mesh. Later hints follow measured times.
 
     Raises:
         RuntimeError: no hints once the mesh had changed for the last time, or no step before or after them.
@@ -66,7 +66,7 @@ def measure(mesh_name: str, lost: Sequence[int], microbatches: int, steps: int, 
 
 
 def row_of(name: str, found: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     before, after = found["seconds_before"], found["seconds_after"]
     energy, values = found["modelled_energy"], found["frequencies"].values()
     return [

@@ -1,9 +1,9 @@
-"""Blocks of steps on command: the doorway between a benchmark's driver and the workers of the systems it compares.
+"""Blocks of steps on command: the gate between a benchmark's driver and the workers of the systems it compares.
 
 Every worker connects to the driver's socket and waits before its first step. The driver lets all workers of one system
-run a number of steps and waits until each has said that it is through; workers of the other system sit in a read
+run a number of steps and waits until each has reported that it is done; workers of the other system block in a read
 meanwhile and take no processor time. Both systems are timed by the same clock in the same way: from the driver's first
-"go" to the last worker's "through".
+"go" to the last worker's report.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOOK_S = 0.2
 
 
 def peak_rss() -> int:
-    """Largest resident size of this process so far, bytes."""
+    """The largest resident size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def anonymous(pid: int) -> int:
-    """RssAnon of a process, bytes; 0 when it is gone."""
+    """RssAnon of a process, in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -37,7 +37,7 @@ def anonymous(pid: int) -> int:
 
 
 class Gate:
-    """A worker's end; to be made before the worker has anything in memory but its imports.
+    """The worker's end of the gate. Make it before the worker has anything in memory but its imports.
 
     Args:
         path: the driver's socket.
@@ -49,7 +49,7 @@ class Gate:
         self._socket.connect(path)
         self._stream = self._socket.makefile("rwb")
         pid = os.getpid()
-        self._tell({"rank": rank, "pid": pid, "rss_at_entry": peak_rss(), "anon_at_entry": anonymous(pid)})
+        self._send({"rank": rank, "pid": pid, "rss_at_entry": peak_rss(), "anon_at_entry": anonymous(pid)})
         self._left = 0
 
     def before_first(self) -> None:
@@ -57,15 +57,15 @@ class Gate:
         self._wait()
 
     def after_step(self, loss: float, more: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Call it after each step, when its update has been made. Waits where a block ends.
+        """Call it after each step, once its update has been applied. It waits at the end of a block.
 
         Args:
-            loss: this worker's share of the step's loss, or the loss: whatever the driver is to compare.
-            more: asked at the end of a block: what else the driver is to know, plain data.
+            loss: this worker's share of the step's loss, or the loss: the number that the driver compares.
+            more: called at the end of a block for further plain data for the driver.
         """
         self._left -= 1
         if self._left == 0:
-            self._tell({"loss": loss, "peak_rss": peak_rss(), "more": dict(more())})
+            self._send({"loss": loss, "peak_rss": peak_rss(), "more": dict(more())})
             self._wait()
 
     def _wait(self) -> None:
@@ -74,7 +74,7 @@ class Gate:
             raise SystemExit("the benchmark's driver is gone")
         self._left = int(line)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         self._stream.write(json.dumps(message).encode() + b"\n")
         self._stream.flush()
 
@@ -94,7 +94,7 @@ class Member:
 
     @property
     def growth(self) -> int:
-        """Bytes of resident memory beyond the imports, at the peak."""
+        """The peak of resident memory beyond the imports, in bytes."""
         return self.peak_rss - self.rss_at_entry
 
 
@@ -113,13 +113,13 @@ class Team:
         self._listener.listen(64)
 
     def gather(self, count: int, alive: Callable[[], bool]) -> None:
-        """Waits until `count` workers have come.
+        """Waits until `count` workers have connected.
 
         Args:
-            alive: whether the process that starts them still runs.
+            alive: returns True while the process that starts them runs.
 
         Raises:
-            RuntimeError: they did not come.
+            RuntimeError: they did not connect.
         """
         self._listener.settimeout(_LOOK_S)
         deadline = time.monotonic() + _TIMEOUT_S
@@ -137,7 +137,7 @@ class Team:
         self.members.sort(key=lambda member: member.rank)
 
     def block(self, steps: int) -> float:
-        """Lets all workers make `steps` steps. Returns the seconds until the last one is through.
+        """Lets all workers run `steps` steps. Returns the seconds until the last one is done.
 
         Raises:
             RuntimeError: a worker has ended.
@@ -153,7 +153,7 @@ class Team:
         return time.perf_counter() - began
 
     def go(self, steps: int) -> None:
-        """As `block`, without waiting."""
+        """Lets all workers run `steps` steps, without waiting for them."""
         for member in self.members:
             member.stream.write(f"{steps}\n".encode())
             member.stream.flush()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ratios of interleaved pairs with an interval, the machine, tables, JSON.
+"""Tools that the benchmarks share: ratios of interleaved pairs with an interval, the machine, tables, JSON.
 
 A pair is two blocks of work of two systems, one right after the other; a launch is a fresh start of all processes.
 Launches of the same code differ by more than pairs within one (memory layout, placement on cores), so the interval
@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "numpy", "pyzmq", "randomgen", "einops")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its 95 % interval, of `num_pairs` pairs over `num_launches` launches."""
+    """A median with its 95 % interval, over `num_pairs` pairs in `num_launches` launches."""
 
     median: float
     low: float
@@ -60,7 +60,7 @@ def estimate(launches: Sequence[Sequence[float]]) -> Estimate:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, usable cores, memory, versions: what a number is worth nothing without."""
+    """Processor, usable cores, memory and versions of this machine. A measured number means nothing without them."""
     return {
         "processor": _first_match("/proc/cpuinfo", r"model name\s*: (.+)") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -87,18 +87,20 @@ def _version(package: str) -> str:
 
 
 class Result:
-    """One run of a benchmark: collects what it says, then shows and writes it.
+    """The result of one run of a benchmark: collects tables and data, prints them and writes them.
 
     Args:
         name: the benchmark; its section in docs/results.md has the same name.
-        settings: what was asked for, plain JSON.
+        settings: of this run of the benchmark, plain JSON.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self.name, self.settings = name, dict(settings)
+        self.name = name
+        self.settings = dict(settings)
         self.tables: list[dict[str, Any]] = []
         self.data: dict[str, Any] = {}
-        self._began, self._load_before = time.time(), os.getloadavg()
+        self._began = time.time()
+        self._load_before = os.getloadavg()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Adds a table and prints it."""
@@ -134,12 +136,14 @@ class Result:
         }
 
     def finish(self, path: Path | None, problems: Sequence[str] = ()) -> int:
-        """Prints the machine and its load, and writes the JSON file where one was asked for.
+        """Prints the machine and its load, and writes the JSON file if one was asked for.
 
         Args:
-            problems: what should not have happened; printed last.
+            path: of the JSON file, or None.
+            problems: findings that make the benchmark fail; printed last.
 
-        Returns: the exit code: 1 if there are any.
+        Returns:
+            The exit code: 1 if there are problems.
         """
         found = self.to_dict()
         where, loads = found["machine"], found["load_average_1_5_15_min"]
@@ -165,7 +169,7 @@ def _plain(value: object) -> object:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A command line with what every benchmark has: --json and --quick; its help is the module's docstring."""
+    """A command line with the options of every benchmark, --json and --quick. Its help is the module's docstring."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="PATH", help="also write the result there")
     made.add_argument("--quick", action="store_true", help="less of everything: shows that it works, measures little")
@@ -173,5 +177,5 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Prints a line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,22 +1,22 @@
-"""What it costs a run that a worker joins it, and that one leaves.
+"""The cost of a join and of a leave for a running training.
 
     python -m benchmarks.join [--quick] [--joins N] [--launches N] [--json PATH]
 
-`python train.py` on three workers, the model of `recovery`. Again and again `ctl RUN add 1` has a fourth one join, and
-`ctl RUN drain RANK` has it leave; in between steps are left alone. A step is disturbed from the request on until the
-run has settled: all copies are where they belong, and nothing is changing. A stall is the time of disturbed steps
-beyond the median of undisturbed steps with as many workers. Times of steps are those of metrics.jsonl, from one commit
-to the next as the controller sees them; moments are those of events.jsonl.
+`python train.py` on three workers, the model of `recovery`. Repeatedly `ctl RUN add 1` makes a fourth worker join, and
+`ctl RUN drain RANK` makes it leave; in between some steps are undisturbed. A step counts as disturbed from the request
+on until the run has settled: all copies are where they belong, and nothing is changing. A stall is the time of
+disturbed steps beyond the median of undisturbed steps with as many workers. Times of steps are those of metrics.jsonl,
+from one commit to the next as the controller sees them; times of events are those of events.jsonl.
 
-Told of each join: how long it took until the newcomer had its place, what training lost while its process started
-beside it on the same cores, and then the stall proper: of the step in which the mesh changed, of the steps in which
+Reported for each join: the time until the new worker was a member, the time that training lost while its process
+started on the same cores, and then the stall itself: of the step in which the mesh changed, of the steps in which
 copies were promoted, and of all together. `pause` is how long all members waited between two steps for the new mesh:
-from the last one's answer until they had their places.
+from the last member's answer until they had the new configuration.
 
-A change is planned for the end of a step. Where a member has begun the next one before it is told, that step is
-salvaged, and micro-batches of it may be computed again: their number is told.
+A change is planned for the end of a step. If a member has begun the next step before it hears of the change, that step
+is recovered in part, and micro-batches of it may be computed again: their number is reported.
 
-It fails if a step was discarded, and if a loss differs between launches.
+The benchmark fails if a step was discarded, or if a loss differs between launches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from elaswave_spmd.errors import ControlError
 
 WORKERS = 3
 _WARM_STEPS = 20
-_ALONE_STEPS = 25  # steps that are left alone between two changes
+_ALONE_STEPS = 25  # undisturbed steps between two changes
 _LOOK_S = 0.05
 _KINDS = ("join", "leave", "rebalance")
 JOIN, LEAVE = "join", "leave"
@@ -47,7 +47,7 @@ JOIN, LEAVE = "join", "leave"
 
 @dataclass(frozen=True)
 class Request:
-    """A change that was asked for: `at` in CLOCK_MONOTONIC, when `step` was the last one that had committed."""
+    """A requested change: `at` in CLOCK_MONOTONIC, when `step` was the last committed step."""
 
     kind: str
     at: float
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Launch:
-    """What one run wrote down."""
+    """The files of one run."""
 
     requests: tuple[Request, ...]
     metrics: tuple[dict[str, Any], ...]
@@ -67,16 +67,16 @@ class Launch:
         return {line["step"]: line["loss_hex"] for line in self.metrics}
 
     def problems(self) -> list[str]:
-        """What must not be, in words."""
-        said = []
+        """Findings that make the benchmark fail, in words."""
+        findings = []
         if [line["step"] for line in self.metrics] != list(range(1, len(self.metrics) + 1)):
-            said.append("a step is missing from metrics.jsonl, or there twice")
-        said += [f"worker {e['ranks']} was lost: {e['reason']}" for e in self.events if e["event"] == "fail"]
-        return said
+            findings.append("a step is missing from metrics.jsonl, or there twice")
+        findings += [f"worker {e['ranks']} was lost: {e['reason']}" for e in self.events if e["event"] == "fail"]
+        return findings
 
 
 def run(cache: Path, joins: int) -> Launch:
-    """One run with so many joins, and as many leaves."""
+    """Runs the training once, with this many joins and as many leaves."""
     requests = []
     with new_directory("join-") as directory:
         words = train_words(directory, cache, mesh={"dp": WORKERS})
@@ -101,7 +101,7 @@ def run(cache: Path, joins: int) -> Launch:
 
 
 def _steps(training: Program, folder: Path, count: int) -> None:
-    """Lets so many steps pass."""
+    """Waits for this many steps."""
     metrics = folder / "metrics.jsonl"
     until = len(json_lines(metrics)) + count
     training.wait(lambda: len(json_lines(metrics)) >= until)
@@ -129,18 +129,18 @@ class Window:
 
 def windows(launch: Launch) -> list[Window]:
     """The disturbed steps of each request. They end with the first step on the last of its meshes."""
-    told = [event for event in launch.events if event["event"] in _KINDS]
+    reported = [event for event in launch.events if event["event"] in _KINDS]
     found = []
     for number, request in enumerate(launch.requests):
         later = launch.requests[number + 1].at if number + 1 < len(launch.requests) else float("inf")
-        own = tuple(event for event in told if request.at <= event["placed_at"] < later)
+        own = tuple(event for event in reported if request.at <= event["placed_at"] < later)
         last = max(event["after_step"] for event in own) + 1
         found.append(Window(request, request.step + 1, last, own))
     return found
 
 
 def measure(launch: Launch) -> dict[str, list[dict[str, float]]]:
-    """Per kind of change, the pieces of each, ms."""
+    """The pieces of each change in ms, by kind of change."""
     steps = {line["step"]: line for line in launch.metrics}
     found = windows(launch)
     disturbed = {step for window in found for step in range(window.first, window.last + 1)}
@@ -164,7 +164,7 @@ def measure(launch: Launch) -> dict[str, list[dict[str, float]]]:
 def _pieces(
     window: Window, changed: Mapping[str, Any], copies: Sequence[Mapping[str, Any]], extra: Any, usual: dict[int, float]
 ) -> dict[str, float]:
-    """One change. `extra(first, last)`: what these steps took beyond the usual, ms."""
+    """The pieces of one change. `extra(first, last)`: the time of these steps beyond the usual one, in ms."""
     at = changed["after_step"]
     pieces = {
         f"undisturbed step, {WORKERS} workers": 1e3 * usual[WORKERS],
@@ -172,7 +172,7 @@ def _pieces(
         "request to the new mesh": 1e3 * (changed["placed_at"] - window.request.at),
     }
     if window.request.kind == JOIN:
-        pieces["beyond the usual before it: the newcomer starts"] = extra(window.first, at)
+        pieces["beyond the usual before it: the new worker starts"] = extra(window.first, at)
     return pieces | {
         "pause between two steps": 1e3 * (changed["placed_at"] - changed["answered_at"]),
         "stall: the step of the change": extra(at + 1, at + 1),
@@ -201,7 +201,7 @@ def main() -> int:
             done.append(run(cache, joins))
     for launch in done:
         problems += launch.problems()
-    problems += [f"bits: {said}" for said in different_losses([launch.losses for launch in done])]
+    problems += [f"bits: {difference}" for difference in different_losses([launch.losses for launch in done])]
     changes = [measure(launch) for launch in done]
     for kind, title in ((JOIN, "A worker joins, 3 to 4"), (LEAVE, "A worker leaves, 4 to 3")):
         pieces = list(itertools.chain.from_iterable(change[kind] for change in changes))

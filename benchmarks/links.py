@@ -3,7 +3,7 @@
     python -m benchmarks.links [--json PATH] [--rounds N]
 
 One process sends, the other echoes: each message goes through `Links.send`, the event loop and the `Mailbox` on both
-sides, as in training. The two transports take turns round by round, so that a busy machine disturbs both. Reported:
+sides, as in training. The two transports alternate round by round, so that a busy machine disturbs both. Reported:
 median and 90th percentile of half a round trip, and the rate when messages are streamed one way.
 """
 
@@ -51,7 +51,7 @@ def receive(mailbox: Mailbox) -> Envelope:
 
 
 def echo(transport: Transport, directory: str) -> None:
-    """The second process: sends back what it gets, or counts a stream and answers once. Ends when its input closes."""
+    """The second process: echoes each message, or counts a stream and answers once. It ends when its input closes."""
     mailbox = Mailbox()
     links = Links(1, mailbox, transport=transport, directory=directory)
     print(links.address, flush=True)
@@ -80,14 +80,14 @@ class Pair:
             raise RuntimeError("no connection to the echoing process")
 
     def ping(self, payload: np.ndarray) -> float:
-        """Seconds of half a round trip."""
+        """The time of half a round trip, in seconds."""
         start = time.perf_counter()
         self.links.send(1, b"echo", [payload])
         receive(self.mailbox)
         return (time.perf_counter() - start) / 2
 
     def stream(self, payload: np.ndarray, count: int) -> float:
-        """Bytes per second of `count` messages sent back to back until all have arrived."""
+        """The rate of `count` messages that are sent back to back, until all have arrived, in bytes per second."""
         start = time.perf_counter()
         for number in range(count):
             self.links.send(1, b"last" if number == count - 1 else b"more", [payload])

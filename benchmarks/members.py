@@ -1,8 +1,7 @@
-"""Processes that do as they are told: for benchmarks that measure a part of the product between real processes.
+"""Processes that carry out orders: for benchmarks that measure a part of the product between real processes.
 
-The driver has them forked from the product's fork server, so that each begins with everything imported, gives orders
-over a Unix socket, one line of JSON each, and gets one line back. What a member can do is the business of the
-benchmark.
+The driver forks them from the product's fork server, so that each begins with everything imported. It sends orders over
+a Unix socket, one line of JSON each, and gets one line back. Each benchmark defines the orders of its members.
 """
 
 from __future__ import annotations
@@ -27,18 +26,20 @@ Answer = dict[str, Any]
 
 
 def follow(spec: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> None:
-    """A member's life: `make(spec)` gives an object whose method `hello` says what the driver is to know first; an
-    order {"do": NAME, ...} calls its method NAME with the rest. It ends with the driver."""
+    """Runs a member until the driver ends.
+
+    `make(spec)` returns an object. Its method `hello` returns the first answer to the driver; an order
+    {"do": NAME, ...} calls its method NAME with the rest of the order."""
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(spec["orders"])
         stream: Any = link.makefile("rwb")
 
         def answer(call: Callable[[], Mapping[str, Any] | None]) -> None:
             try:
-                said = dict(call() or {})
+                reply = dict(call() or {})
             except Exception:
-                said = {"error": traceback.format_exc()}
-            stream.write(json.dumps({"key": spec["rank"], **said}).encode() + b"\n")
+                reply = {"error": traceback.format_exc()}
+            stream.write(json.dumps({"key": spec["rank"], **reply}).encode() + b"\n")
             stream.flush()
 
         member: Any = None
@@ -55,7 +56,7 @@ def follow(spec: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
 
 
 class Members:
-    """The driver's end. Members are told apart by keys, 0, 1, ... in the order of their start.
+    """The driver's end. Each member has a key: 0, 1, ... in the order of their start.
 
     Args:
         target: "module:function", called in each with its spec; it calls `follow`.
@@ -81,10 +82,10 @@ class Members:
         return self._next
 
     def start(self, spec: Mapping[str, Any], count: int = 1) -> dict[int, Answer]:
-        """Starts members with the same spec. Returns what they said first, by key.
+        """Starts members with the same spec. Returns their first answers by key.
 
         Raises:
-            RuntimeError: one failed, or did not come.
+            RuntimeError: one failed, or did not connect.
         """
         keys = range(self._next, self._next + count)
         self._next += count
@@ -103,12 +104,12 @@ class Members:
             connection.settimeout(_TIMEOUT_S)
             stream: Any = connection.makefile("rwb")
             connection.close()  # the stream keeps it open
-            said = _read(stream, "a new member")
-            self._streams[said["key"]], hellos[said["key"]] = stream, said
+            reply = _read(stream, "a new member")
+            self._streams[reply["key"]], hellos[reply["key"]] = stream, reply
         return hellos
 
     def order(self, orders: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
-        """Gives each its order, all before the first answer is read. Returns the answers by key.
+        """Sends each member its order, all before the first answer is read. Returns the answers by key.
 
         Raises:
             RuntimeError: a member failed or ended.
@@ -117,21 +118,21 @@ class Members:
         return {key: self.answer(key) for key in orders}
 
     def all(self, keys: Iterable[int], do: str, **rest: Any) -> dict[int, Answer]:
-        """Gives these the same order, as `order`."""
+        """Sends these members the same order; otherwise like `order`."""
         return self.order({key: {"do": do, **rest} for key in keys})
 
     def give(self, orders: Mapping[int, Mapping[str, Any]]) -> None:
-        """As `order`, without waiting: call `answer` for each."""
+        """Sends each member its order without waiting. Call `answer` for each of them."""
         for key, order in orders.items():
             self._streams[key].write(json.dumps(order).encode() + b"\n")
             self._streams[key].flush()
 
     def answer(self, key: int) -> Answer:
-        """A member's answer to the order that it was given last."""
+        """Returns a member's answer to the last order that it was sent."""
         return _read(self._streams[key], f"member {key}")
 
     def kill(self, key: int) -> None:
-        """SIGKILL; returns when the process is gone and reaped."""
+        """Kills a member by SIGKILL. Returns when the process has ended and is reaped."""
         self._fork_server.signal(key, signal.SIGKILL)
         deadline = time.monotonic() + _TIMEOUT_S
         while not any(exited.rank == key for exited in self._exits()):
@@ -140,7 +141,7 @@ class Members:
         self._streams.pop(key).close()
 
     def close(self) -> None:
-        """Ends everybody."""
+        """Ends all members."""
         for stream in self._streams.values():
             stream.close()
         self._listener.close()
@@ -167,7 +168,7 @@ def _read(stream: BinaryIO, who: str) -> Answer:
     line = stream.readline()
     if not line:
         raise RuntimeError(f"{who} has ended")
-    said = json.loads(line)
-    if "error" in said:
-        raise RuntimeError(f"{who} failed:\n{said['error']}")
-    return said
+    reply = json.loads(line)
+    if "error" in reply:
+        raise RuntimeError(f"{who} failed:\n{reply['error']}")
+    return reply

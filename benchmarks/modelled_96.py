@@ -20,18 +20,18 @@ from elaswave_spmd.simulator.scenario import Events, load
 from elaswave_spmd.simulator.tables import run_scenario
 
 _POLICIES = ("ours", "reroute", "reroute, whole backward", "drop replica", "templates", "restart")
-_AGAINST = {"ours / reroute": "1.35", "ours / drop replica": "1.60"}  # what the paper of ElasWave reports
+_AGAINST = {"ours / reroute": "1.35", "ours / drop replica": "1.60"}  # as the ElasWave paper reports it
 
 
 def scenario(quick: bool) -> Events:
-    """The scenario; quick: one draw, two rows a model."""
+    """The scenario; with `quick` one draw and two rows per model."""
     found = load("llama96")
     assert isinstance(found, Events)
     return replace(found, draws=1, cases=tuple(replace(c, lose=(1, 8)) for c in found.cases)) if quick else found
 
 
 def means(table: Table) -> Table:
-    """Over the rows of a model, the geometric mean of the ratios to the two policies that the paper compares with."""
+    """The geometric means, over the rows of a model, of the ratios to the two policies that the paper compares with."""
     rows: list[tuple[Cell, ...]] = []
     for model in dict.fromkeys(str(row[0]).split(",")[0] for row in table.rows):
         found: list[Cell] = [model]

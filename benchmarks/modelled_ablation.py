@@ -1,4 +1,4 @@
-"""Modelled: what each axis of the plan gives after a change: micro-batches (dataflow), layers and stages (graph),
+"""Modelled: the gain from each axis of the plan after a change: micro-batches (dataflow), layers and stages (graph),
 frequency.
 
     python -m benchmarks.modelled_ablation [--json PATH] [--quick]
@@ -23,7 +23,7 @@ _BEST = "best of all groupings"
 
 
 def joined(ratios: Table, axes: Table) -> Table:
-    """No axis, then one after the other, then the optimum of what is left of the workers."""
+    """The ratios without any axis, then with one axis more each time, then those of the optimum."""
     none, best = (ratios.columns.index(name) for name in (_NONE, _BEST))
     rows: list[tuple[Cell, ...]] = []
     for ratio, axis in zip(ratios.rows, axes.rows, strict=True):

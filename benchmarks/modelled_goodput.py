@@ -3,7 +3,7 @@
     python -m benchmarks.modelled_goodput [--json PATH] [--quick]
 
 The scenario `goodput` of the simulator, as Markdown: failures at the rate of Llama 3, repair in 24 hours, with
-and without spares. elaswave_spmd/simulator/goodput.py says what each policy models and what not.
+and without spares. elaswave_spmd/simulator/goodput.py describes what each policy models and what it leaves out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long planning takes from an event to a decision on 1,000 to 100,000 workers; the cluster is modelled.
+"""Time of planning, from an event to a decision, on 1,000 to 100,000 workers; the cluster is modelled.
 
     python -m benchmarks.modelled_planning [--repeats 5] [--json PATH] [--quick]
 
-A fresh process for each repeat, as nothing of a plan before may help. "decision" is everything that changes:
-micro-batches, layers, number of stages, frequencies by class of workers, bytes that move, each in reach of the others;
-"placement" makes the value that is sent; "actions" are those of one worker, made on demand. Nothing but seconds and
-memory is measured: devices, and costs of layers (those of Llama 405B), are modelled.
+Each repeat has a process of its own, so that nothing cached from an earlier plan helps. "decision" is everything that
+changes: micro-batches, layers, number of stages, frequencies by class of workers, bytes that move, each chosen with the
+others in view; "placement" makes the value that is sent; "actions" are those of one worker, made on demand. Only time
+and memory are measured: devices, and costs of layers (those of Llama 405B), are modelled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMIT_S = 1800.0
 
 
 def once(workers: int, event: str) -> dict[str, float]:
-    """Seconds and memory of one plan, in this process."""
+    """Measures the seconds and memory of one plan, in this process."""
     costs = llama("405B", tokens=8192, flops=3200e12)
     mesh = Mesh.initial(MeshShape.of(dp=workers // _STAGES, pp=_STAGES))
     placement = healthy(mesh, costs, workers // _STAGES * _MICROBATCHES)
@@ -70,7 +70,7 @@ def _peak_mib() -> float:
 
 
 def fresh(workers: int, event: str) -> dict[str, float]:
-    """`once` in a process of its own."""
+    """Runs `once` in a process of its own."""
     words = [sys.executable, "-m", "benchmarks.modelled_planning", "--one", str(workers), "--event", event]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, cwd=Path(__file__).parents[1])
     if done.returncode:
@@ -79,7 +79,7 @@ def fresh(workers: int, event: str) -> dict[str, float]:
 
 
 def growth(table: Sequence[tuple[int, float]]) -> float | None:
-    """The exponent of the last two sizes: 1 where ten times the workers take ten times as long."""
+    """The exponent between the last two sizes: 1 if ten times the workers take ten times as long."""
     if len(table) < 2:
         return None
     (a, before), (b, after) = table[-2:]

@@ -1,7 +1,7 @@
-"""An environment for the systems that benchmarks compare with, beside this one: they are no dependency of ours.
+"""A separate Python environment for the systems that benchmarks compare with: they are no dependency of ours.
 
-It lies in the cache directory and sees the packages of this environment (the same torch, numpy), to which it adds
-torchft. torchft 0.2.0 does not run on torch 2.13; its nightly builds do.
+It is in the cache directory, sees the packages of this environment (the same torch and numpy), and adds torchft.
+torchft 0.2.0 does not run on torch 2.13; its nightly builds do.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _COMPLETE = "complete"
 
 
 def directory() -> Path:
-    """Where the environment is, or will be: one for each environment that it sees, and each torch in it."""
+    """The directory of the environment: one for each environment that it sees, and for each torch in that."""
     seen = (sys.version, sysconfig.get_path("purelib"), importlib.metadata.version("torch"), TORCHFT)
     return default_cache() / f"peers-{hashlib.sha256(repr(seen).encode()).hexdigest()[:12]}"
 
 
 def program_of(name: str) -> str:
-    """Path of one of its programs: `python`, `torchft_lighthouse`."""
+    """The path of one of its programs: `python` or `torchft_lighthouse`."""
     return str(directory() / "bin" / name)
 
 
 def make() -> str:
-    """Makes the environment unless it is there. Returns "" or, in words, why there is none."""
+    """Makes the environment unless it exists. Returns "", or the reason why there is none, in words."""
     path = directory()
     if (path / _COMPLETE).exists():
         return ""
-    shutil.rmtree(path, ignore_errors=True)  # one that was interrupted
+    shutil.rmtree(path, ignore_errors=True)  # an environment whose making was interrupted
     say(f"making an environment with {TORCHFT} in {path}")
     try:
         venv.create(path, with_pip=True, symlinks=True)

@@ -1,9 +1,9 @@
-"""The other side of steady_state: plain PyTorch training steps over gloo, each written as its documentation says.
+"""The other side of steady_state: plain PyTorch training steps over gloo, written as PyTorch's documentation advises.
 
-Models are built on the meta device and get memory only where it stays. All take the same model code, initial values,
-samples, micro-batches (`train.microbatch_size` sequences), global batch, fused AdamW with the same decay groups, and
-clipping by the global norm. Gradients of micro-batches are added up in place and reduced once per step wherever that is
-faster.
+Models are built on the meta device, and only what a process keeps gets memory. All use the same model code, initial
+values, samples, micro-batches (`train.microbatch_size` sequences), global batch, fused AdamW with the same decay
+groups, and clipping by the global norm. Gradients of micro-batches are added up in place and reduced once per step
+wherever that is faster.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class System(Protocol):
     """One worker of a system."""
 
     def step(self, number: int) -> float:
-        """Trains step `number` (from 1). Returns this worker's share of the loss (mean over the global batch)."""
+        """Trains step `number`, from 1. Returns this worker's share of the loss, which is the mean over the batch."""
         ...
 
 
 class Windows:
-    """This worker's micro-batches of a step: the same samples as ours, `share` a range of micro-batches."""
+    """This worker's micro-batches of a step: the same samples as in our run. `share`: its range of micro-batches."""
 
     def __init__(self, plan: RunPlan, share: range) -> None:
         self._job, self._share = plan.job, share
@@ -59,7 +59,7 @@ def empty_model(plan: RunPlan) -> LayeredModel:
 
 
 def fill(plan: RunPlan, model: LayeredModel, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Gives parameters the initial values that our run has; of a DTensor, its shard of them."""
+    """Sets parameters to the initial values that our run has. A DTensor gets its shard of them."""
     with torch.no_grad():
         for name, parameter in named:
             values = materialize(model.init(name, tuple(parameter.shape)), plan.job.seed, name, 0, parameter.numel())
@@ -74,7 +74,7 @@ def fill(plan: RunPlan, model: LayeredModel, named: Iterable[tuple[str, nn.Param
 
 
 def adamw(plan: RunPlan, model: LayeredModel, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
-    """Fused AdamW with our run's decay groups and rate (the benchmark's schedule is constant)."""
+    """Fused AdamW with our run's decay groups and its rate, which is constant in this benchmark."""
     o = plan.settings.optim
     named = list(parameters)
     groups = []
@@ -120,11 +120,11 @@ class Replicated:
 
 
 class FullyShard:
-    """FSDP2, one group per layer. Parameters stay gathered from a step's first micro-batch to its last, as ours do.
+    """FSDP2, one group per layer. Parameters stay gathered from a step's first micro-batch to its last, as in our run.
 
     Args:
-        sync_each: reduce-scatter every micro-batch's gradients, as ZeRO-3 of ours does; else only the last one's, which
-            is faster and keeps whole gradients.
+        sync_each: reduce-scatter the gradients of every micro-batch, as our ZeRO-3 does; otherwise only those of the
+            last one, which is faster and keeps whole gradients.
     """
 
     def __init__(self, plan: RunPlan, rank: int, world: int, *, sync_each: bool = False) -> None:
@@ -158,7 +158,7 @@ class FullyShard:
 
 
 class _Stage(nn.Module):
-    """A slice of the stack as one module of the pipeline."""
+    """Consecutive layers as one module of the pipeline."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Pipeline:
     """Schedule1F1B of torch.distributed.pipelining over the stages of our placement, one process each."""
 
     def __init__(self, plan: RunPlan, rank: int, world: int) -> None:
-        model = empty_model(plan)  # stays on the meta device, but for this stage's layers
+        model = empty_model(plan)  # stays on the meta device, except this stage's layers
         self._rank, self._last = rank, rank == world - 1
         names = [model.layer_names[number] for number in plan.placement.layers_of_stage(rank)]
         stage = _Stage([model.get_submodule(name) for name in names]).to_empty(device="cpu")
@@ -210,14 +210,14 @@ class Pipeline:
         return float(torch.stack(losses).sum().detach()) if losses else 0.0
 
     def _clip_over_stages(self) -> None:
-        """clip_grad_norm_ knows of one process only; the norm is over all stages."""
+        """Clips by the norm over all stages; clip_grad_norm_ sees the gradients of one process only."""
         square = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]) ** 2
         dist.all_reduce(square)
         nn.utils.clip_grads_with_norm_(self._parameters, self._clip, square.sqrt())
 
 
 def even_share(num_microbatches: int, rank: int, world: int) -> range:
-    """The micro-batches of one worker: contiguous, the first ones have one more where it does not divide."""
+    """The micro-batches of one worker: contiguous; the first workers have one more if they cannot be divided evenly."""
     base, extra = divmod(num_microbatches, world)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))

@@ -1,8 +1,8 @@
-"""How long planning takes: meshes, tile maps and reshard plans, on one core and without torch.
+"""Time of planning: meshes, tile maps and reshard plans, on one core and without torch.
 
     python -m benchmarks.planning [--workers 10000] [--repeats 5] [--json PATH]
 
-Each row makes everything anew, meshes aside. "plan" is construction, tile maps of both sides, number of transfers,
+Each row makes everything again, except meshes. "plan" is construction, tile maps of both sides, number of transfers,
 bytes and lower bound; "worker" is one worker's own transfers, in and out; "all" expands every transfer, where there
 are fewer than 5 million.
 """
@@ -45,7 +45,7 @@ def cases(workers: int) -> dict[str, Callable[[], ReshardPlan]]:
 
 
 def measure(make: Callable[[], ReshardPlan]) -> dict[str, float]:
-    """Seconds of one case, and the plan's figures."""
+    """Measures one case. Returns its seconds and the plan's figures."""
     begin = perf_counter()
     plan = make()
     total, bound = plan.bytes, plan.lower_bound

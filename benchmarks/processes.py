@@ -1,7 +1,7 @@
-"""Programs that a benchmark starts: each in a session of its own, and nothing of it is left afterwards.
+"""Programs that a benchmark starts: each in a session of its own, and none of its processes is left afterwards.
 
-Some of them start processes in sessions of their own again (torchrun its workers). So every one gets a mark in its
-environment, which whatever it starts inherits, and what carries the mark is ended, whoever its parent is by then.
+Some of them start processes in further sessions (torchrun its workers). So each program gets a mark in its environment,
+which the processes that it starts inherit. At the end all processes with the mark are killed, whatever their parent is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _END_S = 30.0
 
 
 def stop_on_signals() -> None:
-    """SIGTERM and SIGHUP end this process as Ctrl-C does, which works in the background too: what it has started is
-    ended first."""
+    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does: the programs that it has started are ended first.
+
+    This works for a process in the background, too, where SIGINT is ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -35,14 +36,14 @@ def stop_on_signals() -> None:
 
 @dataclass
 class Program:
-    """A program under way. `said`: the file of its output."""
+    """A running program. `log`: the file of its output."""
 
     process: subprocess.Popen[bytes]
-    said: Path
+    log: Path
     mark: str
 
     def wait(self, condition: Callable[[], object], patience_s: float = _PATIENCE_S) -> None:
-        """Until the condition holds.
+        """Waits until the condition holds.
 
         Raises:
             RuntimeError: the program ended before, or it takes too long; with the end of its output.
@@ -54,7 +55,7 @@ class Program:
             time.sleep(_LOOK_S)
 
     def finish(self, patience_s: float) -> None:
-        """Until it has ended.
+        """Waits until the program has ended.
 
         Raises:
             RuntimeError: it failed; with the end of its output.
@@ -64,10 +65,10 @@ class Program:
             raise RuntimeError(f"the program failed:\n{self._tail()}")
 
     def _tail(self) -> str:
-        return self.said.read_text(errors="replace")[-3000:]
+        return self.log.read_text(errors="replace")[-3000:]
 
     def workers(self) -> list[int]:
-        """Of a run of this project: children of children, as the controller's fork server makes the workers."""
+        """The worker processes of a run of this project: grandchildren, since the fork server starts them."""
         parents = {pid: _parent(pid) for pid in marked(self.mark)}
         fork_servers = {pid for pid, parent in parents.items() if parent == self.process.pid}
         return sorted(pid for pid, parent in parents.items() if parent in fork_servers)
@@ -75,13 +76,13 @@ class Program:
 
 @contextlib.contextmanager
 def program(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
-    """Starts a program; afterwards none of its processes is left. Its temporary files go to `directory`, too."""
+    """Starts a program, and ends all its processes at exit. Its temporary files go to `directory`, too."""
     directory.mkdir(parents=True, exist_ok=True)
-    said, mark = directory / "said", secrets.token_hex(8)
+    log, mark = directory / "output", secrets.token_hex(8)
     own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory), _MARK: mark}
     process = None
     try:
-        with said.open("wb") as output:
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -90,7 +91,7 @@ def program(command: Sequence[str], directory: Path, environment: Mapping[str, s
                 env={**os.environ, **own, **(environment or {})},
                 start_new_session=True,
             )
-        yield Program(process, said, mark)
+        yield Program(process, log, mark)
     finally:
         with _uninterrupted():
             end_marked(mark)
@@ -99,10 +100,10 @@ def program(command: Sequence[str], directory: Path, environment: Mapping[str, s
 
 
 def end_marked(mark: str) -> None:
-    """Kills what carries the mark, and waits until it is gone.
+    """Kills all processes with this mark, and waits until they are gone.
 
     Raises:
-        RuntimeError: something cannot be killed.
+        RuntimeError: a process cannot be killed.
     """
     deadline = time.monotonic() + _END_S
     while left := marked(mark):
@@ -127,7 +128,7 @@ def marked(mark: str) -> list[int]:
 
 @contextlib.contextmanager
 def new_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A temporary directory with a short path, below `parent` or where such directories are."""
+    """A temporary directory with a short path, below `parent` or the system's directory for such files."""
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         yield directory
@@ -137,7 +138,7 @@ def new_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Another Ctrl-C does not end the ending."""
+    """Ignores further Ctrl-C until the block has ended."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:

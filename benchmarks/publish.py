@@ -1,14 +1,14 @@
-"""What new parameters take on their way to the other workers of a stage: over links, or through a process group.
+"""Time to send new parameters to the other workers of a stage: over links, or through a process group.
 
     python -m benchmarks.publish [--quick] [--runs N] [--json PATH]
 
-`python train.py` on the emulated accelerator, whose programs sleep for a millisecond: what is left of a step is the
-update of the optimizer and what workers send each other. Three kinds of run take turns: links by ipc, links by tcp, and
+`python train.py` on the emulated accelerator, whose programs sleep for a millisecond: the rest of a step is the update
+of the optimizer and the messages between workers. Three kinds of run alternate: links by ipc, links by tcp, and
 `runtime.collectives=group`, which on the CPU is gloo over tcp. A run's figure is the median of its last steps, in which
-groups have served; its ratio is to the run with links by ipc of the same turn.
+groups were used; its ratio is to the run with links by ipc of the same turn.
 
-On the CPU a group can gain little: a link and gloo move bytes through the same kernel. What it shows is that nothing is
-lost by it, and that the bits are the same, which is checked. What NCCL or HCCL gain needs their hardware.
+On the CPU a group can gain little: a link and gloo move bytes through the same kernel. The benchmark shows that nothing
+is lost by it, and checks that the bits are the same. The gain by NCCL or HCCL can be measured on their hardware only.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Trained:
-    """One run: the median of its last steps, in ms."""
+    """The result of one run: among others the median of its last steps, in ms."""
 
     step: float
     losses: Mapping[int, str]
 
 
 def train(cache: Path, case: Case, way: str) -> Trained:
-    """One run.
+    """Runs the training once.
 
     Raises:
-        RuntimeError: it failed, or groups have not served in the steps that count.
+        RuntimeError: it failed, or groups were not used in the steps that count.
     """
     mesh, sharding, width = case
     settings = {
@@ -86,13 +86,13 @@ def train(cache: Path, case: Case, way: str) -> Trained:
 
 def rows(found: Mapping[tuple[Case, str], Sequence[Trained]]) -> list[list[str]]:
     """The table."""
-    said = []
+    lines = []
     for (case, way), runs in found.items():
         steps = [run.step for run in runs]
         ratios = [run.step / other.step for run, other in zip(runs, found[case, IPC], strict=True)]
         spread = f"{min(steps):.1f} - {max(steps):.1f}"
-        said.append([*map(str, case), way, f"{statistics.median(steps):.1f}", spread, str(estimate([ratios]))])
-    return said
+        lines.append([*map(str, case), way, f"{statistics.median(steps):.1f}", spread, str(estimate([ratios]))])
+    return lines
 
 
 def main() -> int:

@@ -1,21 +1,21 @@
-"""What the loss of a worker costs: ours against torchft and against torchrun with checkpoints.
+"""The cost of losing a worker: this project against torchft, and against torchrun with checkpoints.
 
     python -m benchmarks.recovery [--quick] [--kills N] [--only TEXT] [--seed N] [--json PATH]
 
 Four workers, data parallel, the same small model, samples and optimizer. Each kill is a SIGKILL from outside, of a
-worker and at a moment that are drawn, in a run of its own; the systems take turns. Told from the kill on: until the
-first and the last survivor have applied a step without the lost worker, and that less one undisturbed step; median and
-90th percentile. Of ours also in pieces: until the controller has seen the loss, until all survivors have answered that
-they know, from there until they have their places in the new mesh, and what is left of the step. All write down
-CLOCK_MONOTONIC; the pieces come from events.jsonl (docs/run_files.md). Micro-batches stay where they are dealt
+worker and at a moment that are drawn, in a run of its own; the systems alternate. Reported is the time from the kill
+until the first and the last survivor have applied a step without the lost worker, and that less one undisturbed step;
+median and 90th percentile. For this project also in pieces: until the controller has noticed the loss, until all
+survivors have answered, from there until they have the new configuration, and the rest of the step. All write times of
+CLOCK_MONOTONIC; the pieces come from events.jsonl (docs/run_files.md). Micro-batches are not assigned by speed
 (schedule.microbatches=false).
 
 torchft runs with a lighthouse whose timeouts are named in the row (heartbeat timeout, join timeout, tick; heartbeat of
-a replica), and re-divides its batch; it is installed in an environment of its own in the cache directory
-(benchmarks/peers.py), and left out where that fails. torchrun restarts all workers from the newest checkpoint of
+a replica), and divides its batch again; it is installed in an environment of its own in the cache directory
+(benchmarks/peers.py), and left out if that fails. torchrun restarts all workers from the newest checkpoint of
 torch.distributed.checkpoint, with the workaround for stale addresses in its store.
 
-Of ours it is also checked that no kill changed a bit: the losses of all runs are compared step by step.
+It is also checked that no kill changed a bit of this project's runs: their losses are compared step by step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OURS = "this project"
 
 
 def measure(systems: Sequence[str], kills: int, seed: int, cache: Path) -> tuple[dict[str, list[Kill]], list[str]]:
-    """`kills` of each system, in turns. Returns what they cost, and what went wrong, in words."""
+    """Measures `kills` kills of each system, in turns. Returns their costs, and what went wrong, in words."""
     found: dict[str, list[Kill]] = {name: [] for name in systems}
     problems, draw = [], random.Random(seed)
     for number in range(kills):
@@ -51,16 +51,16 @@ def measure(systems: Sequence[str], kills: int, seed: int, cache: Path) -> tuple
 
 
 def different_losses(runs: Iterable[Mapping[int, str]]) -> list[str]:
-    """Steps whose loss is not the same in all runs, in words. Of each run loss_hex by step."""
+    """The steps whose loss is not the same in all runs, in words. `runs`: loss_hex by step of each run."""
     seen: dict[int, str] = {}
-    said = []
+    differing = []
     for losses in runs:
-        said += [f"step {s}: {x} and {seen[s]}" for s, x in losses.items() if seen.setdefault(s, x) != x]
-    return said
+        differing += [f"step {s}: {x} and {seen[s]}" for s, x in losses.items() if seen.setdefault(s, x) != x]
+    return differing
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median / 90th percentile."""
+    """The text "median / 90th percentile"."""
     return f"{_shown(statistics.median(values))} / {_shown(_percentile_90(values))}"
 
 
@@ -73,7 +73,7 @@ def _shown(ms: float) -> str:
 
 
 def row(name: str, kills: Sequence[Kill], ours: Sequence[Kill]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     took = statistics.median(k.all for k in kills)
     return [
         name,
@@ -89,7 +89,7 @@ def row(name: str, kills: Sequence[Kill], ours: Sequence[Kill]) -> list[str]:
 
 
 def shown_parts(events: Sequence[Mapping[str, float]]) -> list[list[str]]:
-    """What some events cost in pieces, ms by name: of each piece its name, median, 90th percentile and most."""
+    """The pieces of several events: name, median, 90th percentile and maximum of each, in ms."""
     found = {name: [event[name] for event in events] for name in events[0]}
     return [
         [name, _shown(statistics.median(ms)), _shown(_percentile_90(ms)), _shown(max(ms))] for name, ms in found.items()
@@ -107,8 +107,8 @@ def main() -> int:
     kills = args.kills or (2 if args.quick else 10)
     systems = [name for name in SYSTEMS if args.only in name]
     problems = []
-    if any("torchft" in name for name in systems) and (said := peers.make()):
-        problems.append(f"torchft is left out: {said}")
+    if any("torchft" in name for name in systems) and (reason := peers.make()):
+        problems.append(f"torchft is left out: {reason}")
         say(problems[-1])
         systems = [name for name in systems if "torchft" not in name]
     settings = {"workers": WORKERS, "kills": kills, "seed": args.seed, "torchft": peers.TORCHFT, **SIZES}
@@ -116,7 +116,7 @@ def main() -> int:
     with new_directory("recovery-data-") as cache:
         found, failed = measure(systems, kills, args.seed, cache)
     ours = found.get(_OURS, [])
-    problems += failed + [f"bits: {said}" for said in different_losses(kill.losses for kill in ours)]
+    problems += failed + [f"bits: {difference}" for difference in different_losses(kill.losses for kill in ours)]
     columns = ["system", "kills", "step", "first commit", "all commit", "all commit - step", "all commit / ours"]
     columns += ["steps lost, median / most", "samples per step after"]
     rows = [row(name, some, ours) for name, some in found.items() if some]

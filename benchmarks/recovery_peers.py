@@ -2,9 +2,9 @@
 
     python -m benchmarks.recovery_peers torchft|torchrun JSON
 
-Both train what our run trains: the same model, initial values, samples, micro-batches, AdamW and clipping. Each worker
-writes a line per step with CLOCK_MONOTONIC. torchft re-divides its batch over those who take part, which its recipe
-leaves to the user.
+Both train the same as our run: model, initial values, samples, micro-batches, AdamW and clipping. Each worker writes a
+line per step with CLOCK_MONOTONIC. With torchft the batch is divided again over the workers that take part, which its
+recipe leaves to the user.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 class Log:
-    """Lines of steps, each written at once."""
+    """The log of a worker: one line per step, each written at once."""
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  (for as long as the process lives)
@@ -80,7 +80,7 @@ def _backward(
 
 
 def torchft(spec: dict[str, Any]) -> None:
-    """A replica group of one worker; it goes on until it is killed."""
+    """Runs a replica group of one worker until it is killed."""
     from torchft import (  # pyright: ignore[reportMissingImports]  (an extra, `bench`)
         DistributedDataParallel,
         Manager,
@@ -128,7 +128,7 @@ def torchft(spec: dict[str, Any]) -> None:
 
 
 def torchrun(spec: dict[str, Any]) -> None:
-    """One of the workers that torchrun starts again, all of them, when one is lost."""
+    """Runs one of torchrun's workers. When one is lost, torchrun starts all of them again."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     life, directory = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Path(spec["directory"])
     (directory / f"pid-{life}-{rank}").write_text(str(os.getpid()))
@@ -159,7 +159,7 @@ def torchrun(spec: dict[str, Any]) -> None:
 
 
 def _filled(optimizer: torch.optim.AdamW, model: LayeredModel) -> dict[str, Any]:
-    """The optimizer's state with all its tensors there, for DCP to load into."""
+    """The optimizer's state with all its tensors allocated, for DCP to load into."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
-"""One run of `recovery` with one kill in it: ours as a user starts it, and its peers.
+"""One run of `recovery` with one kill in it: this project as a user starts it, or a system that it is compared with.
 
-All write down CLOCK_MONOTONIC, which is the same in all processes of a machine; the driver kills by SIGKILL and notes
-the moment before it does. Nothing of a run is left afterwards (benchmarks/processes.py).
+All write times of CLOCK_MONOTONIC, which is the same in all processes of a machine. The driver kills by SIGKILL and
+reads the clock right before. No process of a run is left afterwards (benchmarks/processes.py).
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ SIZES: dict[str, Any] = {
     "model": {"name": "gpt_tiny", "target": "gpt", "layers": 3, "d_model": 96, "heads": 4},
     "train": {"steps": 1_000_000, "global_batch": 24, "microbatch_size": 2, "seq_len": 32, "validate_every": 0},
     "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "clip": 1.0},
-    # Micro-batches stay where they are: a change by measured speeds, at the moment of a kill, would be measured with
-    # it.
+    # No rescheduling: a change by measured speeds at the moment of a kill would be measured as a part of its cost.
     "schedule": {"microbatches": False, "layers": False},
 }
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill cost. Times in ms.
+    """The cost of one kill. Times in ms.
 
     Args:
         step: the median undisturbed step.
         first, all: from the kill until the first, or the last, survivor has applied a step without the lost worker.
-        steps_lost: committed steps that were trained again, or begun ones that were thrown away.
+        steps_lost: committed steps that were trained again, or begun steps that were discarded.
         samples: per step afterwards.
-        parts: ours: the same time in pieces, by name.
-        losses: loss_hex by step; empty where a system's bits depend on the mesh.
+        parts: the same time in pieces, by name; of this project only.
+        losses: loss_hex by step; empty if the system's bits depend on the mesh.
     """
 
     step: float
@@ -63,7 +62,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Line:
-    """A peer's worker at the end of a step."""
+    """One line of another system's log: a worker at the end of a step."""
 
     step: int
     at: float
@@ -73,12 +72,12 @@ class Line:
 
 
 def settings_of(directory: Path, cache: Path) -> dict[str, Any]:
-    """As `Settings.from_dict` takes them; all systems read the same."""
+    """The settings in the form of `Settings.from_dict`. All systems read the same ones."""
     return SIZES | {"data": {"cache": str(cache)}, "run": {"dir": str(directory / "run"), "tensorboard": False}}
 
 
 def ours(seed: int, cache: Path, system: str = "") -> Kill:
-    """`python train.py`; the killed worker is drawn, and so is the moment."""
+    """Runs `python train.py`. The killed worker and the moment are drawn."""
     draw = random.Random(seed)
     with new_directory("recovery-") as directory, contextlib.ExitStack() as stack:
         run = stack.enter_context(program([sys.executable, *train_words(directory, cache)], directory))
@@ -92,8 +91,8 @@ def ours(seed: int, cache: Path, system: str = "") -> Kill:
         run.wait(lambda: any(e["event"] == "recovered" for e in json_lines(events)))
         recovered = next(e for e in json_lines(events) if e["event"] == "recovered")
         run.wait(lambda: len(json_lines(metrics)) >= recovered["step"] + STEPS_AFTER)
-        lines, told = json_lines(metrics), json_lines(events)
-    fail = next(e for e in told if e["event"] == "fail")
+        lines, reported = json_lines(metrics), json_lines(events)
+    fail = next(e for e in reported if e["event"] == "fail")
     if recovered["all_applied_at"] is None:
         raise RuntimeError("the next mesh epoch came before all had reported the first step: nothing to measure")
     steps = [line["step"] for line in lines]
@@ -109,10 +108,10 @@ def ours(seed: int, cache: Path, system: str = "") -> Kill:
 
 
 def parts_of(killed: float, step: float, fail: dict[str, Any], recovered: dict[str, Any]) -> dict[str, float]:
-    """A kill of ours in pieces, ms.
+    """The cost of a kill of this project in pieces, in ms.
 
-    What is computed again is worked out, not seen: micro-batches times their usual time, as if each worker had a core
-    of its own. What is left of the step may then be less than nothing.
+    The time of computing again is an estimate, not measured: micro-batches times their usual time, as if each worker
+    had a core of its own. The rest of the step may then be negative.
     """
     microbatches = SIZES["train"]["global_batch"] // SIZES["microbatch"]["size"]
     redo = fail["microbatches_redone"] * step * WORKERS / microbatches / (WORKERS - 1)
@@ -130,7 +129,7 @@ def parts_of(killed: float, step: float, fail: dict[str, Any], recovered: dict[s
 
 
 def train_words(directory: Path, cache: Path, **more: dict[str, Any]) -> list[str]:
-    """train.py and its command line for these settings, some of them by group in `more`."""
+    """The command line of train.py for these settings; `more` has further ones, by group."""
     words = ["train.py", f"sharding={SIZES['sharding']['name']}"]
     for group, values in (settings_of(directory, cache) | more).items():
         if group != "sharding":
@@ -139,7 +138,7 @@ def train_words(directory: Path, cache: Path, **more: dict[str, Any]) -> list[st
 
 
 def torchft(seed: int, cache: Path, system: str) -> Kill:
-    """Four replicas under a lighthouse. `system`: heartbeat timeout/join timeout/tick/heartbeat of a replica, in ms."""
+    """Runs four replicas under a lighthouse. `system`: heartbeat timeout/join timeout/tick/heartbeat, all in ms."""
     draw = random.Random(seed)
     heartbeat, join, tick, manager = system.split("/")
     with new_directory("recovery-") as directory, contextlib.ExitStack() as stack:
@@ -152,8 +151,8 @@ def torchft(seed: int, cache: Path, system: str) -> Kill:
         logs = [directory / f"log-{rank}" for rank in range(WORKERS)]
         runs = []
         for rank, log in enumerate(logs):
-            told = json.dumps(spec | {"rank": rank, "log": str(log), "lighthouse": f"http://localhost:{port}"})
-            command = [peers.program_of("python"), "-m", "benchmarks.recovery_peers", "torchft", told]
+            arguments = json.dumps(spec | {"rank": rank, "log": str(log), "lighthouse": f"http://localhost:{port}"})
+            command = [peers.program_of("python"), "-m", "benchmarks.recovery_peers", "torchft", arguments]
             runs.append(stack.enter_context(program(command, directory / f"replica-{rank}")))
         runs[0].wait(lambda: all(len(_full(log)) >= STEPS_BEFORE for log in logs))
         step = _usual(logs[0])
@@ -174,7 +173,7 @@ def torchft(seed: int, cache: Path, system: str) -> Kill:
 
 
 def torchrun(seed: int, cache: Path, system: str = "") -> Kill:
-    """torchrun restarts all workers, which load the newest checkpoint of DCP."""
+    """Runs torchrun, which restarts all workers; they load the newest checkpoint of DCP."""
     draw = random.Random(seed)
     with new_directory("recovery-") as directory, contextlib.ExitStack() as stack:
         spec = {"settings": settings_of(directory, cache), "directory": str(directory)}
@@ -212,11 +211,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-# ---- what they wrote
+# ---- reading the logs
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file that may still grow, or not be there yet."""
+    """The complete lines of a file that may still grow, or not exist yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
@@ -227,16 +226,16 @@ def _lines(path: Path) -> list[Line]:
 
 
 def _full(path: Path) -> list[Line]:
-    """Steps that all workers took part in."""
+    """The steps that all workers took part in."""
     return [line for line in _lines(path) if line.committed and line.workers == WORKERS]
 
 
 def _without(path: Path, since: float) -> list[Line]:
-    """Steps since a moment that fewer than all took part in."""
+    """The steps after a moment that fewer than all workers took part in."""
     return [line for line in _lines(path) if line.committed and line.workers < WORKERS and line.at > since]
 
 
 def _usual(path: Path) -> float:
-    """The median step, seconds."""
+    """The median duration of a step, in seconds."""
     at = [line.at for line in _full(path)][_WARM_STEPS:]
     return statistics.median(b - a for a, b in itertools.pairwise(at))

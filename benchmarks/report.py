@@ -21,7 +21,7 @@ _SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; numbers to the right."""
+    """A Markdown table. Columns of numbers are aligned to the right."""
     left = [any(row[i][:1].isalpha() for row in rows) for i in range(len(columns))]
     lines = [_line(columns), _line(["---" if words else "---:" for words in left]), *map(_line, rows)]
     return "\n".join(lines)
@@ -32,7 +32,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The text of a section: tables, then where and when they were measured."""
+    """The text of a section: its tables, then the machine and the time of the measurement."""
     if "tables" not in found:
         return _render_rows(found)
     parts = [f"{t['title']}\n\n{markdown(t['columns'], t['rows'])}" for t in found["tables"]]
@@ -48,7 +48,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def _render_rows(found: Mapping[str, Any]) -> str:
-    """A file of the simple form {..., "rows": [{column: value}]}: every column that holds single values."""
+    """The text for a file of the form {..., "rows": [{column: value}]}, without columns of lists and dicts."""
     rows = found["rows"]
     columns = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
     cells = [[_shown(row.get(name)) for name in columns] for row in rows]
@@ -63,14 +63,16 @@ def _shown(value: object) -> str:
 
 
 def fill(text: str, results: Mapping[str, str]) -> str:
-    """The document with new sections.
+    """Returns the document with its sections replaced.
 
     Raises:
-        ValueError: a result that has no section.
+        ValueError: a result has no section.
     """
     sections = {name for _, name, _ in _SECTION.findall(text)}
-    if homeless := sorted(set(results) - sections):
-        raise ValueError(f"no section for {', '.join(homeless)}; there are sections for {', '.join(sorted(sections))}")
+    if without_section := sorted(set(results) - sections):
+        raise ValueError(
+            f"no section for {', '.join(without_section)}; there are sections for {', '.join(sorted(sections))}"
+        )
 
     def replaced(found: re.Match[str]) -> str:
         name = found[2]

@@ -4,19 +4,19 @@
 
 `python train.py` on the emulated accelerator (benchmarks/emulated_runs.py: real processes, links and bytes; layer
 programs sleep). Each case is one run: healthy steps, then workers are killed in the middle of a step, or one runs at
-half speed from a step on, and the run deals micro-batches and moves layers as it does by itself; the settings differ
-from the default in that it looks more often and takes gains from 2 % (schedule.every, window, patience, min_gain). Told
+half speed from a step on, and the run assigns micro-batches and moves layers by itself. Unlike with the default
+settings it looks for gains more often, and accepts them from 2 % (schedule.every, window, patience, min_gain). Reported
 are medians of the healthy steps and of the last ones, when nothing had changed for two steps, from metrics.jsonl, and
 
     ratio = (throughput after / before) / (aggregate speed after / before)
 
-beside what the model says of the placement that the run came to, with the costs that it measured ("modelled"), what
-plan_change says in advance, and the least that any cut of the layers comes to (all are looked at; workers stay in their
-stages, micro-batches are dealt by the planner, steps last as their action lists do): the optimum over whole layers and
+beside the modelled ratio of the run's last placement with the costs that it measured ("modelled"), the ratio that
+plan_change predicts, and the best ratio over all cuts of the layers (all are tried; workers stay in their stages,
+micro-batches are assigned by the planner, steps last as their action lists do): the optimum over whole layers and
 micro-batches. "No order" is a lower bound of the step over all cuts, whatever the order of actions. "Any grouping" is
 elaswave_spmd.simulator.optimum: workers may change their stage, too (same number of stages; cut off after 400).
 Reroute (ReCycle's policy) and drop replica (TorchFT's) are modelled on the same costs, not run. The ablation leaves
-axes out: schedule.microbatches=false (micro-batches are dealt anew only where somebody is lost, or layers move),
+axes out: schedule.microbatches=false (micro-batches are assigned again only if a worker is lost, or layers move),
 schedule.layers=false, both; and with frequencies from 0.8 to 1.1 of normal (schedule.frequency=simulated).
 
 The losses of all runs with equally many layers and micro-batches are compared, bit for bit.
@@ -68,7 +68,7 @@ FULL, NEITHER = "all but frequency", "neither"
 
 @dataclass(frozen=True)
 class Event:
-    """Who is lost or slow on a mesh, with so many micro-batches for each worker; `axes`: with the ablation."""
+    """A mesh, its micro-batches per worker, and the workers that are lost or slow. `axes`: run the ablation, too."""
 
     name: str
     mesh: str
@@ -78,7 +78,7 @@ class Event:
 
     @property
     def case(self) -> Case:
-        """As the planner and the policies take it."""
+        """The event in the form that the planner and the policies take."""
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         costs = costs_of(len(mesh.stages))
         placement = healthy(mesh, costs, self.microbatches * len(mesh.stages[0]))
@@ -102,10 +102,10 @@ EVENTS = (
 
 @dataclass(frozen=True)
 class Times:
-    """What a run came to. Seconds of a step.
+    """The result of a run. Times are seconds of a step.
 
     Args:
-        settled: False: something changed in the last steps that were looked at.
+        settled: False if something changed in the last steps that were measured.
         steps: from the event until the last change.
     """
 
@@ -129,7 +129,7 @@ def settings_of(event: Event, axes: Mapping[str, object], steps: tuple[int, int,
 
 
 def times_of(done: Run, steps: tuple[int, int, int]) -> Times:
-    """Medians before the event, and of the last steps but one, which nothing follows."""
+    """The medians before the event, and of the last steps except the very last, which no step follows."""
     event_step, settle, last = steps
     end = event_step + settle + last
     hints = [event["step"] + _UNDER_WAY for event in done.events if event["event"] == "frequency"]
@@ -139,11 +139,11 @@ def times_of(done: Run, steps: tuple[int, int, int]) -> Times:
     return Times(before, after, change + 2 <= end - last + 1, max(0, change - event_step))
 
 
-# ---- what there is to gain
+# ---- the possible gain
 
 
 def least(case: Case) -> tuple[float, float]:
-    """Seconds of the fastest step over all cuts with these workers in these stages: on action lists, and at least."""
+    """Seconds of the fastest step over all cuts, with workers in these stages: by action lists, and a lower bound."""
     stages = case.change.stages(case.placement.mesh)
     speeds = [case.after.speeds_of(members) for members in stages]
     microbatches = case.healthy.num_microbatches
@@ -162,7 +162,7 @@ def least(case: Case) -> tuple[float, float]:
 def _bounds(
     case: Case, speeds: Sequence[np.ndarray], counts: Sequence[Sequence[int]], number: int
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """What no order of the actions falls below, with the smallest largest loads, for all cuts."""
+    """A lower bound of the step for all cuts and any order of actions, by the smallest possible largest load."""
     microbatches = [np.array(of_stage) for of_stage in counts]
     layers = len(case.after.layers)
     for inner in combinations(range(1, layers), number - 1):
@@ -174,7 +174,7 @@ def _bounds(
 
 
 def modelled(case: Case) -> dict[str, float]:
-    """Ratios in advance, on the costs that the programs are given."""
+    """The ratios in advance, with the configured costs of the programs."""
     stages = case.change.stages(case.placement.mesh)
     decision = plan_change(case.placement, case.after, case.remaining_steps, stages=stages, stage_counts=())
     best_s, bound_s = least(case)
@@ -191,8 +191,8 @@ def modelled(case: Case) -> dict[str, float]:
 # ---- tables
 
 
-def row_of(event: Event, done: Run, times: Times, said: Mapping[str, float]) -> list[str]:
-    """A line of the first table."""
+def row_of(event: Event, done: Run, times: Times, figures: Mapping[str, float]) -> list[str]:
+    """One line of the first table."""
     case, ratio = event.case, ratio_of(event, times)
     chosen = done.assignment(case.placement)
     planned_s = step_time(chosen, done.costs or case.after, case.rule).seconds
@@ -201,26 +201,26 @@ def row_of(event: Event, done: Run, times: Times, said: Mapping[str, float]) -> 
         f"{1e3 * times.before_s:.0f} to {1e3 * times.after_s:.0f}",
         f"{1e3 * planned_s:.0f}",
         f"{ratio:.3f}" + ("" if times.settled else " (not settled)"),
-        f"{said['plan']:.3f}",
-        f"{said['optimum']:.3f}",
-        f"{ratio / said['optimum']:.3f}",
+        f"{figures['plan']:.3f}",
+        f"{figures['optimum']:.3f}",
+        f"{ratio / figures['optimum']:.3f}",
         placed(chosen.stages, chosen.layer_cuts),
         f"{times.steps}",
         f"{done.busy:.2f}",
     ]
 
 
-def policies_of(event: Event, times: Times, said: Mapping[str, float]) -> list[str]:
-    """A line of the second table."""
+def policies_of(event: Event, times: Times, figures: Mapping[str, float]) -> list[str]:
+    """One line of the second table."""
     ratio = ratio_of(event, times)
-    others = [said["reroute"], said["drop replica"]]
+    others = [figures["reroute"], figures["drop replica"]]
     against = [f"{ratio / other:.2f}" if other else "-" for other in others]
-    more = [said["no order"], said.get("any grouping", math.nan)]
+    more = [figures["no order"], figures.get("any grouping", math.nan)]
     return [*_head(event), f"{ratio:.3f}", *(f"{other:.3f}" for other in others), *against, *(f"{x:.3f}" for x in more)]
 
 
 def ratio_of(event: Event, times: Times) -> float:
-    """Throughput after / before, over the aggregate speed after / before."""
+    """The throughput after / before, over the aggregate speed after / before."""
     return times.before_s / times.after_s / event.case.share
 
 
@@ -249,7 +249,7 @@ def measure(events: Sequence[Event], steps: tuple[int, int, int], cache: Path, q
     losses: dict[tuple[int, int], list[dict[int, str]]] = {}
     for event in events:
         case = event.case
-        said = modelled(case)
+        figures = modelled(case)
         ratios: dict[str, float] = {}
         axes = AXES if event.axes and not quick else {FULL: AXES[FULL]}
         for name, chosen in axes.items():
@@ -259,14 +259,16 @@ def measure(events: Sequence[Event], steps: tuple[int, int, int], cache: Path, q
             ratios[name] = ratio_of(event, times)
             say(
                 f"{event.name}, {event.mesh}, {event.microbatches} micro-batches, {name}: {ratios[name]:.3f}, "
-                f"plan {said['plan']:.3f}"
+                f"plan {figures['plan']:.3f}"
             )
             if name == FULL:
-                rows.append(row_of(event, done, times, said))
-                policies.append(policies_of(event, times, said))
-            told = [e for e in done.events if "after_step" in e or e["event"] in ("frequency", "slow")]
+                rows.append(row_of(event, done, times, figures))
+                policies.append(policies_of(event, times, figures))
+            reported = [e for e in done.events if "after_step" in e or e["event"] in ("frequency", "slow")]
             seconds = [line["seconds"] for line in done.metrics]
-            data.append({"event": vars(event), "axes": name, **vars(times), "seconds": seconds, "events": told} | said)
+            data.append(
+                {"event": vars(event), "axes": name, **vars(times), "seconds": seconds, "events": reported} | figures
+            )
         if len(ratios) > 1:
             shown = [f"{ratios[name]:.3f}" for name in (NEITHER, "microbatches", "layers", FULL, "all")]
             ablation.append([*_head(event), *shown])
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result.table("The same ratio of ours, emulated, beside modelled policies", POLICIES, found["policies"])
     if found["ablation"]:
         result.table("Emulated: the same ratio by axis", ABLATION, found["ablation"])
-    problems = [said for losses in found["losses"].values() for said in different_losses(losses)]
+    problems = [difference for losses in found["losses"].values() for difference in different_losses(losses)]
     number = sum(map(len, found["losses"].values()))
     print(
         f"losses of {number} runs, of {len(found['losses'])} numbers of layers and micro-batches: "

@@ -1,4 +1,4 @@
-"""How long a run takes to disappear after Ctrl-C.
+"""Time from Ctrl-C until a run is gone.
 
     python -m benchmarks.shutdown [--quick] [--repeats N] [--mesh dp4] [--json PATH]
 
@@ -30,7 +30,9 @@ _DELAYS_S = (0.1, 0.5, 1.0, 2.0, 3.0, 4.0)
 _GIVE_UP_S = 30.0
 _STEPS_FIRST = 5
 _LOOK_S = 0.002
-_OF_TORCH = "torchinductor_"  # a cache directory that importing torch._dynamo may make; not of this project
+_OF_TORCH = (
+    "torchinductor_"  # a cache directory that an import of torch._dynamo may make; it does not belong to this project
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Stop:
 
 
 def session_processes(session: int) -> list[int]:
-    """Processes of a session (Linux), those that have ended and are not reaped included."""
+    """The processes of a session (Linux), zombies included."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -58,15 +60,15 @@ def session_processes(session: int) -> list[int]:
 
 
 def interrupt(mesh: str, delay_s: float | None) -> Stop:
-    """Starts a run, interrupts it `delay_s` seconds later (None: in steady state), waits until all is gone."""
+    """Starts a run, interrupts it after `delay_s` seconds (None: in steady state), and waits until all is gone."""
     directory = Path(tempfile.mkdtemp(prefix="shutdown-"))
     (temporary := directory / "tmp").mkdir()
     metrics = directory / "run" / "metrics.jsonl"
     command = [sys.executable, "train.py", f"mesh={mesh}", "train.steps=1000000", f"run.dir={directory / 'run'}"]
     environment = {**os.environ, "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": str(temporary)}
-    with (directory / "said").open("wb") as said:
+    with (directory / "output").open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
     try:
         _wait_for_moment(process, metrics, delay_s)
@@ -76,7 +78,7 @@ def interrupt(mesh: str, delay_s: float | None) -> Stop:
         killed = _wait_until_gone(process, began)
         seconds = time.perf_counter() - began
         problems = [] if not killed else [f"{killed} processes had to be killed"]
-        text = (directory / "said").read_text(errors="replace")
+        text = (directory / "output").read_text(errors="replace")
         if process.returncode != 130:
             problems.append(f"exit code {process.returncode}")
         if "Traceback" in text:
@@ -103,13 +105,13 @@ def _wait_for_moment(process: subprocess.Popen[bytes], metrics: Path, delay_s: f
 
 
 def _reached(session: int, metrics: Path) -> str:
-    """How far the run was: processes, and whether it had committed a step."""
+    """The progress of the run at the signal: number of processes, and whether it had committed a step."""
     steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     return f"{len(session_processes(session))} processes, {steps} steps"
 
 
 def _wait_until_gone(process: subprocess.Popen[bytes], began: float) -> int:
-    """Returns how many processes had to be killed."""
+    """Waits until no process is left. Returns the number of processes that had to be killed."""
     while True:
         process.poll()  # reaps it
         left = session_processes(process.pid)
@@ -124,7 +126,7 @@ def _wait_until_gone(process: subprocess.Popen[bytes], began: float) -> int:
 
 
 def row(moment: str, stops: Sequence[Stop]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     seconds = [stop.seconds for stop in stops]
     problems = sorted({problem for stop in stops for problem in stop.problems})
     return [
@@ -138,7 +140,7 @@ def row(moment: str, stops: Sequence[Stop]) -> list[str]:
 
 
 def main() -> int:
-    """Command line. Returns the exit code: 1 if any run left something, or ended in another way than it should."""
+    """Command line. Returns the exit code: 1 if a run left something behind, or ended in a wrong way."""
     options = parser(__doc__)
     options.add_argument("--repeats", type=int)
     options.add_argument("--mesh", default="dp2_pp2")

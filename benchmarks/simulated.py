@@ -1,16 +1,16 @@
-"""Simulated against emulated: how long a step takes in virtual time, and on real processes whose programs sleep.
+"""Simulated against emulated: the duration of a step in virtual time, and on real processes whose programs sleep.
 
     python -m benchmarks.simulated [--quick] [--only TEXT] [--json PATH]
 
 Ten meshes, healthy and ragged, one with a worker at half speed; on each one run of `python train.py` on the emulated
 accelerator (benchmarks/emulated_runs.py: real processes, links and bytes; layer programs sleep), whose placement stays
-as it is. Emulated: of five blocks of steps the median mean, from metrics.jsonl. Simulated: elaswave_spmd.simulator on
-the same placement and action lists, with reduction, mirrors, votes and publication, once with the times that programs
-are told to take, which is known in advance, and once with those that the run measured of its layers (costs.json;
-a sleep lasts a little longer than it is told to) and its links; "as told", links have 1 GB/s and 0.1 ms.
-What processes compute beside their programs' sleep is not in it: 16 processes take turns on two cores when a step ends,
-and that is a few ms for each of them. So a forward through a stage takes 48 ms here, a backward 96: TIMES as long as
-elsewhere.
+as it is. Emulated: the median of the means of five blocks of steps, from metrics.jsonl. Simulated:
+elaswave_spmd.simulator on the same placement and action lists, with reduction, mirrors, votes and publication, once
+with the configured times of programs, which are known in advance, and once with those that the run measured for its
+layers (costs.json; a sleep lasts a little longer than configured) and its links; "as configured", links have 1 GB/s
+and 0.1 ms. The simulation leaves out what processes compute beside their programs' sleep: 16 processes share two cores
+when a step ends, which takes each of them a few ms. So a forward through a stage takes 48 ms here and a backward 96 ms:
+TIMES as long as elsewhere.
 
 Then, with nothing emulated: two workers that compute a gpt (d_model 256, one thread each, two cores), as a pipeline and
 data parallel, and the same step simulated with the layer times that the run measured (benchmarks/simulated_real.py).
@@ -49,7 +49,7 @@ class Example:
 
     @property
     def placement(self) -> Placement:
-        """What the run begins with."""
+        """The placement that the run begins with."""
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         return healthy(mesh, costs_of(len(mesh.stages), TIMES), self.microbatches)
 
@@ -69,7 +69,7 @@ EXAMPLES = (
 
 
 def emulate(example: Example, cache: Path, steps: int) -> Run:
-    """The run: `steps` steps are looked at after it has settled."""
+    """Runs the example; `steps` steps are measured after it has settled."""
     placement, settles = example.placement, example.slow >= 0
     slow: dict[str, object] = {"emulated__slow": f"[{{rank: {example.slow}, speed: 0.5}}]"} if settles else {}
     number = WARM_STEPS + SETTLE_STEPS * settles + steps + 1
@@ -80,14 +80,14 @@ def emulate(example: Example, cache: Path, steps: int) -> Run:
 
 
 def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
-    """Both, for one mesh. block: steps of a block."""
+    """Compares the emulated and the simulated step of one mesh. block: steps of a block."""
     done = emulate(example, cache, BLOCKS * block)
     first = WARM_STEPS + SETTLE_STEPS * (example.slow >= 0) + 1
     if done.last_change + 1 >= first:
         raise RuntimeError(f"{example}: the placement changed after step {done.last_change}")
     means = blocks(done.seconds(first, first + BLOCKS * block - 1), BLOCKS)
     assignment = done.assignment(example.placement)
-    told = costs_of(assignment.num_stages, TIMES).with_speeds({example.slow: 0.5} if example.slow >= 0 else {})
+    configured = costs_of(assignment.num_stages, TIMES).with_speeds({example.slow: 0.5} if example.slow >= 0 else {})
     return {
         "mesh": example.mesh + (f", worker {example.slow} at half speed" if example.slow >= 0 else ""),
         "microbatches": example.microbatches,
@@ -95,19 +95,19 @@ def compare(example: Example, cache: Path, block: int) -> dict[str, Any]:
         "emulated_s": statistics.median(means),
         "least_s": min(means),
         "most_s": max(means),
-        "told_s": simulated_step(assignment, told),
-        "measured_s": simulated_step(assignment, done.costs or told),
+        "configured_s": simulated_step(assignment, configured),
+        "measured_s": simulated_step(assignment, done.costs or configured),
         "busy": done.busy,
     }
 
 
 def off(found: dict[str, Any], name: str) -> float:
-    """The simulated step over the emulated one, less one."""
+    """The relative error of the simulated step."""
     return found[name] / found["emulated_s"] - 1
 
 
 def row_of(found: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     return [
         found["mesh"],
         f"{found['microbatches']}",
@@ -123,7 +123,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
 
 
 COLUMNS = ("mesh", "microbatches", "workers; layers of stages", "emulated step, ms", "least - most")
-COLUMNS += ("simulated, as told, ms", "off by", "simulated, as measured, ms", "off by", "cores busy")
+COLUMNS += ("simulated, as configured, ms", "off by", "simulated, as measured, ms", "off by", "cores busy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result.data["meshes"] = found
     title = "Steps on the emulated accelerator, and the same steps simulated"
     result.table(title, COLUMNS, [row_of(of_mesh) for of_mesh in found])
-    for name, what in (("told_s", "as told"), ("measured_s", "as measured")):
+    for name, what in (("configured_s", "as configured"), ("measured_s", "as measured")):
         worst = max(abs(off(of_mesh, name)) for of_mesh in found)
         print(f"simulated {what}: off by at most {100 * worst:.1f} % of the emulated step")
     result.table("Steps of a real gpt on two workers, and the same steps simulated", REAL_COLUMNS, real)

@@ -1,4 +1,4 @@
-"""For benchmarks/simulated.py: real arithmetic on two workers, and the same step in virtual time."""
+"""Real arithmetic on two workers, and the same step in virtual time; a part of benchmarks/simulated.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REAL_COLUMNS = (
 
 
 def real_rows(cache: Path, block: int) -> list[list[str]]:
-    """Lines of the table. block: steps of each of the blocks that the median is over."""
+    """The lines of the table. block: steps of each of the blocks that the median is over."""
     rough = (
         LayerCost("embedding", 1e-4, 1e-4),
         *[LayerCost("block", 1e-3, 2e-3)] * LAYERS,

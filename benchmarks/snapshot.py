@@ -1,20 +1,20 @@
-"""What mirrors cost a healthy run: tokens/s with mirror.count=1 and 2 against none.
+"""The cost of mirrors in a healthy run: tokens/s with mirror.count=1 and 2 against none.
 
     python -m benchmarks.snapshot [--quick] [--rows TEXT] [--launches N] [--rounds N] [--json PATH]
 
-All sides are the whole product on real processes and differ in `mirror.count` alone; micro-batches stay where they are
-dealt (schedule.microbatches=false). A mirror gets the reduced gradient of its pages in every step and makes the same
-update as the primary: that is the snapshot, one per step. Where parameters are whole on all workers (ZeRO-1, ZeRO-2 in
-fp32), it is not sent the new parameters any more, as it has made them itself, and what it keeps on top are the moments.
+All sides are the whole product on real processes and differ in `mirror.count` alone; micro-batches are not assigned by
+speed (schedule.microbatches=false). A mirror gets the reduced gradient of its pages in every step and makes the same
+update as the primary: this is the snapshot, one per step. If parameters are whole on all workers (ZeRO-1, ZeRO-2 in
+fp32), it is not sent the new parameters, since it has computed them itself, and it only stores the moments in addition.
 
 How it is timed: as in steady_state. All sides are alive at the same time; a gate lets one run a block of steps while
-the others' workers sit in a read, then the next one, each round in another order. Ratio: tokens/s with mirrors over
+the others' workers block in a read, then the next one, each round in another order. Ratio: tokens/s with mirrors over
 tokens/s without, of the same round; median and 95 % interval over launches and rounds. All sides must have the same
 losses, bit for bit.
 
 Bytes on the wire are counted where they are handed to the links, headers included, per step and over all workers; those
-of mirroring are the payload of the entries that go to mirrors. On two workers there is one mirror at most. State per
-worker, of the worker with most: as in summary.json (docs/run_files.md). Peak memory: the resident size beyond the
+of mirroring are the payload of the reduced gradients sent to mirrors. On two workers there is one mirror at most. State
+per worker, of the worker with most: as in summary.json (docs/run_files.md). Peak memory: the resident size beyond the
 worker's imports at the end.
 """
 
@@ -42,7 +42,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One mesh and batch, and the numbers of mirrors that are compared with none."""
+    """One row: a mesh and batch, and the numbers of mirrors that are compared with none."""
 
     workers: int
     sharding: str
@@ -55,11 +55,11 @@ class Row:
 
     @property
     def sides(self) -> dict[str, int]:
-        """Name of each side -> mirror.count."""
+        """The sides: name -> mirror.count."""
         return {NONE: 0, **{f"mirror.count={count}": count for count in self.counts}}
 
     def side(self, name: str, directory: Path) -> SideSpec:
-        """One of `sides`, that leaves its files in this directory."""
+        """One of `sides`, which writes its files to this directory."""
         case = Case(MODEL, self.title, {"dp": self.workers}, self.sharding, "")
         microbatches = self.tokens // (MODELS[MODEL]["microbatch"] * SEQ_LEN)
         own = {"mirror": {"count": self.sides[name]}, "schedule": {"microbatches": False, "layers": False}}
@@ -74,7 +74,7 @@ ROWS = tuple(
 
 
 def measure(row: Row, launches: int, rounds: int) -> dict[str, Any]:
-    """Seconds per step of each side, by launch and round; what they sent in a step; their state and peak memory."""
+    """Measures one row: seconds per step by side, launch and round, bytes sent per step, state and peak memory."""
     found: dict[str, Any] = {"seconds": {name: [] for name in row.sides}}
     draw, steps = random.Random(0), 0
     for number in range(launches):
@@ -97,7 +97,7 @@ def measure(row: Row, launches: int, rounds: int) -> dict[str, Any]:
 
 
 def _warm_up(row: Row, sides: Mapping[str, Side]) -> float:
-    """The first steps, after which all sides have the same loss. Returns the seconds of a step of the slowest side."""
+    """Runs the first steps, and checks that losses are equal. Returns the seconds of a step of the slowest side."""
     steps = 1 if row.tokens > 8192 else 4
     for side in sides.values():
         side.team.block(steps)
@@ -117,7 +117,7 @@ def _sent(before: Mapping[str, int], after: Mapping[str, int], steps: int) -> di
 
 
 def _held(side: Side) -> dict[str, float]:
-    """Bytes, of the worker that has most."""
+    """The bytes of state and memory of the worker that has most."""
     members = side.team.members
     return {
         "state": max(sum(member.more["state"].values()) for member in members),
@@ -127,7 +127,7 @@ def _held(side: Side) -> dict[str, float]:
 
 
 def lines(row: Row, found: dict[str, Any]) -> list[list[str]]:
-    """Of the table; notes in `found` the ratios."""
+    """The lines of the table. Also writes the ratios into `found`."""
     seconds, shown = found["seconds"], []
     found["ratios"] = {}
     for name in row.sides:

@@ -1,4 +1,4 @@
-"""One launch of steady_state: both sides' processes alive at the same time, and the blocks that they run in turn."""
+"""One launch of steady_state: the processes of both sides, alive at the same time, which run blocks in turn."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ SEQ_LEN = 128
 
 
 def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> dict[str, Any]:
-    """The settings of a run, as `Settings.from_dict` takes them; the plain side reads the same.
+    """The settings of a run in the form of `Settings.from_dict`. The plain side reads the same ones.
 
-    Without mirrors: the systems that it is compared with have none. Watched, but not for progress: who waits at the
-    gate of the benchmark would be taken to hang.
+    There are no mirrors, since the systems that it is compared with have none. The failure detector runs, but does not
+    check progress: it would take a worker that waits at the benchmark's gate for one that hangs.
     """
     microbatch = MODELS[case.model]["microbatch"]
     return {
@@ -76,12 +76,12 @@ def settings_of(case: Case, microbatches: int, steps: int, directory: Path) -> d
 
 @dataclass(frozen=True)
 class SideSpec:
-    """What is to be started as one side.
+    """The specification of one side.
 
     Args:
         command: "ours", "counted" or "plain" (benchmarks/steady_sides.py).
-        settings: as `Settings.from_dict` takes them.
-        kind: of plain: the system.
+        settings: in the form of `Settings.from_dict`.
+        kind: the system, if the command is "plain".
     """
 
     command: str
@@ -96,11 +96,11 @@ class Side:
     def __init__(self, name: str, spec: SideSpec, directory: Path) -> None:
         self.team, self.workers = Team(name, directory), spec.workers
         self.log = directory / f"{name}.log"
-        told = json.dumps({"settings": spec.settings, "gate": self.team.path, "kind": spec.kind})
+        arguments = json.dumps({"settings": spec.settings, "gate": self.team.path, "kind": spec.kind})
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.steady_sides", spec.command, told],
+                [sys.executable, "-m", "benchmarks.steady_sides", spec.command, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -109,12 +109,12 @@ class Side:
             )
 
     def wait(self) -> None:
-        """Until it has ended by itself."""
+        """Waits until it has ended by itself."""
         if self.process.wait(_STOP_S):
             raise RuntimeError(f"{self.team.name} ended with exit code {self.process.returncode}:\n{self.tail()}")
 
     def close(self) -> None:
-        """Ctrl-C, and whatever is left after that is killed."""
+        """Sends Ctrl-C, and kills what is left after that."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGINT)
         try:
@@ -131,7 +131,7 @@ class Side:
 def launch(
     case: Case, microbatches: int, steps: int, sides: tuple[str, ...] = (OURS, PLAIN)
 ) -> contextlib.AbstractContextManager[dict[str, Side]]:
-    """The sides of a case, all workers before their first step; everything is gone afterwards.
+    """Starts the sides of a case; all workers wait before their first step. All processes are ended at exit.
 
     Raises:
         RuntimeError: a side did not start, or a worker ended; with the end of its output.
@@ -145,7 +145,7 @@ def launch(
 
 @contextlib.contextmanager
 def started(title: str, names: Sequence[str], spec_of: Callable[[str, Path], SideSpec]) -> Iterator[dict[str, Side]]:
-    """As `launch`, of any sides: `spec_of` gives a side by its name and the directory that it is to use."""
+    """Like `launch`, for any sides. `spec_of` makes a side from its name and the directory for its files."""
     directory = Path(tempfile.mkdtemp(prefix="steady-"))
     sides: dict[str, Side] = {}
     try:
@@ -156,8 +156,8 @@ def started(title: str, names: Sequence[str], spec_of: Callable[[str, Path], Sid
             side.team.gather(side.workers, lambda side=side: side.process.poll() is None)
         yield sides
     except (OSError, RuntimeError) as error:
-        said = "\n".join(f"-- {name}\n{side.tail()}" for name, side in sides.items())
-        raise RuntimeError(f"{title}: {error}\n{said}") from error
+        outputs = "\n".join(f"-- {name}\n{side.tail()}" for name, side in sides.items())
+        raise RuntimeError(f"{title}: {error}\n{outputs}") from error
     finally:
         for side in sides.values():
             side.close()

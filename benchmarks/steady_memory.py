@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 class AnonSampler:
-    """Samples the anonymous resident memory of workers from a thread; keeps each one's peak, bytes."""
+    """A thread that samples the anonymous resident memory of workers, and keeps the peak of each one, in bytes."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
@@ -55,12 +55,12 @@ class AnonSampler:
 
     @property
     def growth(self) -> list[int]:
-        """Beyond the imports, per worker."""
+        """The growth of each worker beyond its imports, in bytes."""
         return [self._peak[member.pid] - member.anon_at_entry for member in self._members]
 
 
 def measure(case: Case, microbatches_per_worker: int) -> dict[str, Any]:
-    """Peak growth of both sides, bytes, worst worker; the bytes of open tree nodes by formula and as measured."""
+    """The peak growth of both sides, worst worker, and the bytes of open tree nodes by formula and as measured."""
     found: dict[str, Any] = {}
     pipelined = case.mesh.get("pp", 1) > 1
     microbatches = microbatches_per_worker * (1 if pipelined else case.workers)
@@ -73,7 +73,7 @@ def measure(case: Case, microbatches_per_worker: int) -> dict[str, Any]:
                 "rss": max(member.growth for member in side.team.members),
                 "anon": max(sampler.growth),
             }
-            side.team.go(1)  # nothing is left to do: they end by themselves
+            side.team.go(1)  # no step is left, so they end by themselves
             side.wait()
             if name == OURS:
                 summary = json.loads((side.log.parent / "run" / "summary.json").read_text())
@@ -85,11 +85,12 @@ def measure(case: Case, microbatches_per_worker: int) -> dict[str, Any]:
 
 
 def open_node_bytes(case: Case, microbatches: int) -> int:
-    """Bytes of tree nodes that the worst worker holds at once, as the placement implies.
+    """The bytes of tree nodes that the worst worker holds at once, derived from the placement.
 
     A worker's own sums: the gradient elements of its layers times the nodes open while it adds up its micro-batches in
-    the order of its actions. Under time-major dealing (sharded gradients) its leaves leave at once; what stays is its
-    share of the pages, times the nodes open over all micro-batches of the step, and one layer's leaf on its way out.
+    the order of its actions. Under time-major assignment (sharded gradients) its leaves are sent at once; what stays is
+    its share of the pages, times the nodes open over all micro-batches of the step, and one layer's leaf on its way
+    out.
     """
     from elaswave_spmd.conf.schema import Settings
     from elaswave_spmd.controller.loop import data_spec

@@ -4,19 +4,19 @@
 
 Ours is the whole product (controller, metrics, TensorBoard and all) on real processes; the other side is a loop of
 plain PyTorch (benchmarks/plain_systems.py): one process, DistributedDataParallel, FSDP2 or Schedule1F1B. Same model
-code, initial values, samples, micro-batch (= micro-batch), global batch, fused AdamW, clipping; one thread per process,
+code, initial values, samples, micro-batch, global batch, fused AdamW, clipping; one thread per process,
 gloo. Ours runs with mirror.count=0: the others have no mirrors of sharded state either.
 
 How it is timed. Both sides are alive at the same time; a gate (benchmarks/gate.py) lets one run a block of steps while
-the other's workers sit in a read, then they change places, and every other pair begins with the other side. So a
-machine that gets slower gets slower for both, and one clock times both, from "go" to "all workers through". This was
+the other's workers block in a read, then they swap, and every other pair begins with the other side. So a machine that
+gets slower gets slower for both, and one clock times both, from "go" to "all workers are done". This was
 preferred to SIGSTOP, which halts processes in the middle of a step with messages on their way, and to reading time
-stamps out of metrics.jsonl, which the other side does not write. A block ends when the last worker has updated its
-parameters. Ours then still sends updated parameters of the block's last step, which it would overlap with the next
-step; with several steps per block that is a small part of the time of one step in many.
+stamps from metrics.jsonl, which the other side does not write. A block ends when the last worker has updated its
+parameters. Our side then still sends the parameters of the block's last step, which would otherwise overlap with the
+next step; this is a small part of one step in each block.
 
 Ratio: tokens/s of ours over plain, per pair; median and 95 % interval over launches and pairs (benchmarks/harness.py).
-The losses of both sides after the warm-up must agree to 1e-3, or the row fails: both did the same work.
+The losses of both sides after the warm-up must agree to 1e-3, or the row fails: it shows that both do the same work.
 
 Memory: at two micro-batches per worker and at eight, per worker, worst worker. `rss`: growth of the resident peak since
 the worker's imports (ru_maxrss); `anon`: growth of anonymous resident memory, sampled every millisecond, which leaves
@@ -58,9 +58,10 @@ def cases(models: Sequence[str]) -> list[Case]:
 
 
 def measure(case: Case, launches: int, pairs: int) -> dict[str, Any]:
-    """Speed of one row.
+    """Measures the speed of one row.
 
-    Returns: plain data: seconds per step of both sides by launch and pair, steps per block, losses after the warm-up.
+    Returns:
+        Plain data: seconds per step of both sides by launch and pair, steps per block, losses after the warm-up.
     """
     found: dict[str, Any] = {"seconds": {OURS: [], PLAIN: []}, "losses": []}
     steps = 0
@@ -87,7 +88,7 @@ def _warm_up(case: Case, sides: dict[str, Side]) -> dict[str, float]:
     for name, side in sides.items():
         side.team.block(_WARM_UP)
         members = side.team.members
-        # Each of our workers reports the loss of the step, each of theirs its share of it.
+        # Each of our workers reports the loss of the step; each worker of the other side reports its share of it.
         losses[name] = members[0].loss if name == OURS else sum(member.loss for member in members)
     if not math.isclose(losses[OURS], losses[PLAIN], rel_tol=1e-3):
         raise SystemExit(f"{case.title}, {case.model}: the sides do not train alike, losses {losses}")
@@ -95,7 +96,7 @@ def _warm_up(case: Case, sides: dict[str, Side]) -> dict[str, float]:
 
 
 def speed_row(case: Case, found: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     ours, plain = found["seconds"][OURS], found["seconds"][PLAIN]
     ratios = [[b / a for a, b in zip(*both, strict=True)] for both in zip(ours, plain, strict=True)]
     found["ratio"] = ratio = estimate(ratios)

@@ -1,11 +1,11 @@
-"""Emulated: one run of 16 workers, two of them killed and one slowed down. What it did when, and a picture of that.
+"""Emulated: one run of 16 workers, two of them killed and one slowed down: its changes over time, as table and picture.
 
     python -m benchmarks.timeline [--picture PATH.png] [--quick] [--json PATH]
 
 `python train.py mesh=dp4_pp4` on the emulated accelerator (benchmarks/emulated_runs.py: real processes, links and
 bytes; layer programs sleep), beside the same run with nothing happening to it. Two workers of one stage are killed,
-each in the middle of a step, later another one runs at half speed. Told is every change: what it was for and which step
-it came after, from events.jsonl; and step times, medians between the changes, beside what the simulator says of the
+each in the middle of a step, later another one runs at half speed. Reported is every change: its reason and the step
+after which it came, from events.jsonl; and step times, medians between the changes, beside the simulated time of the
 placement at the end. The picture is drawn from trace.json (run.trace=true); it needs matplotlib (the extra `plots`).
 That the losses and the weights of both runs are the same, bit for bit, is checked.
 """
@@ -27,7 +27,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.simulator import healthy
 
 MESH, MICROBATCHES, STEPS = "dp4_pp4", 32, 60
-KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second when pages have mirrors again
+KILLS, SLOWED, SLOW_STEP = {8: 3, 12: 2}, 9, 28  # step -> rank; the second kill comes when all pages have mirrors again
 _CHANGES = ("fail", "rebalance", "slow", "recover", "frequency")
 _REASONS = {"rebalance": "copies are complete", "frequency": "hints, or as before a change"}
 _FIRST_WORKER = 2  # process number of worker 0 in a trace
@@ -43,7 +43,7 @@ _FOLLOWING: Mapping[str, object] = {
 
 
 def measure(steps: int, cache: Path) -> tuple[Run, Run]:
-    """The run that is disturbed, and the one that is not."""
+    """Runs the training twice: disturbed and undisturbed."""
     mesh = Mesh.initial(MeshShape.parse(MESH))
     costs = costs_of(len(mesh.stages))
     events: dict[str, object] = {
@@ -58,12 +58,12 @@ def measure(steps: int, cache: Path) -> tuple[Run, Run]:
 
 
 def changes(found: Run) -> list[list[str]]:
-    """Lines of what happened, and of the steps in between: (after step, what, median step in ms until the next)."""
-    told = [event for event in found.events if event["event"] in _CHANGES]
-    steps = list(accumulate((event.get("after_step", event.get("step", 0)) for event in told), max))
+    """The lines of the table: (after step, change, median step in ms until the next change)."""
+    reported = [event for event in found.events if event["event"] in _CHANGES]
+    steps = list(accumulate((event.get("after_step", event.get("step", 0)) for event in reported), max))
     lines = [["0", "start", "", MESH, _median(found, 3, min(steps, default=len(found.metrics)))]]
-    for i, (event, step) in enumerate(zip(told, steps, strict=True)):
-        stop = steps[i + 1] if i + 1 < len(told) else len(found.metrics)
+    for i, (event, step) in enumerate(zip(reported, steps, strict=True)):
+        stop = steps[i + 1] if i + 1 < len(reported) else len(found.metrics)
         what = event["event"]
         reason = str(event.get("reason") or _REASONS.get(what, ""))
         where = ""
@@ -85,7 +85,7 @@ def expected(found: Run) -> tuple[str, float]:
     assert found.costs is not None
     last = [event for event in found.events if event["event"] == "frequency"]
     costs = found.costs
-    if last:  # measured times are told at the normal frequency
+    if last:  # measured times are reported as at the normal frequency
         ratio = {int(rank): value for rank, value in last[-1]["frequencies"].items()}
         costs = costs.with_speeds(
             {rank: costs.speed(rank) * ratio.get(rank, 1.0) for s in assignment.stages for rank in s}
@@ -94,7 +94,7 @@ def expected(found: Run) -> tuple[str, float]:
 
 
 def draw(found: Run, path: Path) -> None:
-    """Workers as rows, time to the right: what they computed, and lines where the mesh or its frequencies changed."""
+    """Draws the run: workers as rows, time to the right, with lines where the mesh or its frequencies changed."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}

@@ -6,14 +6,14 @@ In the environment of `make test-xla` (torch_xla fits one version of torch only)
 prints the path of its Python, and makes it first where it is missing.
 
 gpt_tiny (4 blocks, width 128, 128 tokens, micro-batches of 4 samples, fp32, no dropout) in one process for each kind of
-programs; they are started one after another and then take turns, a block of steps each. A step is forward and backward
+programs; they are started one after another and then alternate, a block of steps each. A step is forward and backward
 of all micro-batches through all layers, without an update. Ours leave the gradients in host memory, where links and
 updates take them; eager and torch.compile compute there. The hand-written loop cuts the same model at the same places:
 autograd, and torch_xla.sync after each layer's forward and backward. Fused is that loop without cuts: one graph for
 the step. All programs on XLA have the same environment variables, and send and fetch tensors with the same calls.
 
-A second table says what the partitioner made of the annotations: bytes on each device, and collectives in the compiled
-HLO of each program, beside what the specs imply.
+A second table shows the partitioner's result for the annotations: bytes on each device, and collectives in the compiled
+HLO of each program, beside those that the specs imply.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True)
 class Row:
-    """What is timed: steps of a process in one mode (benchmarks/xla_members.py)."""
+    """One row of the table: steps of a process in one mode (benchmarks/xla_members.py)."""
 
     title: str
     kind: str
@@ -55,7 +55,7 @@ class Row:
 
 
 def rows_of(with_inductor: bool) -> list[Row]:
-    """All that is timed, in the order of the table."""
+    """All rows, in the order of the table."""
     found = [Row("eager", "eager")]
     found += [Row("torch.compile", "inductor")] if with_inductor else []
     for tp, where in ((1, "one device"), (2, "tp2")):
@@ -75,10 +75,10 @@ class Member:
     def __init__(self, process: tuple[str, int], microbatches: int, directory: Path) -> None:
         self.name = f"{process[0]}-tp{process[1]}"
         self._log = directory / f"{self.name}.log"
-        told = json.dumps({"kind": process[0], "tp": process[1], "microbatches": microbatches})
+        spec = json.dumps({"kind": process[0], "tp": process[1], "microbatches": microbatches})
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.xla_members", told],
+                [sys.executable, "-m", "benchmarks.xla_members", spec],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -90,20 +90,20 @@ class Member:
         """Its next answer.
 
         Raises:
-            RuntimeError: it ended, or takes too long; with the end of its output.
+            RuntimeError: the process ended, or takes too long; with the end of its output.
         """
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE_S)
         line = self._process.stdout.readline() if ready else b""
         if not line:
-            said = self._log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"{self.name} ended or takes too long:\n{said}")
+            output = self._log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"{self.name} ended or takes too long:\n{output}")
         return json.loads(line)
 
     def block(self, first: int, steps: int, mode: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        told = {"first": first, "steps": steps, "mode": mode}
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        order = {"first": first, "steps": steps, "mode": mode}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
         return self.answer()
 
@@ -120,7 +120,7 @@ class Member:
 
 @contextlib.contextmanager
 def started(rows: Sequence[Row], microbatches: int) -> Iterator[tuple[dict[tuple[str, int], Member], dict[str, Any]]]:
-    """The processes of the rows, each after its first step, and what they said of it; all are gone afterwards."""
+    """Starts the processes of the rows. Yields them after their first step, with its results; ends them at exit."""
     members: dict[tuple[str, int], Member] = {}
     firsts: dict[str, Any] = {}
     with new_directory("xla-") as directory:
@@ -136,13 +136,14 @@ def started(rows: Sequence[Row], microbatches: int) -> Iterator[tuple[dict[tuple
 
 
 def launch(rows: Sequence[Row], microbatches: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Starts all processes and lets them take turns.
+    """Starts all processes and lets them run in turn.
 
-    Returns: of each process its first step and the programs that it compiled after it; by title of a row the mean ms of
-        a step in each block, and of its CPU time; load averages (1 min) before the rounds.
+    Returns:
+        For each process its first step and the programs that it compiled after it; by title of a row the mean ms of a
+        step in each block, and of its CPU time; load averages (1 min) before the rounds.
     """
     with started(rows, microbatches) as (members, firsts):
-        for row in rows:  # what a mode needs besides is compiled here
+        for row in rows:  # the first block of a mode compiles what that mode needs in addition
             members[row.process].block(2, 2, row.mode)
         found: dict[str, list[float]] = {row.title: [] for row in rows}
         cpu: dict[str, list[float]] = {row.title: [] for row in rows}
@@ -151,10 +152,10 @@ def launch(rows: Sequence[Row], microbatches: int, rounds: int, steps: int) -> d
             loads.append(os.getloadavg()[0])
             for row in rows if number % 2 == 0 else rows[::-1]:
                 member = members[row.process]
-                said = member.block(10 + number * steps, steps, row.mode)
-                found[row.title].append(1000 * statistics.mean(said["seconds"]))
-                cpu[row.title].append(1000 * said["cpu_s"] / steps)
-                later[member.name] = said["compiled"] - firsts[member.name]["compiled"]
+                answer = member.block(10 + number * steps, steps, row.mode)
+                found[row.title].append(1000 * statistics.mean(answer["seconds"]))
+                cpu[row.title].append(1000 * answer["cpu_s"] / steps)
+                later[member.name] = answer["compiled"] - firsts[member.name]["compiled"]
             say(f"round {number + 1} of {rounds}")
     return {"firsts": firsts, "later": later, "ms": found, "cpu_ms": cpu, "loads": loads}
 
@@ -163,14 +164,14 @@ def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[s
     """First steps, steady steps, programs compiled."""
     loads = [load for found in launches for load in found["loads"]]
     eager = launches[0]["firsts"]["eager-tp1"]
-    told: set[tuple[str, int]] = set()
+    shown: set[tuple[str, int]] = set()
     cells = []
     for row in rows:
         name = f"{row.kind}-tp{row.tp}"
         firsts = [found["firsts"][name] for found in launches]
         own: list[object] = ["", "", "", ""]
-        if row.process not in told:
-            told.add(row.process)
+        if row.process not in shown:
+            shown.add(row.process)
             apart = max(abs(first[what] / eager[what] - 1) for first in firsts for what in ("loss", "norm"))
             seconds = [first["first_s"] for first in firsts]
             made = max(found["later"][name] for found in launches)
@@ -261,7 +262,7 @@ def partition_tables(result: Result) -> None:
 
 
 def _users(group: Sequence[Mapping[str, Any]]) -> str:
-    """Which layers run a program, and as what."""
+    """The layers that run a program, and as which kind of program."""
     layers: dict[str, list[str]] = {}
     for row in group:
         layers.setdefault(row["program"], []).append(row["layer"])
@@ -281,7 +282,7 @@ def _told(counts: Mapping[str, int]) -> str:
 
 
 def lacks_xla() -> bool:
-    """Whether this interpreter has no torch_xla; then it says how to get one that does."""
+    """Returns True if this interpreter has no torch_xla, after printing how to get one that has it."""
     lacks = importlib.util.find_spec("torch_xla") is None
     if lacks:
         how = "`python tests/xla/environment.py` makes its environment and prints its Python; use that."

@@ -1,4 +1,4 @@
-"""The sides of `benchmarks.xla`, each a process of its own that runs blocks of steps when it is told to.
+"""The sides of `benchmarks.xla`: each is a process of its own that runs blocks of steps on order.
 
     python -m benchmarks.xla_members JSON
 
@@ -38,7 +38,7 @@ _HOST, _WHOLE = torch.device("cpu"), P()
 
 @dataclass(frozen=True)
 class Spec:
-    """What is to be started.
+    """The specification of a side.
 
     Args:
         kind: EAGER, INDUCTOR, XLA (the project's programs), HAND or FUSED (a loop in plain torch_xla).
@@ -62,14 +62,14 @@ class Side(Protocol):
     """A model in training."""
 
     def step(self, number: int, mode: str) -> float:
-        """Forward and backward of all micro-batches; the step's loss. Everything is done when it returns."""
+        """Runs all micro-batches forward and backward. Returns the step's loss when everything is done."""
         ...
 
     @property
     def num_compiled(self) -> int: ...
 
     def gradient_norm(self) -> float:
-        """Of the last step, if its gradients were brought to the host."""
+        """The gradient norm of the last step, if its gradients were copied to the host."""
         ...
 
 
@@ -86,7 +86,7 @@ def batch_of(number: int, microbatch: int) -> Batch:
 
 
 def initial(model: LayeredModel) -> dict[str, Tensor]:
-    """The values of all parameters by name."""
+    """The initial values of all parameters by name."""
     found = describe(model)
     infos = [slot.parameter for layer in found.layout.layers for slot in layer.slots]
     drawn = {p.name: materialize(found.inits[p.name], SEED, p.name, 0, p.num_elements) for p in infos}
@@ -94,7 +94,7 @@ def initial(model: LayeredModel) -> dict[str, Tensor]:
 
 
 class Ours:
-    """The project's layer programs, of any kind, as a worker that has all layers runs them."""
+    """This project's layer programs, of any kind, run as by a worker that has all layers."""
 
     def __init__(self, model: LayeredModel, microbatches: int, programs: StagePrograms) -> None:
         layers = describe(model).layout.layers
@@ -115,7 +115,7 @@ class Ours:
         return self.programs.num_compiled
 
     def step(self, number: int, mode: str) -> float:
-        if mode == SEND:  # as after an update
+        if mode == SEND:  # as after an update of the parameters
             self._version += 1
             for buffer in self.values.values():
                 buffer.mark(0, buffer.layout.num_value_pages, self._version)
@@ -152,7 +152,7 @@ class HandWritten:
 
         self._sync: Callable[..., None] = torch_xla.sync
         self._spec, self._fused = spec, fused
-        self._island = XlaIsland({"tp": spec.tp})  # to send, mark and fetch only
+        self._island = XlaIsland({"tp": spec.tp})  # used to send, mark and fetch only
         self._model = make_model()
         self._specs = specs_of(self._model)
         self._parameters: dict[str, Tensor] = {}
@@ -161,7 +161,7 @@ class HandWritten:
             self._parameters[name] = there.requires_grad_()
             path, _, leaf = name.rpartition(".")
             self._model.get_submodule(path)._parameters[leaf] = there  # pyright: ignore[reportArgumentType]
-        self._keys = Keys.make(0, 0, [0] * MICROBATCH, 0)  # nothing reads them without dropout
+        self._keys = Keys.make(0, 0, [0] * MICROBATCH, 0)  # without dropout nothing reads the keys
         self._fetched: list[Tensor] = []
 
     @property
@@ -231,7 +231,7 @@ class HandWritten:
 
 
 def make_side(spec: Spec) -> Side:
-    """Compiles what can be compiled before the first step."""
+    """Makes a side, and compiles everything that can be compiled before the first step."""
     if spec.kind in (HAND, FUSED):
         return HandWritten(spec, fused=spec.kind == FUSED)
     model = make_model()
@@ -257,7 +257,7 @@ def make_side(spec: Spec) -> Side:
 
 
 def set_environment(kind: str, tp: int) -> None:
-    """As a worker's; before torch_xla is imported."""
+    """Sets the environment variables of a worker. Call it before torch_xla is imported."""
     torch.set_num_threads(THREADS)
     if kind in (XLA, HAND, FUSED):
         os.environ.update(device_of("xla").environment(os.environ, Island(devices=tp, threads=THREADS)))
@@ -265,12 +265,12 @@ def set_environment(kind: str, tp: int) -> None:
         import torch_xla.distributed.spmd  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 
-def block(side: Side, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs steps `told["first"]` and following ones; says how long each took, and the CPU time of all."""
+def block(side: Side, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs the steps from `order["first"]` on. Returns the time of each, and the CPU time of all."""
     seconds, loss, cpu = [], 0.0, time.process_time()
-    for number in range(told["first"], told["first"] + told["steps"]):
+    for number in range(order["first"], order["first"] + order["steps"]):
         began = time.perf_counter()
-        loss = side.step(number, told["mode"])
+        loss = side.step(number, order["mode"])
         seconds.append(time.perf_counter() - began)
     cpu = time.process_time() - cpu
     return {"seconds": seconds, "cpu_s": cpu, "loss": loss, "compiled": side.num_compiled}
@@ -280,7 +280,7 @@ def main() -> None:
     """Command line: makes the side, runs its first step, then blocks until stdin ends."""
     spec = Spec(**json.loads(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def answer(found: Mapping[str, Any]) -> None:
         print(json.dumps(found), file=answers, flush=True)

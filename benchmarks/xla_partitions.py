@@ -1,9 +1,9 @@
-"""What XLA's partitioner made of the layer programs of gpt_tiny on an island of two devices, for `benchmarks.xla`.
+"""The result of XLA's partitioner for the layer programs of gpt_tiny on an island of two devices, for `benchmarks.xla`.
 
     python -m benchmarks.xla_partitions DIR
 
-Prints as JSON: bytes of each layer's parameters on each device, beside what the specs imply; and the collectives in
-the compiled HLO of each program, which XLA writes to DIR, beside what the specs imply.
+Prints as JSON: bytes of each layer's parameters on each device, and the collectives in the compiled HLO of each
+program, which XLA writes to DIR; both beside those that the specs imply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TP = 2
 _OPTIMIZED = "*cpu_after_optimizations.txt"
 _COLLECTIVE = re.compile(r" = (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
-_PROGRAMS = ("evaluation", "forward", "backward")  # in the order in which a layer's are compiled
+_PROGRAMS = ("evaluation", "forward", "backward")  # in the order in which the programs of a layer are compiled
 
 
 def collectives(hlo: str) -> list[tuple[str, str]]:
@@ -38,12 +38,12 @@ def collectives(hlo: str) -> list[tuple[str, str]]:
 
 
 def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -> dict[str, dict[str, int]]:
-    """Collectives that the specs of a layer's weights imply, per program, for whole inputs and outputs.
+    """The collectives that the specs of a layer's weights imply, per program, for whole inputs and outputs.
 
     A weight [out, in] split by rows makes a split output of a whole input, so the gradient by that input is a sum over
     devices; one split by columns makes a sum over devices of a split input. An embedding split by rows is a sum, too:
-    each device looks up what it has. The head's output is wanted whole: it is gathered; the gradient by it is computed
-    where it is wanted, in parts, which takes one more sum: a number for each token, over the vocabulary.
+    each device looks up the rows that it has. The head's output must be whole, so it is gathered; the gradient by it is
+    computed in parts, which takes one more sum: a number for each token, over the vocabulary.
     """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
@@ -61,13 +61,13 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
 
 
 def implied_bytes(layout: LayerLayout, specs: dict[str, P]) -> int:
-    """Of a layer's parameters on each device."""
+    """The bytes of a layer's parameters on each device that the specs imply."""
     split = [specs.get(slot.parameter.name, P()).dim_of("tp") is not None for slot in layout.slots]
     return sum(4 * s.parameter.num_elements // (TP if cut else 1) for s, cut in zip(layout.slots, split, strict=True))
 
 
 def main(directory: Path) -> dict[str, Any]:
-    """Compiles and reads. `directory`: empty."""
+    """Compiles the programs and reads their HLO. `directory` must be empty."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
     set_environment(XLA, TP)
     from elaswave_spmd.runtime.devices.xla_island import Program, XlaIsland
@@ -78,7 +78,7 @@ def main(directory: Path) -> dict[str, Any]:
     seen: set[Path] = set()
 
     class Watched(XlaIsland):
-        """It remembers which module was written for which program."""
+        """An island that remembers which HLO module was written for which program."""
 
         def capture(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], specs: Sequence[P]) -> Program:
             program = super().capture(outputs, inputs, specs)
@@ -116,5 +116,5 @@ def main(directory: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answer
     print(json.dumps(main(Path(sys.argv[1]))), file=answers)

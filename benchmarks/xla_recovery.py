@@ -1,13 +1,13 @@
-"""What a lost worker costs on PyTorch/XLA, beside the CPU: the same runs, the same kills.
+"""The cost of losing a worker on PyTorch/XLA, beside the CPU: the same runs, the same kills.
 
     python -m benchmarks.xla_recovery [--quick] [--launches N] [--json PATH]
 
 In the environment of `make test-xla`; `python tests/xla/environment.py` prints the path of its Python. `python train.py
 mesh=dp4` of a small gpt, on islands of one device and on the CPU in turns, torch of the same version; in each run one
-worker is killed (SIGKILL) in the middle of a backward, and later a second one. Told is what events.jsonl says of each:
+worker is killed (SIGKILL) in the middle of a backward, and later a second one. Reported from events.jsonl for each:
 detect, edit, and the penalty, the disturbed step beyond the median undisturbed one and beyond the micro-batches that
-had to be done again. That all losses are those of the undisturbed run on the same device, bit for bit, is checked, and
-how many programs survivors compiled.
+had to be computed again. It is checked that all losses are those of the undisturbed run on the same device, bit for
+bit, and how many programs the survivors compiled.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ COLUMNS += ("penalty / step", "compiled before, each", "compiled later")
 
 @dataclass(frozen=True)
 class Found:
-    """A run.
+    """The result of one run.
 
     Args:
         step_s: its median undisturbed step, with all workers.
         fails, recovered: the events, in pairs.
-        compiled: per worker, programs before it was ready and later; empty on the CPU.
+        compiled: number of programs by worker, before it was ready and later; empty on the CPU.
     """
 
     step_s: float
@@ -67,7 +67,7 @@ class Found:
 
 
 def launch(device: str, kills: bool, cache: Path) -> Found:
-    """One run, to its end.
+    """Runs the training once, to its end.
 
     Raises:
         RuntimeError: it failed; with the end of its output.
@@ -94,7 +94,7 @@ def launch(device: str, kills: bool, cache: Path) -> Found:
 
 
 def row_of(device: str, runs: Sequence[Found]) -> list[str]:
-    """A line of the table."""
+    """One line of the table."""
     fails = [event for run in runs for event in run.fails]
     penalties = [event["penalty_ms"] for run in runs for event in run.recovered]
     step_ms = 1e3 * statistics.median(run.step_s for run in runs)

@@ -1,7 +1,7 @@
-"""A PJRT plugin for NPUs: tells torch_xla where its library is, and how a process uses it.
+"""A PJRT plugin for NPUs: gives torch_xla the path of the PJRT library, and the way in which a process uses it.
 
-The library, which compiles and runs programs, comes from whoever makes it: a shared object that exports `GetPjrtApi`.
-It is looked for in NPU_PJRT_LIBRARY, and then in the folder of this package, as libpjrt_npu.so.
+The library compiles and runs programs. It is not part of this package: a vendor provides it as a shared object that
+exports `GetPjrtApi`. Its path is NPU_PJRT_LIBRARY, or libpjrt_npu.so in the folder of this package.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ IN_PACKAGE = Path(__file__).with_name("libpjrt_npu.so")
 
 
 class NpuPlugin(plugins.DevicePlugin):
-    """What torch_xla asks when PJRT_DEVICE=NPU. It is made, and asked nothing, whenever torch_xla is imported."""
+    """The plugin that torch_xla uses with PJRT_DEVICE=NPU.
+
+    torch_xla creates it at every import, on any device; so the constructor does nothing, and only the methods may fail.
+    """
 
     def library_path(self) -> str:
-        """Where the library is.
+        """The path of the library.
 
         Raises:
-            RuntimeError: there is none, or it is no PJRT library.
+            RuntimeError: the file is missing, cannot be loaded, or is no PJRT library.
         """
         given = os.environ.get(LIBRARY)
         path = Path(given) if given else IN_PACKAGE
@@ -42,26 +45,32 @@ class NpuPlugin(plugins.DevicePlugin):
         return str(path.resolve())
 
     def client_create_options(self) -> dict[str, object]:
-        """Options of the library's client: a JSON object in NPU_PJRT_OPTIONS, which the library documents."""
+        """The options of the library's client, from the JSON object in NPU_PJRT_OPTIONS; {} if it is not set.
+
+        The library documents which options there are.
+
+        Raises:
+            RuntimeError: NPU_PJRT_OPTIONS is not a JSON object.
+        """
         text = os.environ.get(OPTIONS, "{}")
         try:
             options = json.loads(text)
         except ValueError as error:
-            raise RuntimeError(f"{OPTIONS} is a JSON object, got {text!r}: {error}") from error
+            raise RuntimeError(f"{OPTIONS}={text} is not a JSON object ({error})") from error
         if not isinstance(options, dict):
-            raise RuntimeError(f"{OPTIONS} is a JSON object, got {text!r}")
+            raise RuntimeError(f"{OPTIONS}={text} is not a JSON object")
         return options
 
     def physical_chip_count(self) -> int:
-        """Devices that this process can see: those in ASCEND_RT_VISIBLE_DEVICES, else those that there are."""
+        """The number of devices that this process sees: those in ASCEND_RT_VISIBLE_DEVICES, or all of the machine."""
         visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
         if visible is not None:
             return len([number for number in visible.split(",") if number.strip()])
         return len(glob.glob("/dev/davinci[0-9]*"))
 
     def configure_single_process(self) -> None:
-        """A process is a world of its own: nothing is to be set. (The base class refuses.)"""
+        """Does nothing: each process is an XLA world of its own. The base class would raise an error."""
 
     def requires_xla_coordinator(self) -> bool:
-        """No process knows of another one."""
+        """False: XLA processes do not know of each other; the framework connects the workers."""
         return False
