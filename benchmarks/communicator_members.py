@@ -88,7 +88,7 @@ class InPlace:
         return self._sum(0, everybody, values), self._sum(1, own, values)
 
     def _sum(self, group: int, members: Sequence[int], values: np.ndarray) -> np.ndarray:
-        """Reduces a page as the product does: partial sums to the first member, the primary, which sends all the sum."""
+        """Reduces a page as the product does: partial sums go to the first member, the primary, which sends the sum."""
         primary, place = members[0], members.index(self._me)
         if primary != self._me:
             message = m.PartialSum(self._number, group, 0, 1, place, place + 1)
