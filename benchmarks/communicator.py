@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     repeats = args.repeats or (3 if args.quick else 10)
     result = Result("communicator", {"sizes": sizes, "repeats": repeats, "seed": args.seed, "bytes": 1024})
     found = {size: measure(size, repeats, args.seed) for size in sizes}
-    columns = ["processes", "how", "first sums done, median", "least - most", "usable", "theirs / ours [95 %]"]
+    columns = ["processes", "how", "first sums done, median", "min - max", "usable", "theirs / ours [95 %]"]
     lines = [line for size in sizes for line in rows(size, found[size])]
     result.table("Until the first small all-reduces of the new groups are done on all, ms", columns, lines)
     result.table(

@@ -99,7 +99,7 @@ def emulated(mesh: Mesh, microbatches: int, steps: int, times: float = 1.0, /, *
     """The settings of a run by name. In `settings`, __ stands for the dot.
 
     Args:
-        micro-batches: of a step.
+        microbatches: of a step.
         times: as for costs_of.
     """
     layer = costs_of(len(mesh.stages), times).layers[0]

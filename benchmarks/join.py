@@ -205,7 +205,7 @@ def main() -> int:
     changes = [measure(launch) for launch in done]
     for kind, title in ((JOIN, "A worker joins, 3 to 4"), (LEAVE, "A worker leaves, 4 to 3")):
         pieces = list(itertools.chain.from_iterable(change[kind] for change in changes))
-        columns = ["ms, but for the last two lines", "median", "90th percentile", "most"]
+        columns = ["ms, except in the last two lines", "median", "90th percentile", "max"]
         result.table(f"{title}: {len(pieces)} times", columns, shown_parts(pieces))
         result.data[kind] = pieces
     result.data["problems"] = problems

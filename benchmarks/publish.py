@@ -113,7 +113,7 @@ def main() -> int:
     problems = [
         line for case in cases for line in different_losses(run.losses for way in WAYS for run in found[case, way])
     ]
-    columns = ["mesh", "sharding", "d_model", "way", "step ms", "least - most", "step / links ipc [95 %]"]
+    columns = ["mesh", "sharding", "d_model", "way", "step ms", "min - max", "step / links ipc [95 %]"]
     result.table("Steps of runs that do little but publish (emulated accelerator)", columns, rows(found))
     runs = {" ".join((*map(str, case), way)): [run.step for run in made] for (case, way), made in found.items()}
     result.data = {"problems": problems, "step_ms": runs}

@@ -118,12 +118,12 @@ def main() -> int:
     ours = found.get(_OURS, [])
     problems += failed + [f"bits: {difference}" for difference in different_losses(kill.losses for kill in ours)]
     columns = ["system", "kills", "step", "first commit", "all commit", "all commit - step", "all commit / ours"]
-    columns += ["steps lost, median / most", "samples per step after"]
+    columns += ["steps lost, median / max", "samples per step after"]
     rows = [row(name, some, ours) for name, some in found.items() if some]
     result.table("From the kill on, ms, median / 90th percentile", columns, rows)
     if ours:
         title = "This project: a kill in pieces, ms"
-        result.table(title, ["piece", "median", "90th percentile", "most"], shown_parts([kill.parts for kill in ours]))
+        result.table(title, ["piece", "median", "90th percentile", "max"], shown_parts([kill.parts for kill in ours]))
     result.data = {"problems": problems, "kills": {name: [vars(k) for k in some] for name, some in found.items()}}
     return result.finish(args.json, problems) or int(not rows)
 

@@ -58,9 +58,9 @@ _FOLLOWING: Mapping[str, object] = {
 _NO_LIMIT = 1 << 30
 AXES: Mapping[str, Mapping[str, object]] = {
     "all but frequency": {},
-    "neither": {"schedule__dataflow": "false", "schedule__graph": "false"},
-    "microbatches": {"schedule__graph": "false"},
-    "layers": {"schedule__dataflow": "false"},
+    "neither": {"schedule__microbatches": "false", "schedule__layers": "false"},
+    "microbatches": {"schedule__layers": "false"},
+    "layers": {"schedule__microbatches": "false"},
     "all": {"schedule__frequency": "simulated", "schedule__f_min": 0.8, "schedule__f_max": 1.1},
 }
 FULL, NEITHER = "all but frequency", "neither"
@@ -120,12 +120,12 @@ def settings_of(event: Event, axes: Mapping[str, object], steps: tuple[int, int,
     case, change = event.case, Change.parse(event.change)
     if change.gone:
         ranks = ",".join(map(str, change.gone))
-        strikes = {"chaos__events": f"[{{step: {steps[0]}, kind: kill, rank: [{ranks}], point: backward}}]"}
+        faults = {"chaos__events": f"[{{step: {steps[0]}, kind: kill, rank: [{ranks}], point: backward}}]"}
     else:
         slow = ", ".join(f"{{rank: {rank}, speed: {speed}, step: {steps[0]}}}" for rank, speed in change.slow)
-        strikes = {"emulated__slow": f"[{slow}]"}
+        faults = {"emulated__slow": f"[{slow}]"}
     mesh, microbatches = case.placement.mesh, case.placement.num_microbatches
-    return emulated(mesh, microbatches, sum(steps) + 1, **_FOLLOWING, **axes, **strikes)
+    return emulated(mesh, microbatches, sum(steps) + 1, **_FOLLOWING, **axes, **faults)
 
 
 def times_of(done: Run, steps: tuple[int, int, int]) -> Times:

@@ -36,7 +36,7 @@ from elaswave_spmd.simulator import healthy
 BLOCKS, BLOCK_STEPS, SETTLE_STEPS = 5, 4, 9
 TIMES = 2.0
 _STILL = {"schedule__every": 2, "schedule__window": 3, "schedule__min_gain": 0.9}
-_FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__graph": "false"}
+_FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__layers": "false"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
     ]
 
 
-COLUMNS = ("mesh", "microbatches", "workers; layers of stages", "emulated step, ms", "least - most")
+COLUMNS = ("mesh", "micro-batches", "workers; layers of stages", "emulated step, ms", "min - max")
 COLUMNS += ("simulated, as configured, ms", "off by", "simulated, as measured, ms", "off by", "cores busy")
 
 

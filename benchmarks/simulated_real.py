@@ -29,10 +29,10 @@ _SETTINGS: dict[str, object] = {
 }
 REAL_COLUMNS = (
     "mesh",
-    "microbatches",
+    "micro-batches",
     "workers; layers of stages",
     "real step, ms",
-    "least - most",
+    "min - max",
     "simulated, ms",
     "off by",
 )

@@ -43,7 +43,7 @@ class Spec:
     Args:
         kind: EAGER, INDUCTOR, XLA (the project's programs), HAND or FUSED (a loop in plain torch_xla).
         tp: local devices.
-        micro-batches: of a step.
+        microbatches: of a step.
     """
 
     kind: str

@@ -45,7 +45,7 @@ _SETTINGS: dict[str, object] = {
     "schedule.layers": "false",
     "run.tensorboard": "false",
 }
-COLUMNS = ("device", "kills", "step ms", "detect ms", "edit ms", "micro-batches redone", "penalty ms", "least - most")
+COLUMNS = ("device", "kills", "step ms", "detect ms", "edit ms", "micro-batches redone", "penalty ms", "min - max")
 COLUMNS += ("penalty / step", "compiled before, each", "compiled later")
 
 
