@@ -113,7 +113,7 @@ def parts_of(killed: float, step: float, fail: dict[str, Any], recovered: dict[s
     The time of computing again is an estimate, not measured: micro-batches times their usual time, as if each worker
     had a core of its own. The rest of the step may then be negative.
     """
-    microbatches = SIZES["train"]["global_batch"] // SIZES["microbatch"]["size"]
+    microbatches = SIZES["train"]["global_batch"] // SIZES["train"]["microbatch_size"]
     redo = fail["microbatches_redone"] * step * WORKERS / microbatches / (WORKERS - 1)
     rest = recovered["all_applied_at"] - fail["placed_at"] - redo
     pieces = {

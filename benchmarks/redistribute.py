@@ -1,22 +1,24 @@
-"""How soon optimizer state lies where it belongs when a worker leaves (4 to 3) or joins (3 to 4).
+"""Time until optimizer state is where it belongs after a worker leaves (4 to 3) or joins (3 to 4).
 
     python -m benchmarks.redistribute [--quick] [--repeats N] [--mib N] [--json PATH]
 
-512 MiB of state, fp32 master and both moments of AdamW of 8 layers, over real processes on one machine. All ways take
-their turns in each repeat; what is timed begins with the first order and ends when the last process has its part.
+512 MiB of state, fp32 master and both moments of AdamW of 8 layers, over real processes on one machine. All ways are
+measured in turn in each repeat; the time begins with the first order and ends when the last process has its part.
 
-- learners: what the product does (runtime.replica under recovery.controller_protocol, over runtime.links; the driver
-  is the controller, and nobody trains meanwhile). A planned change of the mesh, primaries send pages as PageState,
-  learners report, and a second change promotes them: until the run has settled. With mirror.count=1, the default, a
-  leaver's pages have a mirror: its mesh goes on at once ("new mesh"), and what moves is the copies to be made again.
-  With mirror.count=0 a worker cannot leave before somebody has its pages. ZeRO-3: state is apart from parameters.
-- reshard plan: a layout of contiguous tiles, as a sharded array has, goes to another one: sharding.plan_reshard says
-  what moves. The product moves pages and executes no such plan; the executor is in benchmarks/redistribute_members.py,
-  over the product's links, lent from where it lies. Memory for the new tiles is there.
-- DCP: torch.distributed.checkpoint.save by the workers there were and load by those there will be, the same tiles as
-  DTensors, over gloo, into /dev/shm. Both groups exist before the clock starts, and tensors to load into are there.
+- learners: what the product does (the worker's state replica under recovery.controller_protocol, over its links; the
+driver
+  is the controller, and nobody trains meanwhile). The mesh changes as planned, primaries send pages as PageState,
+  learners report, and a second change promotes them; the time is until the run has settled. With mirror.count=1, the
+  default, the pages of a leaving worker have a mirror: the new mesh trains at once ("new mesh"), and the bytes that
+  move are the new mirrors. With mirror.count=0 a worker cannot leave before others have its pages. ZeRO-3: state is
+  separate from parameters.
+- reshard plan: a layout of contiguous tiles, as of a sharded array, is changed to another one by sharding.plan_reshard.
+  The product moves pages and executes no such plan; the executor is in benchmarks/redistribute_members.py,
+  over the product's links, which read the sender's memory in place. Memory for the new tiles is allocated before.
+- DCP: torch.distributed.checkpoint.save by the old workers and load by the new ones, the same tiles as DTensors, over
+  gloo, into /dev/shm. Both groups and the tensors to load into exist before the clock starts.
 
-"Memory copy": all receivers copy at the same time as many bytes as they received, from memory to memory. Every byte of
+"Memory copy": all receivers at the same time copy as many bytes as they received, from memory to memory. Every byte of
 every tile and page is checked after each turn.
 """
 
@@ -47,7 +49,7 @@ _PRELOAD = ("numpy", "torch", "torch._dynamo", "torch.distributed", "zmq", "benc
 _TIMEOUT_S = 60.0
 _SHM = Path("/dev/shm")
 _MIB = 2**20
-_OURS = range(4)  # ranks of our workers; the last one leaves and joins
+_OURS = range(4)  # ranks of the product's workers; the last one leaves and joins
 LEARN_1, LEARN_0 = "learners, mirror.count=1", "learners, mirror.count=0"
 TILES, DCP = "reshard plan over links", "DCP save + load"
 WAYS = (LEARN_1, LEARN_0, TILES, DCP)
@@ -77,7 +79,7 @@ class Controller:
         self._until(lambda: len(self._filled) == workers)
 
     def change(self, workers: int) -> float:
-        """Rank 3 leaves, or joins. Returns the seconds until all state is where it is to be."""
+        """Makes rank 3 leave or join. Returns the seconds until all state is where it belongs."""
         began = time.monotonic()
         if workers == 3:
             self._perform(self.protocol.drain(3, "asked to leave"))
@@ -89,7 +91,7 @@ class Controller:
         return took
 
     def end(self) -> list[dict[str, Any]]:
-        """Returns what the workers say at the end."""
+        """Ends the workers. Returns their last reports."""
         for rank in _OURS:
             self._links.send(rank, m.encode(m.Stop()))
         try:
@@ -152,7 +154,7 @@ class Bench:
             self._dcp[world] = sorted(members.start(spec, world))
 
     def turn(self, way: str, before: int, after: int) -> dict[str, float]:
-        """One change in one way. Returns ms: `took`, `copy` of the bytes moved; `moved`; and what else there is."""
+        """Makes one change in one way. Returns ms (`took`, `copy` of the bytes moved), `moved`, and further figures."""
         if way == DCP:
             return self._checkpoint(before, after)
         found, received = self._tiles(before, after) if way == TILES else self._learn(way, before, after)
@@ -215,7 +217,7 @@ Turns = dict[tuple[int, int], dict[str, list[dict[str, float]]]]
 
 
 def measure(num_bytes: int, repeats: int, seed: int) -> Turns:
-    """All ways, interleaved, after one repeat that does not count."""
+    """Measures all ways, interleaved, after one repeat that is not counted."""
     draw = random.Random(seed)
     found: Turns = {change: {way: [] for way in WAYS} for change in CHANGES}
     with (
@@ -243,7 +245,7 @@ def _shared_memory() -> Any:
 
 
 def rows(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[str]]:
-    """Lines of one change."""
+    """The lines of the table for one change."""
     dcp = [turn["took"] for turn in found[DCP]]
     lines = []
     for way in WAYS:
@@ -282,7 +284,7 @@ def main() -> None:
     state = LAYERS * len(KINDS) * 4 * elements_of(num_bytes)
     result = Result("redistribute", {"mib": mib, "state_bytes": state, "repeats": repeats, "seed": args.seed})
     found = measure(num_bytes, repeats, args.seed)
-    columns = ["how", "MiB moved", "ms, median", "least - most", "new mesh after, ms", "memory copy, ms"]
+    columns = ["how", "MiB moved", "ms, median", "min - max", "new mesh after, ms", "memory copy, ms"]
     columns += ["DCP / this [95 %]"]
     for (before, after), turns in found.items():
         result.table(f"{mib} MiB of state, {before} to {after} workers", columns, rows(turns))

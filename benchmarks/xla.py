@@ -190,7 +190,7 @@ def time_table(result: Result, rows: Sequence[Row], launches: Sequence[Mapping[s
         f"load average before the rounds {min(loads):.1f} to {max(loads):.1f}",
         [
             *("programs", "threads", "first step, s", "compiled", "later"),
-            *("step, ms", "least - most", "blocks", "CPU, ms", "apart"),
+            *("step, ms", "min - max", "blocks", "CPU, ms", "apart"),
         ],
         cells,
     )
