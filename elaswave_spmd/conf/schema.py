@@ -17,7 +17,6 @@ from typing import Any
 from elaswave_spmd.conf import checks
 from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import MeshShape
-from elaswave_spmd.sharding.layout import INTERLEAVED, PAGE_LAYOUTS
 
 SHARDINGS = ("model", "zero0", "zero1", "zero2", "zero3")
 CORPORA = ("stdlib", "text", "custom")
@@ -691,7 +690,6 @@ def _must_be_tcp(where: str, transport: str) -> ConfigError:
 
 
 # The group `schedule` of the settings: how a run follows what its workers measure.
-MOVES = ("live", "blocking")
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq", "ascend")
 _DEVICE_OF = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu", "ascend": "npu"}
 
@@ -706,8 +704,6 @@ class ScheduleSettings:
     Looked at every `every` steps, on medians over `window` steps. A change is made if a step is expected to gain at
     least the part `min_gain` of its time, in `patience` looks in a row, and if that pays for what it moves; the
     next change takes twice as many looks, until members come or go.
-    `moves`: live, or with training standing still while state is copied. `pages`: how state is dealt over a stage,
-    page by page of each layer or in one piece per worker. The second of each is there to be compared with.
 
     `profile`: costs.json of an earlier run of this model, to plan the first mesh with. `bandwidth` (bytes/s) and
     `latency` (s) of a link, for what moving costs; None: as measured.
@@ -724,8 +720,6 @@ class ScheduleSettings:
     window: int = 5
     min_gain: float = 0.1
     patience: int = 3
-    moves: str = "live"
-    pages: str = INTERLEAVED
     profile: str | None = None
     bandwidth: float | None = None
     latency: float | None = None
@@ -742,8 +736,6 @@ class ScheduleSettings:
         for name in ("every", "window", "patience"):
             checks.whole(f"schedule.{name}", getattr(self, name), at_least=1)
         checks.put(self, min_gain=checks.number("schedule.min_gain", self.min_gain, at_least=0, below=1))
-        checks.choice("schedule.moves", self.moves, MOVES)
-        checks.choice("schedule.pages", self.pages, PAGE_LAYOUTS)
         if self.profile is not None:
             checks.put(self, profile=checks.text("schedule.profile", self.profile))
         if self.bandwidth is not None:

@@ -224,8 +224,7 @@ class Rescheduler:
     def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:
         here = self._protocol.placement
         why = f"{what}: {1e3 * before:.0f} to {1e3 * after:.0f} ms a step expected"
-        blocking = self._settings.moves == "blocking"
-        goal = Goal(there.stages, there.layer_cuts, there.microbatch_counts, why, blocking)
+        goal = Goal(there.stages, there.layer_cuts, there.microbatch_counts, why)
         same = (here.mesh.stages, here.layer_cuts, here.microbatch_counts)
         return None if (goal.stages, goal.layer_cuts, goal.microbatch_counts) == same else goal
 

@@ -105,7 +105,6 @@ class ControllerProtocol:
     _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
     _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
-    _paused: bool = False  # training stands still in this epoch, until all have learned
     _target: ReplicaMap | None = None  # what the learners of this epoch learn for
     _goal: Goal | None = None  # where to go when they have; given up when members come or go
 
@@ -239,7 +238,7 @@ class ControllerProtocol:
         return [] if self.changing else self._finish_change()
 
     def _next_boundary(self) -> int:
-        return self.version if self._paused else min(self.version + 1, self.steps)
+        return min(self.version + 1, self.steps)
 
     def _begin(self, after: int) -> list[Effect]:
         """PREPARE of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
@@ -299,7 +298,6 @@ class ControllerProtocol:
             placement, kinds, reasons, version, reconfiguration.redone(work, held), learners, why, target
         )
         self._change, self._newcomers, self._saving = None, [], stops
-        self._paused = bool(learners and clean and self._goal is not None and self._goal.blocking)
         place = self._place_message(version, work)
         for table in (self._gone, self._learned, self._damaged, self._forgot, self._relinked):
             table.clear()
@@ -339,9 +337,8 @@ class ControllerProtocol:
         again = version and not self._saving and self.validates_at(version) and self._validated < version
         validate = version if again else -1
         forgot = tuple(sorted(self._forgot & {*self.placement.mesh.members}))
-        saves, pauses = bool(self._saving), self._paused
         return reconfiguration.place_message(
-            self.placement, self.addresses, version, work, validate, saves=saves, pauses=pauses, forgot=forgot
+            self.placement, self.addresses, version, work, validate, saves=bool(self._saving), forgot=forgot
         )
 
     def _send_all(self, message: Message) -> list[Effect]:

@@ -216,8 +216,8 @@ class Reconfigure(Message, frozen=True):
     `replicas` are rows of scheduling.holders (empty: the healthy deal of the mesh). `version` is the highest of any
     member, and `work` says who runs what of step version + 1 (None: nothing of it was begun, and the placement holds
     for it too). `validate`: the version whose validation is to be run again, or -1. `save`: the run is about to stop:
-    write the state of `version` and begin no other step. `pause`: begin none before the next PREPARE, as training
-    stands still while state is learned. `forgot`: members that lost what they had of undecided steps; they get it anew.
+    write the state of `version` and begin no other step. `forgot`: members that lost what they had of undecided steps;
+    they get it anew.
     """
 
     epoch: int
@@ -230,7 +230,6 @@ class Reconfigure(Message, frozen=True):
     work: tuple[Recompute, ...] | None = None
     validate: int = -1
     save: bool = False
-    pause: bool = False
     forgot: tuple[int, ...] = ()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 from elaswave_spmd.mesh.shape import even_counts
@@ -12,8 +11,7 @@ from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.messages import Recompute, Reconfigure, StepHeld, StepReport
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.redeal import redeal
-from elaswave_spmd.sharding.layout import INTERLEAVED, LOSS, ModelLayout
+from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replica_rebalance import refill
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, all_runs, to_rows
 
@@ -176,15 +174,12 @@ def _is_loss(run: ReplicaSet, layout: ModelLayout) -> bool:
 class Goal:
     """Where micro-batches, layers and workers are to be, of the members that there are: fields as in `Placement`. And
     why.
-
-    `blocking`: training stands still while state is learned there.
     """
 
     stages: Stages
     layer_cuts: tuple[int, ...]
     microbatch_counts: tuple[tuple[int, ...], ...]
     why: str = ""
-    blocking: bool = False
 
 
 def next_placement(
@@ -229,8 +224,7 @@ def placement_at(goal: Goal | None, placement: Placement) -> Placement:
 
 def target_of(aim: Placement, current: ReplicaMap, layout: ModelLayout, mirror_count: int, scatter: int) -> ReplicaMap:
     """The replicas to go to for a placement, from those that there are."""
-    deal = refill if aim.page_layout == INTERLEAVED else partial(redeal, page_layout=aim.page_layout)
-    return deal(
+    return refill(
         current,
         layout,
         aim.mesh.stages,
@@ -265,7 +259,6 @@ def place_message(
     validate: int,
     *,
     saves: bool,
-    pauses: bool,
     forgot: tuple[int, ...] = (),
 ) -> Reconfigure:
     """The PLACE of an epoch; arguments as its fields."""
@@ -274,7 +267,7 @@ def place_message(
     known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
     rows = to_rows(placement.replicas) if placement.replicas is not None and not known else ()
     of_mesh = mesh.stages, placement.layer_cuts, placement.microbatch_counts, dict(addresses)
-    return Reconfigure(mesh.epoch, *of_mesh, rows, version, work, validate, saves, pauses, forgot)
+    return Reconfigure(mesh.epoch, *of_mesh, rows, version, work, validate, saves, forgot)
 
 
 def of_step(status: StepReport, step: int) -> StepHeld | None:

@@ -31,7 +31,6 @@ class Placement:
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
         microbatch_counts: per stage, the micro-batches of each worker, in stage order; each stage's counts add up to
         num_microbatches. shardings: which of parameters, gradients and optimizer state lie on dp.
-        page_layout: "interleaved" or "contiguous" (sharding.pages.deal_pages).
         replicas: who holds which pages, all layers; None: as dealt to a new mesh.
     """
 
@@ -40,7 +39,6 @@ class Placement:
     layer_cuts: tuple[int, ...]
     microbatch_counts: tuple[tuple[int, ...], ...]
     shardings: Shardings
-    page_layout: str = "interleaved"
     replicas: ReplicaMap | None = field(default=None, hash=False, compare=True)
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Placement:
                 continue
             everybody = None if self.shardings.optim.axes else frozenset(members)
             runs: dict[int, list[ReplicaSet]] = {layer: [] for layer in layers}
-            for layer, first, stop, primary in deal_primaries(layout, layers, members, self.page_layout):
+            for layer, first, stop, primary in deal_primaries(layout, layers, members):
                 runs[layer].append(ReplicaSet(layer, first, stop, primary, everybody or frozenset((primary,))))
             found |= {layer: tuple(of_layer) for layer, of_layer in runs.items()}
         return found
@@ -137,7 +135,6 @@ def place(
     num_microbatches: int,
     *,
     layer_costs: Sequence[float] | None = None,
-    page_layout: str = "interleaved",
 ) -> Placement:
     """The healthy placement of a mesh: layers balanced over stages, micro-batches dealt evenly.
 
@@ -165,4 +162,4 @@ def place(
     costs = list(layer_costs) if layer_costs else [max(1.0, float(ly.num_value_elements)) for ly in layout.layers]
     cuts = balance_layers(costs, [len(members) for members in mesh.stages])
     counts = tuple(even_counts(num_microbatches, len(members)) for members in mesh.stages)
-    return Placement(mesh, num_microbatches, cuts, counts, shardings, page_layout)
+    return Placement(mesh, num_microbatches, cuts, counts, shardings)

@@ -22,7 +22,6 @@ from functools import cached_property
 
 from elaswave_spmd.errors import LayoutError
 
-INTERLEAVED, CONTIGUOUS = PAGE_LAYOUTS = ("interleaved", "contiguous")
 ALIGNMENT = 64
 """Elements. Every parameter starts at a multiple: at least 64 bytes in bf16 and in fp32."""
 
@@ -302,30 +301,20 @@ def _block(
     return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source)
 
 
-def deal_pages(pages_of_layer: Sequence[int], num_workers: int, layout: str = INTERLEAVED) -> list[list[int]]:
+def deal_pages(pages_of_layer: Sequence[int], num_workers: int) -> list[list[int]]:
     """Cuts each layer's pages among a stage's workers: worker w takes pages [cuts[w], cuts[w + 1]) of a layer.
 
-    interleaved: every layer is dealt over all workers (principle 5: moving a layer between stages of n workers is n
-    disjoint transfers); the workers that get one page more rotate from layer to layer, so that the load over the
-    stage is even within one page. contiguous: the layers' pages, one after another, cut in `num_workers` (the common
-    layout of ZeRO; a baseline).
+    Every layer is cut over all workers, so that moving a layer between stages of n workers is n disjoint transfers
+    (principle 5). ZeRO implementations usually cut the stage's whole state in n pieces instead; a layer that comes or
+    goes then shifts all boundaries. The workers that get one page more rotate from layer to layer, so that the load
+    over the stage is even within one page.
 
     Returns: one list of num_workers + 1 cuts per layer.
     """
-    if layout not in PAGE_LAYOUTS:
-        raise LayoutError("a page layout has a known name", got=layout, exists=", ".join(PAGE_LAYOUTS))
-    n = num_workers
-    if layout != INTERLEAVED:
-        bounds = _even_cuts(sum(pages_of_layer), n, 0)
-        cuts, before = [], 0
-        for pages in pages_of_layer:
-            cuts.append([min(max(b - before, 0), pages) for b in bounds])
-            before += pages
-        return cuts
     cuts, offset = [], 0
     for pages in pages_of_layer:
-        cuts.append(_even_cuts(pages, n, offset))
-        offset = (offset + pages) % n
+        cuts.append(_even_cuts(pages, num_workers, offset))
+        offset = (offset + pages) % num_workers
     return cuts
 
 

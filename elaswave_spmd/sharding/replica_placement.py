@@ -37,7 +37,6 @@ def place_replicas(
     topology: Topology,
     mirror_count: int,
     scatter: int,
-    page_layout: str = "interleaved",
     least_pages: int = 1,
 ) -> ReplicaMap:
     """The map of a new mesh.
@@ -58,7 +57,7 @@ def place_replicas(
     dealt: list[list[ReplicaSet]] = []
     for stage, members in enumerate(stages):
         layers = range(layer_cuts[stage], layer_cuts[stage + 1])
-        primaries = deal_primaries(layout, layers, members, page_layout)
+        primaries = deal_primaries(layout, layers, members)
         if replicated:
             everybody = [frozenset(members)]
             sets = {rank: everybody for rank in members}

@@ -76,14 +76,14 @@ ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
 
 
 def deal_primaries(
-    layout: ModelLayout, layers: Sequence[int], members: Sequence[int], page_layout: str
+    layout: ModelLayout, layers: Sequence[int], members: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
     """(layer, first, stop, primary) of a stage's layers, in page order, when nothing has happened yet.
 
     A run lies in one block. The loss page goes to the last member.
     """
     pages = [layout.layers[layer].num_state_pages for layer in layers]
-    for layer, cuts in zip(layers, deal_pages(pages, len(members), page_layout), strict=True):
+    for layer, cuts in zip(layers, deal_pages(pages, len(members)), strict=True):
         for block in layout.layers[layer].state_blocks:
             for position, primary in enumerate(members):
                 first = max(cuts[position], block.first_page)

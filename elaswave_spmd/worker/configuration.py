@@ -19,7 +19,6 @@ class Epoch:
         work: who runs what of step version + 1; None: nothing of it was begun, the placement holds for it too.
         validate: the version whose validation is to be run again, or -1.
         save: write the state of `version` and begin no other step.
-        pause: begin no other step before the next PREPARE.
     """
 
     placement: Placement
@@ -27,7 +26,6 @@ class Epoch:
     work: tuple[Recompute, ...] | None = None
     validate: int = -1
     save: bool = False
-    pause: bool = False
 
     @classmethod
     def of(cls, healthy: Placement, place: Reconfigure) -> Epoch:
@@ -46,4 +44,4 @@ class Epoch:
             microbatch_counts=place.microbatch_counts,
             replicas=from_rows(place.replicas) if place.replicas else healthy.replicas,
         )
-        return cls(placement, place.version, place.work, place.validate, place.save, place.pause)
+        return cls(placement, place.version, place.work, place.validate, place.save)

@@ -22,7 +22,7 @@ from elaswave_spmd.runtime.devices.xla_island import XlaIsland
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
-from elaswave_spmd.sharding.layout import INTERLEAVED, ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.configuration import Epoch
@@ -102,7 +102,6 @@ def plan_run(
         shardings,
         job.num_microbatches,
         layer_costs=layer_costs,
-        page_layout=settings.schedule.pages,
     )
     placement = _with_mirrors(placement, description.layout, settings)
     costs = costs or _unmeasured(job, description.layout)
@@ -182,9 +181,7 @@ def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings)
         topology=placement.mesh.topology,
         mirror_count=settings.mirror.count,
         scatter=settings.mirror.scatter,
-        page_layout=placement.page_layout,
-        # What a contiguous layout is dealt as after a change, it is from the first.
-        least_pages=max(1, _ATOM_ELEMENTS // layout.page_size) if placement.page_layout == INTERLEAVED else 1,
+        least_pages=max(1, _ATOM_ELEMENTS // layout.page_size),
     )
     return replace(placement, replicas=replicas)
 

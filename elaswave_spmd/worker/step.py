@@ -91,7 +91,7 @@ class Executor:
         self._planned: tuple[int, tuple[m.Recompute, ...]] | None = None  # (step, its salvage plan)
         self._prepare: m.Prepare | None = None
         self._place: Epoch | None = None
-        self._validate_due, self._saves, self._pauses = -1, False, False
+        self._validate_due, self._saves = -1, False
         self._validated = self._final_sent = -1
         self._enter(first)
 
@@ -126,7 +126,7 @@ class Executor:
             )
         runs = placement.replica_map(self.layout, self._stages_of_interest())
         self._epoch_version, self._validate_due = epoch.version, epoch.validate
-        self._saves, self._pauses = epoch.save, epoch.pause
+        self._saves = epoch.save
         self.replica.bind(placement, runs, epoch.version, self._validate_due >= 0)
         self._planned = (epoch.version + 1, epoch.work) if epoch.work is not None else None
         self._actions: tuple[Action, ...] | None = None
@@ -230,10 +230,10 @@ class Executor:
                     raise Stopped
                 if self.version >= self._epoch_version:
                     self.replica.teach()
-                now = self.version == self.job.steps or self._promised or self._pauses
+                now = self.version == self.job.steps or self._promised
                 if self._prepare is not None and (now or self._prepare.after <= self.version):
                     self._answer(self._prepare)
-                if self._promised or self._pauses:  # STATUS said, or says later, that nothing of the next was begun
+                if self._promised:  # STATUS said, or says later, that nothing of the next was begun
                     yield from self._until(lambda: self._prepare is not None, "the mesh epoch after step", self.version)
                     continue
             if self.version == self.job.steps:

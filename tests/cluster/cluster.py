@@ -237,8 +237,8 @@ class LocalCluster:
             self._spawn(self._next_rank - 1)
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
             executor.replica.state.flip_a_bit()
-        if kind in ("rebalance", "halt"):
-            self._notices.append((later, lambda: rebalance(self._controller, self._random, kind == "halt")))
+        if kind == "rebalance":
+            self._notices.append((later, lambda: rebalance(self._controller, self._random)))
         if kind == "pause":
             self._paused = self._turn + fault.turns
         if kind == "term":

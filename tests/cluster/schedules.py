@@ -24,7 +24,6 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.sharding.layout import INTERLEAVED, PAGE_LAYOUTS
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import LocalCluster
@@ -49,7 +48,6 @@ class Schedule:
         hosts: failure domains that the workers are spread over.
         dealt: pages, layers and micro-batches as dealt to a new mesh; else at random.
         uneven: some workers and links are slow.
-        pages: how state is dealt over a stage.
         faults: what happens.
         grouped: stages publish through groups.
     """
@@ -63,7 +61,6 @@ class Schedule:
     hosts: int = 1
     dealt: bool = True
     uneven: bool = False
-    pages: str = INTERLEAVED
     faults: tuple[AnyFault, ...] = ()
     grouped: bool = False
 
@@ -83,7 +80,7 @@ class Schedule:
         workers = sum(MeshShape.parse(mesh).stage_sizes)
         faults, longer = draw_faults(r, workers, run.steps)
         if moving:
-            faults, longer = draw_moves(r, faults, halting=seed % 3 == 0), longer + 2
+            faults, longer = draw_moves(r, faults), longer + 2
         return cls(
             seed=seed,
             run=replace(run, steps=run.steps + longer),
@@ -94,7 +91,6 @@ class Schedule:
             hosts=r.choice((1, 1, 1, 2)),
             dealt=r.random() < 0.5,
             uneven=r.random() < 0.5,
-            pages=PAGE_LAYOUTS[moving and seed % 5 == 0],
             faults=draw_ahead(r, faults),
             grouped=grouped,
         )
@@ -106,7 +102,7 @@ class Schedule:
         mesh = Mesh.initial(MeshShape.parse(self.mesh))
         if self.hosts > 1:
             mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
-        found = place(mesh, layout, shardings, self.run.microbatches, page_layout=self.pages)
+        found = place(mesh, layout, shardings, self.run.microbatches)
         draw = random.Random(f"placement {self.seed}")
         if not self.dealt:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
@@ -118,7 +114,6 @@ class Schedule:
             topology=mesh.topology,
             mirror_count=self.mirror_count,
             scatter=self.scatter,
-            page_layout=self.pages,
         )
         if not self.dealt and shardings.optim.axes:
             replicas = _drawn_replicas(draw, replicas, mesh.members, self.mirror_count)

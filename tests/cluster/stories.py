@@ -47,7 +47,7 @@ def happens(message: str, side: str) -> bool:
     return message not in (FROM_CONTROLLER if side == SENDER else TO_CONTROLLER)
 
 
-def rebalance(controller: ControllerProtocol, r: random.Random, blocking: bool) -> list[Effect]:
+def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Effect]:
     """Has the members do something else: workers, layers and micro-batches anywhere."""
     placement = controller.placement
     layers, members = placement.layer_cuts[-1], list(placement.mesh.members)
@@ -59,7 +59,7 @@ def rebalance(controller: ControllerProtocol, r: random.Random, blocking: bool) 
         stages = tuple(tuple(members[a:b]) for a, b in pairwise((0, *at, len(members))))
     cuts = (0, *sorted(r.sample(range(1, layers), len(stages) - 1)), layers)
     counts = tuple(draw_counts(r, placement.num_microbatches, len(ranks)) for ranks in stages)
-    return controller.rebalance(Goal(stages, cuts, counts, blocking=blocking))
+    return controller.rebalance(Goal(stages, cuts, counts))
 
 
 def draw_counts(r: random.Random, microbatches: int, workers: int) -> tuple[int, ...]:
@@ -68,10 +68,10 @@ def draw_counts(r: random.Random, microbatches: int, workers: int) -> tuple[int,
     return tuple(b - a for a, b in pairwise((0, *at, microbatches)))
 
 
-def draw_moves(r: random.Random, faults: Sequence[AnyFault], *, halting: bool) -> tuple[AnyFault, ...]:
-    """The same faults with changes of the placement before, after and between them; `halting`: training waits."""
-    kind, settled = "halt" if halting else "rebalance", r.random() < 0.5
-    moves = [ThenFault(kind, delay=r.randint(0, 100), settled=settled) for _ in range(r.randint(1, 3))]
+def draw_moves(r: random.Random, faults: Sequence[AnyFault]) -> tuple[AnyFault, ...]:
+    """The same faults with changes of the placement before, after and between them."""
+    settled = r.random() < 0.5
+    moves = [ThenFault("rebalance", delay=r.randint(0, 100), settled=settled) for _ in range(r.randint(1, 3))]
     found = list(faults)
     for move in moves:
         found.insert(r.randint(0, len(found)), move)

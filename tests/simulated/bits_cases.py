@@ -142,9 +142,9 @@ def description_of(run: Run) -> ModelDescription:
     return describe(meta_model(run.model), page_size=run.page_size)
 
 
-def placement_of(run: Run, mesh: str, zero: int, page_layout: str = "interleaved") -> Placement:
+def placement_of(run: Run, mesh: str, zero: int) -> Placement:
     layout, shardings = description_of(run).layout, meta_model(run.model).shardings.with_zero(zero)
-    return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.microbatches, page_layout=page_layout)
+    return place(Mesh.initial(MeshShape.parse(mesh)), layout, shardings, run.microbatches)
 
 
 @cache

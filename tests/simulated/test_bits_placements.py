@@ -31,18 +31,16 @@ runs = st.builds(
 
 @st.composite
 def placements(draw: st.DrawFn, run: Run) -> Placement:
-    """Any placement of the run: stages of any size, any cut of the layers, any count of micro-batches, both page
-    layouts.
-    """
+    """Any placement of the run: stages of any size, any cut of the layers, any count of micro-batches."""
     num_layers = len(meta_model(run.model).layers)
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=num_layers).filter(lambda s: sum(s) <= 8))
     inner = st.sets(st.integers(1, num_layers - 1), min_size=len(sizes) - 1, max_size=len(sizes) - 1)
     cuts = (0, *sorted(draw(inner)), num_layers)
     counts = tuple(_cut_at(draw(_cut_points(run.microbatches, size)), run.microbatches) for size in sizes)
     mesh = Mesh.initial(MeshShape.of_stages(sizes))
-    zero, page_layout = draw(st.integers(0, 3)), draw(st.sampled_from(["interleaved", "contiguous"]))
+    zero = draw(st.integers(0, 3))
     shardings = meta_model(run.model).shardings.with_zero(zero)
-    return Placement(mesh, run.microbatches, cuts, counts, shardings, page_layout)
+    return Placement(mesh, run.microbatches, cuts, counts, shardings)
 
 
 def _cut_points(total: int, parts: int) -> st.SearchStrategy[list[int]]:

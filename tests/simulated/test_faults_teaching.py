@@ -65,7 +65,7 @@ def test_whatever_happens_meanwhile(block: int) -> None:
         )
         faults: list[AnyFault] = [JOIN, kill]
         if draw.random() < 0.4:
-            kinds = "join", "halt", "rebalance", "term"
+            kinds = "join", "rebalance", "rebalance", "term"
             faults.append(Fault(draw.choice((3, 4, 5)), draw.choice(kinds), 0, "forward"))
         ends[train(mesh, zero, seed, tuple(faults))] += 1
     assert ends["bits"] >= 9, ends

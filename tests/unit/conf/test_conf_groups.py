@@ -37,7 +37,7 @@ timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.p
 timeouts.join timeouts.leave timeouts.controller timeouts.group timeouts.shutdown
 chaos.events chaos.random chaos.seed chaos.rate elastic.evict_slower_than
 schedule.microbatches schedule.layers schedule.stages schedule.memory_limit schedule.every
-schedule.window schedule.min_gain schedule.patience schedule.moves schedule.pages schedule.profile
+schedule.window schedule.min_gain schedule.patience schedule.profile
 schedule.bandwidth schedule.latency schedule.frequency schedule.f_min schedule.f_max
 schedule.f_margin run.trace
 emulated.forward_ms emulated.backward_ms emulated.layer_costs emulated.slow

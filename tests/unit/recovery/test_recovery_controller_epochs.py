@@ -287,34 +287,27 @@ def test_the_layout_of_these_cases_has_state_in_every_layer() -> None:
 # ---- moves
 
 
-def test_a_blocking_move_has_training_stand_still_until_all_have_learned() -> None:
+def test_a_move_is_made_once_its_learners_have_the_state() -> None:
     protocol = started(zero=1)
     commit(protocol, 3)
-    goal = Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts, "a test", blocking=True)
+    goal = Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts, "a test")
     assert {p.after for p in prepares(protocol.rebalance(goal)).values()} == {4}
     effects = answer(protocol, 4)
-    assert all(place.pause and place.layer_cuts == (0, 1, 3) for place in places(effects).values())
+    assert all(place.layer_cuts == (0, 1, 3) for place in places(effects).values()), "training goes on as it was"
     learners = {rank for run in replicas_of(protocol) for rank in run.learners}
     assert learners and not prepares(effects)
     for rank in learners:
         commit(protocol, 4)
         effects = protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
-    assert {p.after for p in prepares(effects).values()} == {4}, "nobody has begun another step"
-    assert all(not p.pause and p.layer_cuts == (0, 2, 3) for p in places(answer(protocol, 4)).values())
+    assert {p.after for p in prepares(effects).values()} == {5}, "the next step was begun"
+    assert all(place.layer_cuts == (0, 2, 3) for place in places(answer(protocol, 5)).values())
 
 
-def test_a_live_move_does_not_stop_training() -> None:
+def test_a_loss_is_answered_at_once_while_a_move_waits_for_its_learners() -> None:
     protocol = started(zero=1)
     protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts))
-    assert not any(place.pause for place in places(answer(protocol, 1)).values())
-
-
-def test_a_loss_ends_the_standing_still() -> None:
-    protocol = started(zero=1)
-    protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts, blocking=True))
     answer(protocol, 1)
     assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
-    assert not any(place.pause for place in places(answer(protocol, 1)).values())
 
 
 # ---- devices that failed and came back

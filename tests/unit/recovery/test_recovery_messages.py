@@ -58,7 +58,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Fingerprints(3, 8, ((0, 0, 3, b"\0\xff"), (1, 4, 5, b""))),
     m.Damaged(3, 5, 8, ((0, 0, 3), (1, 4, 5))),
     m.Damaged(3, 5, 8, (), "UCE ERROR"),
-    m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), -1, False, False, (1,)),
+    m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), -1, False, (1,)),
     m.LinkClosed(3, 1),
     m.GroupLost(3, 1),
     m.GroupLost(3, 1, "Connection closed by peer"),

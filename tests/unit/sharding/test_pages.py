@@ -48,16 +48,15 @@ def test_blocks_tile_the_buffer(embed, head, page_size, tied):
         assert layout.readers == {(0, source.first_page): ((1, block),)}
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9), st.booleans())
-def test_dealing_is_even_and_complete(pages, workers, interleaved):
-    cuts = deal_pages(pages, workers, "interleaved" if interleaved else "contiguous")
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9))
+def test_dealing_is_even_and_complete(pages, workers):
+    cuts = deal_pages(pages, workers)
     load = [0] * workers
     for count, row in zip(pages, cuts, strict=True):
         assert row[0] == 0 and row[-1] == count and sorted(row) == row
         for worker in range(workers):
             load[worker] += row[worker + 1] - row[worker]
-            if interleaved:
-                assert row[worker + 1] - row[worker] in (count // workers, -(-count // workers))
+            assert row[worker + 1] - row[worker] in (count // workers, -(-count // workers))
     assert sum(load) == sum(pages) and max(load) - min(load) <= 1
 
 
@@ -70,5 +69,3 @@ def test_refusals():
         lay_out([use, LayerUse("b", (), (("b.q", "a.nothing"),))])
     with pytest.raises(LayoutError, match="at least one element"):
         lay_out([LayerUse("a", (ParameterInfo("a.p", (0, 3)),))])
-    with pytest.raises(LayoutError, match="known name"):
-        deal_pages([1], 1, "random")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.scheduling.redeal import redeal
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import copyset_width, copysets, place_replicas
@@ -65,15 +64,11 @@ class Case:
     mirror_count: int
     scatter: int
 
-    def deal(self, page_layout: str = "interleaved", least_pages: int = 1) -> ReplicaMap:
-        rules = {**self._rules, "page_layout": page_layout, "least_pages": least_pages}
-        return place_replicas(self.layout, self.stages, self.cuts, **rules)
+    def deal(self, least_pages: int = 1) -> ReplicaMap:
+        return place_replicas(self.layout, self.stages, self.cuts, **self._rules, least_pages=least_pages)
 
     def refill(self, replicas: ReplicaMap) -> ReplicaMap:
         return refill(replicas, self.layout, self.stages, self.cuts, **self._rules)
-
-    def redeal(self, replicas: ReplicaMap, page_layout: str) -> ReplicaMap:
-        return redeal(replicas, self.layout, self.stages, self.cuts, page_layout=page_layout, **self._rules)
 
     @property
     def _rules(self) -> dict:
@@ -170,45 +165,19 @@ def test_a_placement_with_explicit_replicas_hands_them_out():
     assert all(not run.mirrors for run in all_runs(dealt.replica_map(layout)))
 
 
-# ---- dealt anew, as a baseline
-
-
-@given(cases(), cases(), st.sampled_from(["interleaved", "contiguous"]))
-@settings(deadline=None, max_examples=150)
-def test_redealt_map(case: Case, other: Case, page_layout: str):
-    mesh = Mesh.initial(MeshShape.of_stages([len(case.workers)]))
-    before = place_replicas(
-        case.layout,
-        mesh.stages,
-        (0, len(case.layout.layers)),
-        replicated=other.replicated,
-        topology=case.topology,
-        mirror_count=other.mirror_count,
-        scatter=other.scatter,
-    )
-    found = case.redeal(before, page_layout)
-    check(case, found)
-    assert refines(found, before) and refines(found, case.deal(page_layout))
-    assert {page: run.primary for run in all_runs(found) for page in pages_of(run)} == {
-        page: run.primary for run in all_runs(case.deal(page_layout)) for page in pages_of(run)
-    }
-    assert case.redeal(found, page_layout) == found, "nothing is to be done"
-    assert adopt(with_learners(before, found), found) == found
-
-
 # ---- a new mesh
 
 
-@given(cases(), st.sampled_from(["interleaved", "contiguous"]))
+@given(cases())
 @settings(deadline=None, max_examples=150)
-def test_dealt_map(case: Case, page_layout: str):
-    replicas = case.deal(page_layout)
+def test_dealt_map(case: Case):
+    replicas = case.deal()
     check(case, replicas)
     zero = Shardings().with_zero(0 if case.replicated else 2)
     counts = tuple((1,) * len(members) for members in case.stages)
     microbatches = tuple((len(case.workers) - len(ones) + 1, *ones[1:]) for ones in counts)
     mesh = Mesh(MeshShape.of_stages(map(len, case.stages)), case.stages)
-    placed = Placement(mesh, len(case.workers), case.cuts, microbatches, zero, page_layout).replica_map(case.layout)
+    placed = Placement(mesh, len(case.workers), case.cuts, microbatches, zero).replica_map(case.layout)
     assert refines(replicas, placed)
     primary = {(run.layer, page): run.primary for run in all_runs(placed) for page in range(run.first, run.stop)}
     for run in all_runs(replicas):
