@@ -1,18 +1,18 @@
-"""Keyed randomness: every random number is a function of logical ids. Imports without torch; see README.md."""
+"""Everything that makes the bits of a run independent of its mesh. Imports without torch; see README.md."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.determinism.init import Constant, Init, Normal, Uniform, materialize
-from elaswave_spmd.determinism.permutation import permute, permute_many, sample_ids
+from elaswave_spmd.determinism.permutation import permute_many, sample_ids
 from elaswave_spmd.determinism.rng import Key, fast_words, fold, philox4x32, root, words
 
 if TYPE_CHECKING:
     from elaswave_spmd.determinism.dropout import KeyedDropout, keyed_dropout
     from elaswave_spmd.determinism.rng_keys import Keys
 
-# Names whose modules import torch: loaded when first asked for, so that a planner without torch may import the room.
+# The modules of these names import torch. They are loaded on first use, so that planning works without torch.
 _NEEDS_TORCH = {
     "KeyedDropout": "elaswave_spmd.determinism.dropout",
     "keyed_dropout": "elaswave_spmd.determinism.dropout",
@@ -31,7 +31,6 @@ __all__ = [
     "fold",
     "keyed_dropout",
     "materialize",
-    "permute",
     "permute_many",
     "philox4x32",
     "root",

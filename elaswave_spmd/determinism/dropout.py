@@ -1,7 +1,8 @@
 """Keyed dropout: the mask of a sample depends on (seed, step, sample id, layer, site) and nothing else.
 
-Two makers of the same mask: randomgen for eager tensors on the CPU; int64 torch operators for compiled programs and
-other devices, which are also the oracle in tests. Words are compared as integers, so the two agree bit for bit.
+Two implementations compute the same mask: randomgen for eager tensors on the CPU, because it is about ten times faster,
+and int64 torch operators for compiled programs and other devices. Tests compare them. A random 32-bit word is compared
+with the threshold as an integer, never as a float, so the two implementations agree bit for bit.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from elaswave_spmd.determinism.rng import DROPOUT, MASK32, MULTIPLIERS, ROUNDS, 
 from elaswave_spmd.determinism.rng_keys import Keys
 from elaswave_spmd.errors import ModelError
 
-#: A site's word is `site + (use << USE_SHIFT)`: the use-th call of the same module within a layer call.
+# A module that is called twice within one layer call needs two masks. Its key therefore contains the number of earlier
+# uses, above the bits of the site: `site + (use << USE_SHIFT)`.
 USE_SHIFT = 16
-#: The bits of 1.0 in bfloat16.
-_BF16_ONE = 0x3F80
+_BF16_ONE = 0x3F80  # the bits of 1.0 in bfloat16, which numpy has no type for
 
 
 def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p).
+    """Zeroes each element with probability p and scales the others by 1 / (1 - p).
 
     Args:
-        x_B___: floating tensor, dim 0 is the sample; contiguous for best speed.
+        x_B___: floating-point tensor [B, ...]; dim 0 is the sample. Contiguous tensors are fastest.
         p: probability in [0, 1); 0 returns `x_B___` itself.
-        keys: of this layer call; `keys.sample_ids` has B elements.
-        site: number of the call site within the layer.
+        keys: the keys of this layer call; `keys.sample_ids` has B elements.
+        site: the number of the call site within the layer.
 
     Returns:
         A tensor of the shape and dtype of `x_B___`.
@@ -42,9 +43,9 @@ def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
         return x_B___
     word = site + (keys.count(site) << USE_SHIFT)
     scale = 1.0 / (1.0 - p)
-    # In every branch the product with the mask is exact and the one with the scale rounds once: the same bits. For fp32
-    # and bf16 autograd keeps a mask of the dtype of x, as F.dropout does; one byte per element would do, for 5 to 10 %
-    # more time (benchmarks/dropout.py).
+    # All branches have the same bits: multiplying by a mask of 0 and 1 is exact, and multiplying by the scale rounds
+    # once. For fp32 and bf16 autograd keeps a mask in the dtype of x, as F.dropout does. A mask of one byte per element
+    # would save memory and takes 5 to 10 % more time (benchmarks/dropout.py).
     if x_B___.device.type != "cpu" or torch.compiler.is_compiling():
         return (x_B___ * keep_mask_torch(tuple(x_B___.shape), p, keys, word, x_B___.device)) * scale
     mask = keep_mask_numpy(tuple(x_B___.shape), p, keys, word)
@@ -56,7 +57,7 @@ def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """`keyed_dropout` as a module. `site` is given by `LayeredModel`: the position among the layer's KeyedDropouts."""
+    """`keyed_dropout` as a module. `LayeredModel` sets `site` to its position among the KeyedDropouts of its layer."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class KeyedDropout(nn.Module):
         self.site = 0
 
     def forward(self, x_B___: Tensor, keys: Keys) -> Tensor:
-        """Dropout in training mode, identity in evaluation."""
+        """Applies dropout in training mode; returns `x_B___` in evaluation mode."""
         return keyed_dropout(x_B___, self.p, keys, self.site) if self.training else x_B___
 
     def extra_repr(self) -> str:
@@ -73,18 +74,18 @@ class KeyedDropout(nn.Module):
 
 
 def check_probability(p: float) -> None:
-    """Raise ModelError unless 0 <= p < 1."""
+    """Raises ModelError unless 0 <= p < 1."""
     if not 0.0 <= p < 1.0:
-        raise ModelError("a dropout probability lies in [0, 1)", got=p, fix="0 switches dropout off")
+        raise ModelError(f"a dropout probability of {p} is not in [0, 1)", fix="0 switches dropout off")
 
 
 def threshold(p: float) -> int:
-    """Words below this keep their element."""
+    """The threshold of the mask: an element is kept if its random word is below it."""
     return int((1.0 - p) * 2**32)
 
 
 def keep_mask_numpy(shape: tuple[int, ...], p: float, keys: Keys, word: int) -> np.ndarray:
-    """The mask as a bool array of `shape`, by randomgen; reads the key tensors, so they must lie on the CPU."""
+    """The mask as a bool array of `shape`, made by randomgen. Reads the key tensors, so these must be on the CPU."""
     samples = keys.sample_ids.tolist()
     _check_rows(shape, len(samples))
     key = fold(root(int(keys.seed.item())), *split64(int(keys.step.item())), int(keys.layer.item()), word | DROPOUT)
@@ -96,7 +97,7 @@ def keep_mask_numpy(shape: tuple[int, ...], p: float, keys: Keys, word: int) -> 
 
 
 def keep_mask_torch(shape: tuple[int, ...], p: float, keys: Keys, word: int, device: torch.device) -> Tensor:
-    """The same mask as a bool tensor on `device`, by int64 torch operators only: compiles, and runs on any device."""
+    """The same mask as a bool tensor on `device`. Uses int64 torch operators only, so that it compiles everywhere."""
     samples, seed, step, layer = (t.to(device) for t in (keys.sample_ids, keys.seed, keys.step, keys.layer))
     _check_rows(shape, samples.shape[0])
     last = torch.full_like(seed, word | DROPOUT)
@@ -111,7 +112,8 @@ def keep_mask_torch(shape: tuple[int, ...], p: float, keys: Keys, word: int, dev
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
     """Philox-4x32-10 on broadcasting int64 tensors whose values are 32-bit words.
 
-    A product of two words may wrap around in int64; bits 32..63 are right all the same once masked.
+    A product of two words may overflow int64. Overflow wraps around in two's complement, so that bits 32 to 63 are
+    correct once they are masked.
     """
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
@@ -125,12 +127,16 @@ def _split64(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _high(value: Tensor) -> Tensor:
-    """Bits 32 to 63. Shifted by a tensor: XLA divides for a shift by a number, and rounds a negative one to zero."""
+    """Bits 32 to 63 of each element.
+
+    The shift amount is a tensor: for a shift by a Python number XLA divides, which rounds negative values toward zero.
+    """
     return torch.bitwise_right_shift(value, torch.full((), 32, dtype=torch.int64, device=value.device)) & MASK32
 
 
 def _check_rows(shape: tuple[int, ...], samples: int) -> None:
     if len(shape) < 1 or shape[0] != samples:
         raise ModelError(
-            "dropout's input has one row per sample id in dim 0", got=f"shape {shape}, {samples} sample ids"
+            f"dropout got an input of shape {shape} with {samples} sample ids",
+            rule="the input has one row per sample id in dim 0",
         )

@@ -1,8 +1,9 @@
-"""Exactly rounded sums that can be sent in pieces.
+"""Exactly rounded sums whose parts are computed on different workers. Used for the gradient norm.
 
-`math.fsum` is free of order by definition: its result is the exact sum, rounded once. A worker sums the norm values of
-its own pages and sends them as an *expansion*: a few doubles whose exact sum is the exact sum of all of them. The
-fsum of the workers' expansions is then the fsum of all pages, whoever held which (Shewchuk, 1997, on expansions).
+`math.fsum` returns the exact sum rounded once, so its result does not depend on the order of the terms. A worker cannot
+send its own fsum, which has been rounded already. It sends an *expansion* instead: a few doubles whose exact sum equals
+the exact sum of its norm values. The fsum of all workers' expansions then equals the fsum of the values of all pages,
+no matter which worker held which page (Shewchuk, 1997, "Adaptive precision floating-point arithmetic").
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 
 
 def expansion(values: Iterable[float]) -> tuple[float, ...]:
-    """Doubles, largest first, whose exact sum equals the exact sum of `values`. A non-finite sum is one value."""
+    """Doubles, largest first, whose exact sum equals the exact sum of `values`. If that is not finite: one value."""
     rest = list(values)
     parts: list[float] = []
     while True:
@@ -29,7 +30,7 @@ def expansion(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def exact_sum(expansions: Iterable[tuple[float, ...]]) -> float:
-    """The exactly rounded sum of several expansions; nan when any of them is not finite."""
+    """The exactly rounded sum of several expansions; nan if any of them is not finite."""
     values = [v for parts in expansions for v in parts]
     if not all(map(math.isfinite, values)):
         return math.nan

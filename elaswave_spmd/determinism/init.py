@@ -1,4 +1,4 @@
-"""Initial values of parameters, each element from (seed, parameter name, index): any worker makes its own tiles."""
+"""Initial values of parameters. An element depends on (seed, name, index) only, so any worker can make any tile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from elaswave_spmd.determinism.rng import INIT, Key, fast_words, fold, root
 from elaswave_spmd.errors import ModelError
 
-#: Elements are always computed in whole aligned chunks of this many: numpy's vector loops may round their tails
-#: differently, and a tile must have the bits of the slice of the whole.
 CHUNK = 4096
+"""Elements are computed in whole aligned chunks of this size, even where fewer are needed. numpy's vector loops may
+round the last elements of an array differently, and a tile must have the bits of that slice of the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ Init = Normal | Uniform | Constant
 
 
 def materialize(init: Init, seed: int, name: str, start: int, stop: int) -> NDArray[np.float32]:
-    """Elements [start, stop) of the flattened parameter `name`, float32 [stop - start]; computed in float64.
+    """Elements [start, stop) of the flattened parameter `name`: float32 [stop - start], computed in float64.
 
     Element i depends on (seed, name, i) and `init` only.
 
@@ -56,7 +56,7 @@ def materialize(init: Init, seed: int, name: str, start: int, stop: int) -> NDAr
         ValueError: start > stop or start < 0.
     """
     if not 0 <= start <= stop:
-        raise ValueError(f"elements [{start}, {stop}) of {name!r} are no range")
+        raise ValueError(f"elements [{start}, {stop}) of {name!r} are not a range")
     if isinstance(init, Constant):
         return np.full(stop - start, init.value, np.float32)
     key = _key(seed, name)
@@ -69,11 +69,11 @@ def materialize(init: Init, seed: int, name: str, start: int, stop: int) -> NDAr
 
 
 def _chunk(init: Normal | Uniform, key: Key, base: int) -> NDArray[np.float32]:
-    # One word per element; + 0.5 keeps both ends of (0, 1) out, so that the logarithm is finite.
-    microbatch = (fast_words(key, base, CHUNK).astype(np.float64) + 0.5) * 2.0**-32
+    # One 32-bit word per element. Adding 0.5 excludes 0 and 1, so that the logarithm is finite.
+    uniform = (fast_words(key, base, CHUNK).astype(np.float64) + 0.5) * 2.0**-32
     if isinstance(init, Uniform):
-        return ((2.0 * microbatch - 1.0) * init.bound).astype(np.float32)
-    first, second = microbatch[: CHUNK // 2], microbatch[CHUNK // 2 :]
+        return ((2.0 * uniform - 1.0) * init.bound).astype(np.float32)
+    first, second = uniform[: CHUNK // 2], uniform[CHUNK // 2 :]  # Box-Muller: two uniform numbers make two normal ones
     radius, angle = np.sqrt(-2.0 * np.log(first)) * init.std, (2.0 * math.pi) * second
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
 
@@ -85,4 +85,4 @@ def _key(seed: int, name: str) -> Key:
 
 def _finite(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise ModelError(f"{what} must be a finite number of at least 0", got=value)
+        raise ModelError(f"{what} is {value}", rule="it is a finite number of at least 0")

@@ -1,6 +1,8 @@
-"""A keyed bijection on range(n), computed from the index alone: the order of samples without a loader to save.
+"""The order of samples: a keyed permutation of range(n) that is computed from an index alone.
 
-A generalised Feistel network over Z_a x Z_b with a * b barely above n, and cycle walking for the few values outside.
+A data loader therefore has no state to save, and any worker can compute the samples of any micro-batch. The permutation
+is a generalised Feistel network over Z_a x Z_b, with a * b slightly above n. Values of n or more are sent through the
+network again until they fall inside (cycle walking; Black and Rogaway, 2002).
 """
 
 from __future__ import annotations
@@ -10,38 +12,17 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from elaswave_spmd.determinism.rng import ORDER, Key, fold, philox4x32, philox_block, root
+from elaswave_spmd.determinism.rng import ORDER, Key, fold, philox4x32, root
 
 _ROUNDS = 6
 
 
-def permute(index: int, size: int, key: Key) -> int:
-    """Where the permutation named by `key` of range(`size`) sends `index`.
+def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.int64]:
+    """The images of all elements of `index` under the permutation of range(`size`) that `key` names; int64, same shape.
 
     Raises:
-        ValueError: `index` outside range(`size`), or a size outside 1 .. 2**62.
+        ValueError: an index outside range(`size`), or a size outside 1 .. 2**62.
     """
-    _check(size)
-    if not 0 <= index < size:
-        raise ValueError(f"index {index} is outside range({size})")
-    a, b = _sides(size)
-    while True:
-        left, right = index // b, index % b
-        for r in range(_ROUNDS):
-            half = right if r % 2 == 0 else left
-            out = philox_block((half & 0xFFFFFFFF, half >> 32, r, 0), key)
-            word = (out[0] | out[1] << 32) >> 1
-            if r % 2 == 0:
-                left = (left + word % a) % a
-            else:
-                right = (right + word % b) % b
-        index = left * b + right
-        if index < size:
-            return index
-
-
-def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.int64]:
-    """`permute` of every element of an int64 array of any shape."""
     _check(size)
     flat = np.array(index, dtype=np.int64).reshape(-1)
     if flat.size and not (flat.min() >= 0 and flat.max() < size):
@@ -57,10 +38,13 @@ def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.in
 def sample_ids(
     seed: int, step: int, global_batch: int, num_samples: int, slots: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """The samples of one step: of `slots`, int64 [any] ascending, or by slot of the whole batch, int64 [global_batch].
+    """The ids of the samples of one step; int64, one for each slot.
 
-    Steps count from 1. Slot j of step t is number i = (t - 1) * global_batch + j of the run; pass e = i // num_samples
-    permutes all samples anew, so that none comes twice within a pass.
+    Steps count from 1. Slot j of step t is number i = (t - 1) * global_batch + j of the run. Each pass over the data,
+    e = i // num_samples, has a permutation of its own, so that no sample comes twice within a pass.
+
+    Args:
+        slots: int64 [any], ascending: the slots of the global batch that are wanted; None: all of them.
     """
     number = (step - 1) * global_batch + (np.arange(global_batch, dtype=np.int64) if slots is None else slots)
     out = np.empty(len(number), np.int64)
@@ -80,12 +64,13 @@ def _check(size: int) -> None:
 
 
 def _sides(size: int) -> tuple[int, int]:
-    """a * b >= size with a, b near sqrt(size): fewer than sqrt(size) values lie outside and must walk on."""
+    """(a, b), both near sqrt(size), with a * b >= size. Fewer than sqrt(size) values lie outside and walk on."""
     a = max(1, math.isqrt(size))
     return a, -(-size // a)
 
 
 def _network(index: NDArray[np.int64], a: int, b: int, key: Key) -> NDArray[np.int64]:
+    """One pass of the Feistel network: each round adds a keyed function of one half to the other half."""
     left, right = index // b, index % b
     words = np.array(key, np.uint32)
     counter = np.zeros((len(index), 4), np.uint32)

@@ -1,8 +1,9 @@
-"""The canonical tree: the one order in which the contributions of a step's micro-batches are added.
+"""The reduction tree: the one order in which the gradients of a step's micro-batches are added.
 
-Micro-batches are numbered 0..U-1 by slot. The tree over [lo, hi) splits at lo + k, k the largest power of two below hi
-- lo; its value is left + right, elementwise, in fp32. Who computes a micro-batch, and when its gradient arrives, may
-change; the tree never does (protocol.md, "Canonical tree"). A node is written (lo, hi).
+Floating-point addition is not associative, so equal bits need a fixed order. Micro-batches are numbered 0 .. U-1. The
+tree node (lo, hi) stands for the sum of micro-batches lo .. hi-1. It splits at lo + k, where k is the largest power of
+two below hi - lo, and its value is left + right, elementwise, in fp32. The tree depends on U alone: which worker
+computes a micro-batch, and when its gradient arrives, may change; the tree never does (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Node = tuple[int, int]
 
 
 def split(node: Node) -> int:
-    """Where a node of at least two micro-batches is split: lo + the largest power of two below its length."""
+    """The micro-batch at which a node splits: lo + the largest power of two below its length, which is at least 2."""
     lo, hi = node
     assert hi - lo >= 2, node
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
@@ -42,14 +43,15 @@ def sibling_in(parent: Node, half: Node) -> Node:
 
 
 def parent_and_sibling(node: Node, num_microbatches: int) -> tuple[Node, Node] | None:
-    """The node above and the other half of it; None for the root."""
+    """The parent of a node and the parent's other half; None for the root."""
     above = path(node, num_microbatches)
     return (above[-2], sibling_in(above[-2], node)) if len(above) > 1 else None
 
 
 def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[Node, ...]:
-    """The largest nodes whose micro-batches are all in `microbatches`: what a worker can add up by itself, left to
-    right.
+    """The largest nodes whose micro-batches are all in `microbatches`, left to right.
+
+    They are the sums that a worker with these micro-batches can compute by itself, and therefore what it sends.
     """
     have = set(microbatches)
 
@@ -66,20 +68,22 @@ def maximal_nodes(microbatches: Iterable[int], num_microbatches: int) -> tuple[N
 
 
 def max_open_nodes(order: Iterable[int], num_microbatches: int) -> int:
-    """How many partial sums a worker holds at most while it adds up its micro-batches in this order (the memory it
-    needs).
+    """The most partial sums that a worker holds while it adds up its micro-batches in this order.
+
+    Multiplied by the size of its gradients it is the memory that the reduction needs; benchmarks compare it with what
+    was measured.
     """
     sums, most = Reduction(num_microbatches), 0
     for microbatch in order:
         added = sums.add((microbatch, microbatch + 1))
-        # The new leaf is added straight into its sibling when that is open (the first level costs no buffer).
+        # A new leaf is added directly into its sibling if that is held, so that the first level needs no buffer.
         most = max(most, len(sums.held) + max(0, len(added.merges) - 1 if added else 0))
     return most
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Add two halves of `into`. Addition is commutative in IEEE arithmetic, so either buffer may take the sum."""
+    """Add the two halves of `into`. IEEE addition is commutative, so the sum may be stored in either buffer."""
 
     left: Node
     right: Node
@@ -88,7 +92,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Added:
-    """What follows from a new node: forget the sums inside it, then make these additions in order."""
+    """The consequences of a new node: drop the sums inside it, then make these additions in this order."""
 
     superseded: tuple[Node, ...]
     merges: tuple[Merge, ...]
@@ -96,9 +100,10 @@ class Added:
 
 @dataclass
 class Reduction:
-    """Which nodes of one tree are held, and what can be added next. Knows ids only; the caller has the values.
+    """The nodes of one tree that are held, and the additions that are possible. It has ids; the caller has the values.
 
-    Duplicates, and nodes inside a held node, are ignored: contributions are pure functions of their id.
+    Duplicates, and nodes inside a held node, are ignored: a contribution is a pure function of its id, so a second copy
+    has the same bits. Reconfigurations rely on this, since afterwards a sum may arrive from two workers.
     """
 
     num_microbatches: int
@@ -106,13 +111,14 @@ class Reduction:
 
     @property
     def done(self) -> bool:
+        """True once the root, the sum over all micro-batches, is held."""
         return (0, self.num_microbatches) in self.held
 
     def add(self, node: Node) -> Added | None:
-        """Files a node. None, and nothing filed, if a held node covers it already. O(log num_microbatches) for a single
-        micro-batch.
+        """Adds a node. Returns None and changes nothing if a held node covers it already.
 
-        Held nodes are disjoint: a node is covered exactly if one on its path from the root is held.
+        Held nodes are disjoint, so a node is covered if and only if a node on its path from the root is held. For a
+        single micro-batch this takes O(log num_microbatches).
         """
         above = path(node, self.num_microbatches)
         if not self.held.isdisjoint(above):

@@ -1,7 +1,9 @@
-"""Philox-4x32-10 (Salmon et al., SC11) on numpy, on Python integers, and through randomgen: three ways, one stream.
+"""Philox-4x32-10 (Salmon et al., SC11), a counter-based generator: a random word is a pure function of key and counter.
 
-A key is a pair of 32-bit words. A stream is named by (key, 64-bit stream number); word i of it is lane i % 4 of the
-block whose counter is (i // 4 low, i // 4 high, stream low, stream high). Nothing here keeps state.
+It is implemented three times, with equal output: on numpy arrays (the reference), on Python integers (for one block),
+and through randomgen's compiled code (for many words). A key is a pair of 32-bit words. A stream is named by (key,
+64-bit stream number). Word i of a stream is lane i % 4 of the block whose counter is (i // 4 low, i // 4 high, stream
+low, stream high). No generator state is kept, so there is none to save or to move between workers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 Key = tuple[int, int]
 Block = tuple[int, int, int, int]
 
-#: What a sub-key of a run's seed is for: the top four bits of the last word folded in, so that no two uses share one.
+# The purpose of a sub-key of the run's seed, in the top four bits of the last word that is folded in. Different
+# purposes therefore never share a key.
 DROPOUT, ORDER, INIT = 1 << 28, 2 << 28, 3 << 28
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -49,7 +52,7 @@ def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[
 
 
 def philox_block(counter: Block, key: Key) -> Block:
-    """One block on Python integers: for a single block this is ten times quicker than numpy."""
+    """One block on Python integers. For a single block this is ten times faster than numpy."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -60,7 +63,7 @@ def philox_block(counter: Block, key: Key) -> Block:
 
 
 def root(seed: int) -> Key:
-    """The key of a run's seed: its two 32-bit words. A negative seed is taken modulo 2**64."""
+    """The root key of a run: the two 32-bit words of its seed. A negative seed is taken modulo 2**64."""
     return split64(seed)
 
 
@@ -70,9 +73,9 @@ def split64(value: int) -> tuple[int, int]:
 
 
 def fold(key: Key, *words: int) -> Key:
-    """Derive a sub-key from up to four 32-bit words: the first 64 bits of Philox(counter=words, padded with zeros).
+    """Derives a sub-key from up to four 32-bit words: the first 64 bits of Philox(counter=words, padded with zeros).
 
-    Words are taken modulo 2**32. Each use of `fold` here has a fixed number of words, so padding is unambiguous.
+    Words are taken modulo 2**32. Each purpose folds in a fixed number of words, so the padding is unambiguous.
 
     Raises:
         ValueError: more than four words.
@@ -85,7 +88,7 @@ def fold(key: Key, *words: int) -> Key:
 
 
 def words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:
-    """Words [start, start + count) of a stream under `key`, uint32 [count]; plain numpy, the oracle of `fast_words`."""
+    """Words [start, start + count) of a stream under `key`: uint32 [count]. In numpy; the reference of `fast_words`."""
     first, last = start // 4, -(-(start + count) // 4)
     blocks = np.arange(first, last, dtype=np.uint64)
     counter = np.empty((len(blocks), 4), np.uint32)
@@ -97,28 +100,28 @@ def words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint3
 
 
 def fast_words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:
-    """The same words as `words`, from randomgen's compiled Philox (4 ns per word)."""
+    """The same words as `words`, made by randomgen's compiled Philox (4 ns per word)."""
     return WordSource().words(key, start, count, stream)
 
 
 class WordSource:
-    """`fast_words` many times over: a generator object that is made once and told its key and counter at each call.
+    """A source of `fast_words` for many calls: it keeps one generator object and sets its key and counter at each call.
 
-    Its content never shows: what `words` returns depends on the arguments only. For one thread at a time. (Making a
-    generator takes 50 us, telling it its state 4 us, and `integers` of numpy's Generator 13 us, `uintegers` 1 us.)
+    The result of `words` depends on the arguments only. For one thread at a time. Measured: making a generator takes
+    50 us, setting its state 4 us; drawing takes 13 us by `integers` of numpy's Generator and 1 us by `uintegers`.
     """
 
     __slots__ = ("_bits", "_draw", "_state")
 
     def __init__(self) -> None:
-        self._bits: Any = None  # made at the first use: most keys travel without drawing
+        self._bits: Any = None  # made on first use: most keys are passed on without drawing
 
     def words(self, key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:
-        """Words [start, start + count) of a stream under `key`, uint32 [count]."""
+        """Words [start, start + count) of a stream under `key`: uint32 [count]."""
         if self._bits is None:
             self._bits = randomgen.Philox(key=0, counter=0, number=4, width=32)
             self._draw, self._state = randomgen.ExtendedGenerator(self._bits).uintegers, self._bits.state
-        # randomgen increments the counter before it makes the first block, hence - 1.
+        # randomgen increments the counter before it makes the first block, so it is set to one less.
         before = (start // 4 + ((stream & MASK64) << 64) - 1) & MASK128
         inner = self._state["state"]
         inner["counter"][:] = before & MASK32, before >> 32 & MASK32, before >> 64 & MASK32, before >> 96

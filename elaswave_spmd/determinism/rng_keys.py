@@ -1,4 +1,4 @@
-"""`Keys`: what names the random numbers of one layer call, as integer tensors."""
+"""`Keys`: the integer tensors that name the random numbers of one layer call."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from elaswave_spmd.determinism.rng import WordSource
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """(seed, step, sample ids, layer) of one call `layer(x, keys)`.
+    """The seed, the step, the sample ids and the layer of one call `layer(x, keys)`.
 
-    Tensors, never Python numbers: a compiled program would be traced anew for each number. One value serves one layer
-    call, because it counts how often each dropout module is used within it; `again()` gives the value for a second run
-    of the same call (activation checkpointing recomputes with `keys.again()`, else its masks would differ).
+    The fields are tensors and not Python numbers, because a compiled program would be traced again for each number. A
+    value serves one layer call, because it counts how often each dropout module is used within it. `again()` makes the
+    value for a second run of the same call: activation checkpointing recomputes with `keys.again()`, or else the
+    recomputed masks would differ.
 
     Attributes:
-        seed, step, layer: int64 scalars.
-        sample_ids: int64 [B], the sample in each row of the micro-batch.
-        uses: site -> how often it was used in this layer call.
-        source: makes words of random bits; shared by the keys of a micro-batch's layers, so these belong to one thread.
+        seed, step, layer: int64 scalar tensors.
+        sample_ids: int64 [B], the id of the sample in each row of the micro-batch.
+        uses: site -> number of uses so far in this layer call.
+        source: the generator of random words. All layers of a micro-batch share it, so their keys belong to one thread.
     """
 
     seed: Tensor
@@ -43,7 +44,7 @@ class Keys:
         layer: int,
         device: torch.device | str = "cpu",
     ) -> Keys:
-        """Keys from plain numbers; `sample_ids` may be any integers: a sequence, an array, a tensor."""
+        """Makes keys from plain numbers. `sample_ids` is a sequence, an array or a tensor of integers."""
 
         def scalar(value: int) -> Tensor:
             return torch.tensor(value, dtype=torch.int64, device=device)
@@ -52,7 +53,7 @@ class Keys:
         return cls(scalar(seed), scalar(step), ids, scalar(layer))
 
     def again(self) -> Keys:
-        """The same keys with no use counted yet: for another layer, or for the same call run once more."""
+        """The same keys with no use counted yet, for a second run of the same call."""
         return Keys(self.seed, self.step, self.sample_ids, self.layer, {}, self.source)
 
     def at(self, layer: int) -> Keys:
@@ -61,7 +62,7 @@ class Keys:
         return Keys(self.seed, self.step, self.sample_ids, number, {}, self.source)
 
     def count(self, site: int) -> int:
-        """How often `site` was used before in this layer call; counts this use."""
+        """Returns how often `site` was used before in this layer call, and counts this use."""
         use = self.uses.get(site, 0)
         self.uses[site] = use + 1
         return use

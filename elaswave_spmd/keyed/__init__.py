@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Forward every name; those that need torch import it only when they are asked for."""
+    """Forwards every name. Names that need torch import it only when they are used."""
     return getattr(determinism, name)

@@ -17,14 +17,14 @@ from elaswave_spmd.sharding import Shardings, Tie
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of samples: `tokens` int64 [B, T] go in, `targets` int64 [B, T] are to be predicted."""
+    """One micro-batch of samples: the inputs `tokens`, int64 [B, T], and the labels `targets`, int64 [B, T]."""
 
     tokens: Tensor
     targets: Tensor
 
 
 class LayeredModel(nn.Module):
-    """An ordered stack of layers. Subclasses build the layers and hand them to `super().__init__`.
+    """An ordered stack of layers. Subclasses build the layers and pass them to `super().__init__`.
 
     A layer maps (x, keys) of one micro-batch to one contiguous tensor; the first gets int64 tokens [B, T]. A layer
     reads its parameters through attributes at every call, because the framework replaces them by views of a flat
@@ -32,13 +32,13 @@ class LayeredModel(nn.Module):
 
     Args:
         layers: name -> module, first to last.
-        ties: parameters that are one array used by two layers. Each of the two keeps a parameter of its own here; the
-            framework binds both to the same values and adds their gradients.
+        ties: pairs of parameters that are one array. Each of the two layers has a parameter of its own; the framework
+            binds both to the same values and adds their gradients, because the layers may be on different workers.
 
     Raises:
-        ModelError: what the contract forbids: no layers; a layer without `forward(x, keys)`; random numbers that are
-            not keyed; statistics over the batch; frozen or shared parameters; parameters outside all layers; a tie that
-            does not fit.
+        ModelError: the model breaks the contract: it has no layers; a layer without `forward(x, keys)`; random numbers
+            that are not keyed; statistics over the batch; frozen or shared parameters; parameters outside all layers; a
+            tie that does not fit. All of these would change the bits of a run with its mesh, so they are refused here.
     """
 
     shardings: Shardings = Shardings()
@@ -46,7 +46,7 @@ class LayeredModel(nn.Module):
     def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie] = ()) -> None:
         super().__init__()
         if not layers:
-            raise ModelError("a model has at least one layer", got=f"{type(self).__name__} with none")
+            raise ModelError(f"{type(self).__name__} has no layers", rule="a model has at least one layer")
         for name, layer in layers.items():
             _check_name(self, name)
             _check_layer(name, layer)
@@ -57,7 +57,8 @@ class LayeredModel(nn.Module):
         _check_ties(self)
         _number_dropouts(self)
 
-    # What a subclass adds after its layers passes through one of these three.
+    # A subclass may add modules and parameters after `super().__init__`. Each way to do so passes through one of these
+    # three methods, which refuse a parameter that belongs to no layer: it would be neither trained nor saved.
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -78,27 +79,33 @@ class LayeredModel(nn.Module):
         return [self.get_submodule(name) for name in self.layer_names]
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """The whole stack in one process: evaluation (without `keys`) and tests; training goes layer by layer."""
+        """Runs the whole stack in one process, for evaluation (without `keys`) and tests. Training calls the layers."""
         for number, layer in enumerate(self.layers):
             x = layer(x, None if keys is None else keys.at(number))
         return x
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Token-sum cross entropy, an fp32 scalar, of logits [B, T, V] against `batch.targets` [B, T]."""
+        """The cross entropy of logits [B, T, V] against `batch.targets` [B, T], summed over tokens: an fp32 scalar.
+
+        It is a sum and not a mean, so that the loss of a step is the sum over its micro-batches.
+        """
         return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """How parameter `name` begins; override for other rules."""
+        """The initial values of parameter `name`; override it for other rules."""
         if len(shape) >= 2:
             return Normal(0.02)
         return Constant(0.0) if name.endswith("bias") else Constant(1.0)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether weight decay applies to parameter `name`."""
+        """True if weight decay applies to parameter `name`."""
         return len(shape) >= 2
 
     def share_ties(self) -> None:
-        """Make each tied reader the owner's Parameter, to run the whole model in one process outside the framework."""
+        """Makes each tied reader the owner's Parameter, to train the whole model in one process outside the framework.
+
+        The baselines of the benchmarks use it; the framework itself binds ties by views of flat buffers.
+        """
         for tie in self.ties:
             path, _, name = tie.reader.rpartition(".")
             setattr(self.get_submodule(path), name, self.get_parameter(tie.owner))
@@ -107,33 +114,31 @@ class LayeredModel(nn.Module):
 def _check_name(model: nn.Module, name: str) -> None:
     if not name.isidentifier() or hasattr(model, name):
         raise ModelError(
-            "a layer's name is an identifier that the model does not use otherwise",
-            got=name,
-            where=type(model).__name__,
+            f"{type(model).__name__} has a layer named {name!r}",
+            rule="a layer's name is an identifier that the model does not use otherwise",
             fix=f"call it {name}_layer" if name.isidentifier() else 'names such as "embed", "block0", "head"',
         )
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, nn.Module):
-        raise ModelError("a layer is an nn.Module", got=type(layer).__name__, where=f"layer {name}")
+        raise ModelError(f"layer {name} is of type {type(layer).__name__}", rule="a layer is an nn.Module")
     try:
         inspect.signature(layer.forward).bind(object(), object())
     except TypeError:
         raise ModelError(
-            "a layer is called layer(x, keys)",
-            got=f"{type(layer).__name__}.forward{inspect.signature(layer.forward)}",
-            where=f"layer {name}",
-            fix="def forward(self, x, keys); wrap modules of torch, and hand keys on to KeyedDropout",
+            f"layer {name} has {type(layer).__name__}.forward{inspect.signature(layer.forward)}",
+            rule="a layer is called layer(x, keys)",
+            fix="def forward(self, x, keys); wrap modules of torch, and pass keys on to KeyedDropout",
         ) from None
     for path, module in layer.named_modules(prefix=name):
         if problem := _forbidden(module):
             rule, fix = problem
-            raise ModelError(rule, got=repr(module), where=path, fix=fix)
+            raise ModelError(f"{path} is {module!r}", rule=rule, fix=fix)
 
 
 def _forbidden(module: nn.Module) -> tuple[str, str] | None:
-    """(rule, fix) if a module cannot give the same bits on every mesh."""
+    """(rule, fix) if a module cannot give the same bits on every mesh, else None."""
     dropouts = nn.modules.dropout._DropoutNd
     unkeyed = (isinstance(module, dropouts) and module.p > 0) or (
         isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
@@ -161,16 +166,15 @@ def _check_parameters(model: LayeredModel) -> None:
         for path, parameter in model.get_submodule(layer).named_parameters(prefix=layer):
             if not parameter.is_floating_point() or not parameter.requires_grad:
                 raise ModelError(
-                    "every parameter is a floating-point tensor that is trained",
-                    got=f"{parameter.dtype}, requires_grad={parameter.requires_grad}",
-                    where=path,
-                    fix="register what is fixed by register_buffer",
+                    f"parameter {path} has {parameter.dtype}, requires_grad={parameter.requires_grad}",
+                    rule="every parameter is a floating-point tensor that is trained",
+                    fix="register constants by register_buffer",
                 )
             if other := homes.get(id(parameter)):
                 raise ModelError(
-                    "a parameter used by two layers is declared, not shared: the layers may lie on different workers",
-                    got=path,
-                    where=other,
+                    f"{path} and {other} are one Parameter",
+                    rule="a parameter that two layers use is declared by a tie, not shared: the layers may be on "
+                    "different workers",
                     fix=f'give each layer its own and pass ties=[tie("{path}", "{other}")]',
                 )
             seen[id(parameter)] = path
@@ -186,11 +190,10 @@ def _check_outside(model: LayeredModel) -> None:
             continue
         for name, _ in module.named_parameters(prefix=path, recurse=False):
             raise ModelError(
-                "a parameter belongs to a layer; only layers are trained and saved",
-                got=name,
-                where=type(model).__name__,
+                f"parameter {name} of {type(model).__name__} belongs to no layer",
+                rule="every parameter belongs to a layer; only layers are trained and saved",
                 exists="layers " + ", ".join(model.layer_names),
-                fix="make it a parameter of the layer that uses it; what is fixed goes into register_buffer",
+                fix="make it a parameter of the layer that uses it; register constants by register_buffer",
             )
 
 
@@ -202,24 +205,26 @@ def _check_ties(model: LayeredModel) -> None:
             if name not in shapes:
                 close = get_close_matches(name, shapes, n=3, cutoff=0.0)
                 raise ModelError(
-                    "a tie names two parameters", got=name, where=str(tie), exists=", ".join(close) + ", ..."
+                    f"{tie} names {name}, which is not a parameter",
+                    rule="a tie names two parameters",
+                    exists=", ".join(close) + ", ...",
                 )
         if shapes[tie.reader] != shapes[tie.owner]:
             raise ModelError(
-                "tied parameters have one shape",
-                got=f"{shapes[tie.reader]} and {shapes[tie.owner]}",
-                where=str(tie),
+                f"{tie} joins parameters of shapes {shapes[tie.reader]} and {shapes[tie.owner]}",
+                rule="tied parameters have one shape",
                 fix="give both layers the same sizes",
             )
         if tie.reader.partition(".")[0] == tie.owner.partition(".")[0]:
             raise ModelError(
-                "a tie joins two layers", got=str(tie), fix="inside one layer use the same attribute twice"
+                f"{tie} joins two parameters of one layer",
+                rule="a tie joins two layers",
+                fix="inside one layer use the same attribute twice",
             )
         if readers.count(tie.reader) > 1 or tie.owner in readers:
             raise ModelError(
-                "a reader has one owner, and an owner reads from nobody",
-                got=", ".join(map(str, model.ties)),
-                where=str(tie),
+                f"{tie} does not fit with the other ties: {', '.join(map(str, model.ties))}",
+                rule="a reader has one owner, and an owner is not a reader itself",
                 fix="tie every reader to the first owner",
             )
 
@@ -231,7 +236,9 @@ def _number_dropouts(model: LayeredModel) -> None:
         for site, module in enumerate(modules):
             if other := homes.get(id(module)):
                 raise ModelError(
-                    "a KeyedDropout belongs to one layer", got=f"one in {other} and {layer}", fix="make two"
+                    f"layers {other} and {layer} share a KeyedDropout",
+                    rule="a KeyedDropout belongs to one layer, whose number is in its key",
+                    fix="make two",
                 )
             module.site = site
         homes.update({id(module): layer for module in modules})

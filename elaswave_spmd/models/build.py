@@ -1,4 +1,4 @@
-"""From a name and sizes to a model: the project's own, or a user's `my_file.MyModel` in the working directory."""
+"""Makes models from a name and sizes: the project's own, or a user's `my_file.MyModel` in the working directory."""
 
 from __future__ import annotations
 
@@ -12,43 +12,41 @@ from typing import Any
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models.base import LayeredModel
 
-#: Short names of the project's models.
 OWN = {
     "gpt": "elaswave_spmd.models.gpt.GPT",
     "llama": "elaswave_spmd.models.llama.Llama",
     "mlp": "elaswave_spmd.models.mlp.MLP",
 }
+"""The short names of the project's models."""
 
 
 def build_model(
     target: str | type[LayeredModel], sizes: Mapping[str, Any], extra: Mapping[str, Any] | None = None
 ) -> LayeredModel:
-    """Make the model `target`; under `with torch.device("meta")` nothing is allocated.
+    """Makes the model `target`. Under `with torch.device("meta")` no memory is allocated.
 
     Args:
         target: a class, a short name (gpt, llama, mlp) or "module.Class"; the working directory is on the import path.
-        sizes: vocab_size, seq_len, layers, d_model, heads, dropout; the constructor gets those that it names.
-        extra: further arguments, all of which the constructor must name.
+        sizes: vocab_size, seq_len, layers, d_model, heads, dropout. The constructor gets those that it has parameters
+            for.
+        extra: further arguments; the constructor must have a parameter for each.
 
     Raises:
-        ModelError: no such model, no LayeredModel, or arguments that the constructor lacks or still needs.
+        ModelError: there is no such model, it is not a LayeredModel, or arguments are unknown or missing.
     """
     cls = find_model(target) if isinstance(target, str) else target
     shown = target if isinstance(target, str) else cls.__name__
     if not (inspect.isclass(cls) and issubclass(cls, LayeredModel)):
         raise ModelError(
-            "a model is a subclass of elaswave_spmd.models.LayeredModel",
-            got=f"{shown} is {cls!r}",
-            where="model.target",
+            f"model.target={shown} is {cls!r}",
+            rule="a model is a subclass of elaswave_spmd.models.LayeredModel",
         )
     parameters = inspect.signature(cls).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in extra or {}:
         if name not in parameters and not open_ended:
             raise ModelError(
-                f"{cls.__name__} has no such argument",
-                got=name,
-                where=f"model.args.{name}",
+                f"model.args.{name} is not an argument of {cls.__name__}",
                 exists=", ".join(parameters),
                 fix="use one of these",
             )
@@ -56,9 +54,8 @@ def build_model(
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.kind in (1, 3) and p.name not in given]
     if missing:
         raise ModelError(
-            f"{cls.__name__} needs more arguments",
-            got=", ".join(missing),
-            where=shown,
+            f"{cls.__name__} needs {', '.join(missing)}, which the settings do not give",
+            where=f"model.target={shown}",
             exists=f"sizes {', '.join(sizes)}",
             fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
         )
@@ -66,7 +63,7 @@ def build_model(
 
 
 def find_model(target: str) -> Any:
-    """The object that "module.Name" or a short name stands for.
+    """Imports the object that "module.Name" or a short name stands for.
 
     Raises:
         ModelError: no such module or name, or a module that fails while it is imported.
@@ -95,7 +92,7 @@ def find_model(target: str) -> Any:
 
 def _unknown(target: str, exists: str) -> ModelError:
     return ModelError(
-        "no such model", got=target, where="model.target", exists=exists, fix="model.target=my_file.MyModel"
+        f"model.target={target} is not found: no such model", exists=exists, fix="model.target=my_file.MyModel"
     )
 
 
@@ -107,9 +104,7 @@ def _broken(target: str, error: Exception) -> ModelError:
             at = trace.tb_frame.f_code.co_filename, trace.tb_lineno
         trace = trace.tb_next
     return ModelError(
-        "the model's file fails while it is imported",
-        got=f"{type(error).__name__}: {error}",
-        where=f"{at[0]}:{at[1]}, for model.target={target}",
+        f"importing model.target={target} failed at {at[0]}:{at[1]} ({type(error).__name__}: {error})",
         fix="import the file in Python alone until it works",
     )
 

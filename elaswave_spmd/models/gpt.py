@@ -34,7 +34,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the fused kernel runs without dropout, because it would draw its own random numbers."""
+    """Causal self-attention. The fused kernel runs without dropout, because it would draw its own random numbers."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         shard(self.out, weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # Heads come first: products for each head and sample stay cut by head, where heads are cut over tp.
+        # Heads come before samples, so that XLA keeps the batched products cut by head where heads are cut over tp.
         q_HBTK, k_HBTK, v_HBTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n h b t k", h=self.heads, n=3)
         o_HBTK = nn.functional.scaled_dot_product_attention(q_HBTK, k_HBTK, v_HBTK, is_causal=True)
         return self.out(rearrange(o_HBTK, "h b t k -> b t (h k)"))
@@ -128,14 +128,14 @@ class GPT(LayeredModel):
         self.depth = layers
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """As the base; what is added to the residual stream is scaled by its depth (GPT-2)."""
+        """The rule of the base class, but layers that write to the residual stream are scaled by its depth (GPT-2)."""
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return Normal(0.02 / math.sqrt(2 * self.depth))
         return super().init(name, shape)
 
 
 def check_heads(d_model: int, heads: int) -> None:
-    """Raise ModelError unless `heads` divides `d_model`."""
+    """Raises ModelError unless `heads` divides `d_model`."""
     if heads < 1 or d_model % heads:
         fits = ", ".join(str(n) for n in range(1, d_model + 1) if d_model % n == 0)
-        raise ModelError("heads divide d_model", got=f"d_model={d_model}, heads={heads}", exists=f"heads in {fits}")
+        raise ModelError(f"heads={heads} does not divide d_model={d_model}", exists=f"heads in {fits}")

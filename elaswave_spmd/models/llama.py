@@ -59,11 +59,11 @@ class Attention(nn.Module):
         self.out = shard(nn.Linear(heads * width, d_model, bias=False), weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # Heads come first: products for each head and sample stay cut by head, where heads are cut over tp.
+        # Heads come before samples, so that XLA keeps the batched products cut by head where heads are cut over tp.
         q_HBTK = rearrange(self.q(x_BTD), "b t (h k) -> h b t k", h=self.heads)
         k_GBTK = rearrange(self.k(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
         v_GBTK = rearrange(self.v(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
-        # Computed anew at each call: a buffer would be state that moves with the layer; this is 1 % of the layer.
+        # Computed at each call, which is 1 % of the layer: a buffer would be state that has to move with the layer.
         cos_TK, sin_TK = rotary_tables(q_HBTK.shape[2], q_HBTK.shape[3], self.theta, x_BTD.device)
         q_HBTK, k_GBTK = rotate(q_HBTK, cos_TK, sin_TK), rotate(k_GBTK, cos_TK, sin_TK)
         shared = self.heads // self.kv_heads
@@ -168,7 +168,7 @@ class Llama(LayeredModel):
         self.depth = layers
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """As the base; what is added to the residual stream is scaled by its depth."""
+        """The rule of the base class, but layers that write to the residual stream are scaled by its depth."""
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return Normal(0.02 / math.sqrt(2 * self.depth))
         return super().init(name, shape)
@@ -178,12 +178,10 @@ def _check_sizes(d_model: int, heads: int, kv_heads: int) -> None:
     check_heads(d_model, heads)
     if kv_heads < 1 or heads % kv_heads:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ModelError(
-            "kv_heads divide heads", got=f"heads={heads}, kv_heads={kv_heads}", exists=f"kv_heads in {fits}"
-        )
+        raise ModelError(f"kv_heads={kv_heads} does not divide heads={heads}", exists=f"kv_heads in {fits}")
     if (d_model // heads) % 2:
         raise ModelError(
-            "rotary positions turn pairs: a head's width is even",
-            got=f"d_model={d_model}, heads={heads}, width {d_model // heads}",
+            f"d_model={d_model} with heads={heads} makes heads of width {d_model // heads}, which is odd",
+            rule="rotary positions rotate pairs of dims, so a head's width is even",
             fix="fewer heads, or a larger d_model",
         )

@@ -1,4 +1,4 @@
-"""A causal language model of multi-layer perceptrons: each token sees a window of the tokens before it, layer by layer.
+"""A causal language model of multi-layer perceptrons, in which each layer sees a window of the tokens before a token.
 
 Shape suffixes: B samples of a micro-batch, T tokens, D model width, W window, F hidden width, V vocabulary.
 """
@@ -27,7 +27,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """x + MLP(the norms of the last `window` tokens, side by side)."""
+    """x + MLP(the normalized last `window` tokens, concatenated)."""
 
     def __init__(self, d_model: int, window: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class Head(nn.Module):
 
 
 class MLP(LayeredModel):
-    """The smallest model here that learns; attention-free, quick to compile.
+    """The smallest model here that learns. It has no attention and compiles quickly.
 
     Args:
         vocab_size, layers, d_model, dropout: sizes. Inputs may have any length.
-        window: tokens that a block looks at, itself included.
+        window: number of tokens that a block sees, the present one included.
         mlp_ratio: hidden width over `d_model`.
 
     Raises:
@@ -80,7 +80,9 @@ class MLP(LayeredModel):
         mlp_ratio: int = 4,
     ) -> None:
         if window < 1:
-            raise ModelError("a block sees at least its own token", got=window, where="window", fix="window=1 or more")
+            raise ModelError(
+                f"window={window} is below 1", rule="a block sees at least its own token", fix="window=1 or more"
+            )
         blocks = {f"block{i}": Block(d_model, window, mlp_ratio * d_model, dropout) for i in range(layers)}
         embed, head = Embed(vocab_size, d_model, dropout), Head(vocab_size, d_model)
         super().__init__({"embed": embed, **blocks, "head": head})

@@ -49,7 +49,7 @@ def test_seeds_and_names_give_other_values() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="no range"):
+    with pytest.raises(ValueError, match="not a range"):
         materialize(Normal(1.0), 1, "a", 5, 4)
     for bad in (lambda: Normal(-1.0), lambda: Normal(math.nan), lambda: Uniform(math.inf)):
         with pytest.raises(ModelError, match="finite"):
