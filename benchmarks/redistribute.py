@@ -12,9 +12,9 @@ driver
   default, the pages of a leaving worker have a mirror: the new mesh trains at once ("new mesh"), and the bytes that
   move are the new mirrors. With mirror.count=0 a worker cannot leave before others have its pages. ZeRO-3: state is
   separate from parameters.
-- reshard plan: a layout of contiguous tiles, as of a sharded array, is changed to another one by sharding.plan_reshard.
-  The product moves pages and executes no such plan; the executor is in benchmarks/redistribute_members.py,
-  over the product's links, which read the sender's memory in place. Memory for the new tiles is allocated before.
+- contiguous tiles: every array is cut in even tiles, as DTensor or ZeRO implementations cut it, and goes from one cut
+  to another. The product moves pages instead; this is in benchmarks/redistribute_members.py, over the product's links,
+  which read the sender's memory in place. Memory for the new tiles is allocated before.
 - DCP: torch.distributed.checkpoint.save by the old workers and load by the new ones, the same tiles as DTensors, over
   gloo, into /dev/shm. Both groups and the tensors to load into exist before the clock starts.
 
@@ -37,13 +37,12 @@ from typing import Any
 from benchmarks.harness import Result, estimate, parser, say
 from benchmarks.members import Members
 from benchmarks.processes import new_directory, stop_on_signals
-from benchmarks.redistribute_members import KINDS, LAYERS, elements_of, healthy, layout_of, plans_of
+from benchmarks.redistribute_members import KINDS, LAYERS, elements_of, healthy, layout_of, tile_changes
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Effect, EpochBegun, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
-from elaswave_spmd.sharding.replicas import transfers
 
 _PRELOAD = ("numpy", "torch", "torch._dynamo", "torch.distributed", "zmq", "benchmarks.redistribute_members")
 _TIMEOUT_S = 60.0
@@ -51,7 +50,7 @@ _SHM = Path("/dev/shm")
 _MIB = 2**20
 _OURS = range(4)  # ranks of the product's workers; the last one leaves and joins
 LEARN_1, LEARN_0 = "learners, mirror.count=1", "learners, mirror.count=0"
-TILES, DCP = "reshard plan over links", "DCP save + load"
+TILES, DCP = "contiguous tiles over links", "DCP save + load"
 WAYS = (LEARN_1, LEARN_0, TILES, DCP)
 CHANGES = ((4, 3), (3, 4))
 
@@ -129,12 +128,9 @@ class Controller:
     def _begun(self, epoch: EpochBegun) -> None:
         if epoch.kinds:
             self.new_mesh_at = time.monotonic()
-        assert epoch.placement.replicas is not None
-        for run, _, rank in transfers(epoch.placement.replicas):
-            layout = self._layout.layers[run.layer]
-            if layout.loss_block is None or run.first != layout.loss_block.first_page:
-                start, stop = layout.span(run.first, run.stop)
-                self.received[rank] += 4 * len(KINDS) * (stop - start)
+        assert epoch.plan is not None
+        for copy in epoch.plan.copies:
+            self.received[copy.destination] += 4 * len(KINDS) * epoch.plan.elements(copy.pages)
 
 
 class Bench:
@@ -184,10 +180,10 @@ class Bench:
         took = max(said["done"] for said in answers.values()) - began
         _refuse(TILES, ours(_OURS, "check_tiles").values())
         received: Counter[int] = Counter()
-        for plan in plans_of(self._bytes, before, after).values():
-            for chunk in plan.chunks():
-                for transfer in chunk:
-                    received[transfer.dst] += transfer.bytes
+        for change in tile_changes(self._bytes, before, after).values():
+            for source, destination, start, stop in change.parts():
+                if source != destination:
+                    received[destination] += 4 * (stop - start)
         return {"took": 1e3 * took}, dict(received)
 
     def _checkpoint(self, before: int, after: int) -> dict[str, float]:

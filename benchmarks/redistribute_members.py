@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from elaswave_spmd.runtime.processes.child import keep_freed_memory
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.scheduling.placement import Placement, place
-from elaswave_spmd.sharding import P, ReshardPlan, Shardings, plan_reshard
+from elaswave_spmd.sharding import P, Shardings, TileMap
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import PageRange
@@ -69,28 +69,38 @@ def healthy(layout: ModelLayout, workers: int, mirror_count: int) -> Placement:
     placement = place(mesh, layout, Shardings().with_zero(3), _MICROBATCHES)
     if not mirror_count:
         return placement
-    replicas = place_replicas(
-        layout,
-        mesh.stages,
-        placement.layer_cuts,
-        replicated=False,
-        topology=mesh.topology,
-        mirror_count=mirror_count,
-        scatter=0,
-    )
+    replicas = place_replicas(layout, placement.state_sharding(mirror_count))
     return replace(placement, replicas=replicas)
 
 
-def plans_of(num_bytes: int, before: int, after: int) -> dict[tuple[int, int], ReshardPlan]:
-    """(layer, kind) -> how that array goes from tiles over `before` workers to tiles over `after`."""
-    meshes = [Mesh.initial(MeshShape.of(dp=workers)) for workers in (before, after)]
-    src, dst = ((mesh, P("dp")) for mesh in meshes)
-    shape = (elements_of(num_bytes),)
-    return {
-        (layer, kind): plan_reshard(shape, 4, src=src, dst=dst, array=f"layer{layer}.{name}")
-        for layer in range(LAYERS)
-        for kind, name in enumerate(KINDS)
-    }
+@dataclass(frozen=True)
+class TileChange:
+    """A one-dimensional array that goes from even tiles over some workers to even tiles over others.
+
+    Args:
+        old, new: tile of each rank, as (start, stop).
+    """
+
+    old: tuple[tuple[int, int], ...]
+    new: tuple[tuple[int, int], ...]
+
+    def parts(self) -> list[tuple[int, int, int, int]]:
+        """(source, destination, start, stop) of every overlap; source and destination may be one worker."""
+        pairs = [
+            (src, dst, max(a, c), min(b, d))
+            for src, (a, b) in enumerate(self.old)
+            for dst, (c, d) in enumerate(self.new)
+        ]
+        return [part for part in pairs if part[2] < part[3]]
+
+
+def tile_changes(num_bytes: int, before: int, after: int) -> dict[tuple[int, int], TileChange]:
+    """(layer, kind) -> the change of that array from tiles over `before` workers to tiles over `after`."""
+    starts_stops = (
+        TileMap(MeshShape.of(dp=workers), P("dp"), (elements_of(num_bytes),)).bounds for workers in (before, after)
+    )
+    old, new = (tuple(zip(starts[:, 0].tolist(), stops[:, 0].tolist(), strict=True)) for starts, stops in starts_stops)
+    return {(layer, kind): TileChange(old, new) for layer in range(LAYERS) for kind in range(len(KINDS))}
 
 
 def pattern(layer: int, kind: int, start: int, stop: int) -> np.ndarray:
@@ -203,23 +213,23 @@ class Worker:
         start, end = self._layout.layers[layer].span(first, stop)
         return torch.from_numpy(pattern(layer, KINDS.index(kind), start, end))
 
-    # ---- tiles: a reshard plan, executed
+    # ---- contiguous tiles, resharded
 
     def tiles(self, before: int, after: int) -> dict[str, Any]:
         """Has its tiles of all arrays; memory for the new ones is there and has been written to."""
         links = self._open()
-        self._plans = plans_of(self._num_bytes, before, after)
+        self._changes = tile_changes(self._num_bytes, before, after)
         self._old: dict[tuple[int, int], np.ndarray] = {}
         self._new: dict[tuple[int, int], np.ndarray] = {}
         self._start: dict[str, dict[tuple[int, int], int]] = {"old": {}, "new": {}}
-        for key, plan in self._plans.items():
-            for name, sharding, tiles in (("old", plan.src, self._old), ("new", plan.dst, self._new)):
-                if self._rank in sharding.mesh:
-                    [part] = sharding.tile_of(self._rank, plan.shape)
-                    self._start[name][key] = part.start
-                    tiles[key] = pattern(*key, part.start, part.stop)
+        for key, change in self._changes.items():
+            for name, tiles, arrays in (("old", change.old, self._old), ("new", change.new, self._new)):
+                if self._rank < len(tiles):
+                    start, stop = tiles[self._rank]
+                    self._start[name][key] = start
+                    arrays[key] = pattern(*key, start, stop)
                     if name == "new":
-                        tiles[key].fill(-1.0)
+                        arrays[key].fill(-1.0)
         return {"address": links.address}
 
     def connect(self, addresses: Mapping[str, str]) -> None:
@@ -232,23 +242,21 @@ class Worker:
             raise RuntimeError(f"no link to {missing}")
 
     def reshard(self) -> dict[str, Any]:
-        """Executes the plans: everything is sent from where it lies, what stays is copied, what comes is put in."""
+        """Everything is sent from where it lies, what stays is copied, what comes is put in."""
         assert self._links is not None
         missing = 0
-        for key, plan in self._plans.items():
-            missing += len(plan.incoming(self._rank))
-            for transfer in plan.outgoing(self._rank):
-                [box] = transfer.slices
-                start = self._start["old"][key]
-                header = msgspec.msgpack.encode([*key, box.start, box.stop])
-                self._links.send(
-                    transfer.dst, header, [self._old[key][box.start - start : box.stop - start]], lend=True
-                )
-        for key, plan in self._plans.items():
-            if (kept := plan.local_copy(self._rank)) is not None:
-                [box] = kept.slices
-                a, b = self._start["new"][key], self._start["old"][key]
-                self._new[key][box.start - a : box.stop - a] = self._old[key][box.start - b : box.stop - b]
+        for key, change in self._changes.items():
+            for source, destination, first, stop in change.parts():
+                missing += destination == self._rank != source
+                if source == self._rank != destination:
+                    start = self._start["old"][key]
+                    header = msgspec.msgpack.encode([*key, first, stop])
+                    self._links.send(destination, header, [self._old[key][first - start : stop - start]], lend=True)
+        for key, change in self._changes.items():
+            for source, destination, first, stop in change.parts():
+                if source == destination == self._rank:
+                    a, b = self._start["new"][key], self._start["old"][key]
+                    self._new[key][first - a : stop - a] = self._old[key][first - b : stop - b]
         while missing:
             item = self._mailbox.get(_TIMEOUT_S)
             if not isinstance(item, Envelope):

@@ -16,7 +16,6 @@ from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import EpochBegun
 from elaswave_spmd.recovery.messages import AnyMessage, Applied, Damaged, Fingerprints, Heartbeat, Measured, Ready
-from elaswave_spmd.recovery.reconfiguration import least_elements, moved_elements
 from elaswave_spmd.recovery.replica_check import Copies, Disagreement
 from elaswave_spmd.run_dir import MetricsLine, RunObserver
 from elaswave_spmd.runtime.devices.process_group import GroupStore
@@ -119,7 +118,7 @@ class EpochEvents:
                 stages=mesh.stages,
                 layer_cuts=epoch.placement.layer_cuts,
                 microbatch_counts=epoch.placement.microbatch_counts,
-                copies=epoch.learners,
+                copies=epoch.num_copies,
                 bytes_moved=moved,
                 bytes_bound=bound,
                 seen_at=seen_at,
@@ -132,11 +131,9 @@ class EpochEvents:
 
     def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
         """Bytes of state that are copied because of an epoch, and the least that could be. After its PLACE is sent."""
-        replicas = epoch.placement.replicas
-        if epoch.target is None or replicas is None:
+        if epoch.plan is None:
             return 0, 0
-        least = least_elements(replicas, epoch.target, self._layout)
-        return self._element_bytes * moved_elements(replicas, self._layout), self._element_bytes * least
+        return self._element_bytes * epoch.plan.moved_elements, self._element_bytes * epoch.plan.least_elements
 
     def committed(self, line: MetricsLine) -> None:
         """A step has committed; the first one after an event tells what the event cost."""
@@ -183,7 +180,7 @@ def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) ->
     words = {"fail": "lost", "leave": "left", "join": "joined", "link": "linked again"}
     what = words.get(kind, "lies where it belongs")
     if epoch.why and not ranks:
-        who, what = "placement", "is being changed, state is copied" if epoch.learners else "changed"
+        who, what = "placement", "is being changed, state is copied" if epoch.num_copies else "changed"
     why = f" ({'; '.join(reasons)})" if reasons else ""
     again = f", {epoch.microbatches_redone} micro-batches again" if epoch.microbatches_redone else ""
     return f"{who} {what}{why}: {mesh.shape.name}, mesh epoch {mesh.epoch}, after step {epoch.version}{again}"

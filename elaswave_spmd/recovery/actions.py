@@ -9,6 +9,7 @@ from typing import TypeAlias
 from elaswave_spmd.recovery.messages import Applied, Message
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.sharding.reshard import ReshardPlan
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,8 @@ class EpochBegun:
     Args:
         kinds: rank -> "fail", "leave", "join" or "link"; empty when only state changed hands.
         microbatches_redone: (micro-batch, stage) pairs that are computed again, or by another worker than planned.
-        learners: page ranges that are being copied now.
         why: of a move of micro-batches, layers or workers.
-        target: what they are copied for, with the replicas that it is to have; None: nothing is copied.
+        plan: what becomes of the state; None: nothing changes.
     """
 
     placement: Placement
@@ -59,9 +59,13 @@ class EpochBegun:
     reasons: Mapping[int, str]
     version: int
     microbatches_redone: int
-    learners: int
     why: str = ""
-    target: Placement | None = None
+    plan: ReshardPlan | None = None
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of page ranges that are being made now."""
+        return len(self.plan.copies) if self.plan is not None else 0
 
 
 @dataclass(frozen=True)

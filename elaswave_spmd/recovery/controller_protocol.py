@@ -8,7 +8,7 @@ begins it again with the next epoch number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.errors import RunError
@@ -41,10 +41,11 @@ from elaswave_spmd.recovery.messages import (
     ValidationLoss,
 )
 from elaswave_spmd.recovery.partial_step import recovery_plan
-from elaswave_spmd.recovery.reconfiguration import Goal, Stages, deal_evenly, dispensable, next_stages
+from elaswave_spmd.recovery.reconfiguration import Goal, Stages, deal_evenly, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, adopt, promote, with_learners
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, dispensable
+from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ControllerProtocol:
     _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
     _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
-    _target: ReplicaMap | None = None  # what the learners of this epoch learn for
+    _plan: ReshardPlan | None = None  # the reshard plan under way: until all of its copies are there
     _goal: Goal | None = None  # where to go when they have; given up when members come or go
 
     def __post_init__(self) -> None:
@@ -155,7 +156,7 @@ class ControllerProtocol:
     @property
     def settled(self) -> bool:
         """No change of the epoch is under way or about to come, and every page has all its mirrors."""
-        return self._change is None and self._target is None
+        return self._change is None and self._plan is None
 
     # ---- events
 
@@ -270,33 +271,30 @@ class ControllerProtocol:
         free = dispensable(replicas, self._gone, () if stops else self._leaving)
         leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
         gone = {**self._gone, **leaving}
-        replicas, homeless = promote(replicas, gone)
-        if homeless := (*alone, *homeless):
-            return [Unrecoverable(homeless, f"all replicas of {len(homeless)} page ranges are lost")]
+        plan = plan_reshard(self.layout, replicas, lost=gone)  # promotions alone: what is left, where it is
+        if lost := (*alone, *plan.lost):
+            return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
         if stops and not version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         stages = next_stages(old.mesh.stages, gone, newcomers, self._wanted_stages)
         placement = reconfiguration.next_placement(old, self.layout, change.epoch, stages, self.domain_of, self.deal)
         work: tuple[Recompute, ...] | None = ()
-        learners, same_members = 0, not gone and not newcomers and not self._damaged
+        same_members = not gone and not newcomers and not self._damaged
         self._goal = self._goal if same_members and not stops else None
-        why, target = self._goal.why if self._goal else "", None
+        why = self._goal.why if self._goal else ""
         if not stops:
             # Who was asked to leave and has pages that nobody else has goes when they have another replica.
             copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
             aim = reconfiguration.placement_at(self._goal, placement)
-            replicas, learners = self._share_out(aim, replicas, copies, adoptable=clean and same_members)
-            target = replace(aim, replicas=self._target) if learners else None
-            if self._goal is not None and self._target is None:  # nothing has to be learned for it any more
+            plan = self._plan_state(aim, replicas, gone, copies, goes_on=clean and same_members)
+            if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
                 placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
-            placement = replace(placement, replicas=replicas)
+            placement = replace(placement, replicas=plan.during)
             old_layers = {r: reconfiguration.layers_of(old, r) for r in old.mesh.members}
             work = None if clean else recovery_plan(version + 1, placement, self.layout, held, old_layers)
-        self.placement = placement = replace(placement, replicas=replicas)
+        self.placement = placement = replace(placement, replicas=plan.during)
         kinds, reasons = reconfiguration.what_happens(self._gone, leaving, newcomers, self._relinked)
-        begun = EpochBegun(
-            placement, kinds, reasons, version, reconfiguration.redone(work, held), learners, why, target
-        )
+        begun = EpochBegun(placement, kinds, reasons, version, reconfiguration.redone(work, held), why, plan)
         self._change, self._newcomers, self._saving = None, [], stops
         place = self._place_message(version, work)
         for table in (self._gone, self._learned, self._damaged, self._forgot, self._relinked):
@@ -309,7 +307,7 @@ class ControllerProtocol:
             del self._leaving[rank]
             self.addresses.pop(rank, None)
             effects += [Send(rank, Stop()), Evict(rank, lost=False)]
-        if not learners and self._target is not None:  # state is where it is to be, but not who is the primary of it
+        if self._plan is not None and not plan.copies:  # all replicas are there, but primaries are not those wanted
             effects += self._begin(after=self._next_boundary())
         return effects
 
@@ -320,18 +318,23 @@ class ControllerProtocol:
         staying = len(self.members) - len(self._leaving) + len(self._newcomers)
         return reconfiguration.too_few(staying, sorted(self._leaving), max(1, self.policy.min_workers)) or self._saving
 
-    def _share_out(
-        self, aim: Placement, current: ReplicaMap, copies: int, *, adoptable: bool
-    ) -> tuple[ReplicaMap, int]:
-        """Who holds what in the new epoch, with so many mirrors, and how many copies are being made."""
-        target = self._target if adoptable else None
-        if target is None:
-            target = reconfiguration.target_of(aim, current, self.layout, copies, self.policy.mirror_scatter)
-        found = with_learners(current, target)
-        learners = sum(len(run.learners) for runs in found.values() for run in runs)
-        settled = not learners and (adoptable or (found == target and self._goal is None))
-        self._target = None if settled else target
-        return (adopt(found, target), 0) if settled else (found, learners)
+    def _plan_state(
+        self, aim: Placement, replicas: ReplicaMap, gone: Collection[int], mirror_count: int, *, goes_on: bool
+    ) -> ReshardPlan:
+        """The reshard plan of the new epoch: the rest of the one under way, or a new one.
+
+        Args:
+            goes_on: members are the same and all at one step. Only then may a plan be finished: primaries change hands
+                between two steps.
+        """
+        if goes_on and self._plan is not None:
+            plan = self._plan.advanced(replicas)
+        else:
+            sharding = aim.state_sharding(mirror_count, self.policy.mirror_scatter)
+            plan = plan_reshard(self.layout, replicas, lost=gone, to=sharding)
+        is_finished = not plan.copies and (goes_on or (plan.during == plan.after and self._goal is None))
+        self._plan = None if is_finished else plan
+        return replace(plan, during=plan.adopted()) if is_finished else plan
 
     def _place_message(self, version: int, work: tuple[Recompute, ...] | None) -> Reconfigure:
         again = version and not self._saving and self.validates_at(version) and self._validated < version

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.messages import Recompute, Reconfigure, StepHeld, StepReport
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replica_rebalance import refill
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, all_runs, to_rows
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, disown, graduate, to_rows
+from elaswave_spmd.sharding.state_sharding import Stages
+
 
 # What the mesh becomes when workers go or come: pure functions of the mesh and the event.
-Stages = tuple[tuple[int, ...], ...]
-
-
 def deal_evenly(stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches of each worker, by stage, when all are equally fast."""
     return tuple(even_counts(num_microbatches, len(members)) for members in stages)
@@ -57,117 +54,6 @@ def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
     """The nearest stage with two workers or more; of two, the larger one."""
     able = [s for s, members in enumerate(stages) if len(members) > 1]
     return min(able, key=lambda s: (abs(s - empty), -len(stages[s]), s), default=None)
-
-
-def graduate(replicas: ReplicaMap, learned: Collection[int]) -> ReplicaMap:
-    """The map in which these learners, who have caught up, are replicas. Primaries stay."""
-
-    def after(layer: int) -> tuple[ReplicaSet, ...]:
-        return tuple(
-            replace(run, replicas=run.replicas | ready, learners=run.learners - ready)
-            if (ready := run.learners & frozenset(learned))
-            else run
-            for run in replicas[layer]
-        )
-
-    return {layer: after(layer) for layer in replicas}
-
-
-def disown(
-    replicas: ReplicaMap, rank: int, runs: Collection[tuple[int, int, int]]
-) -> tuple[ReplicaMap, list[ReplicaSet]]:
-    """The map in which a worker does not hold these runs any more, and the runs that nobody else holds.
-
-    Where it was the primary, a mirror becomes the primary.
-    """
-
-    def hit(run: ReplicaSet) -> bool:
-        return any(run.layer == ly and first <= run.first and run.stop <= stop for ly, first, stop in runs)
-
-    found: dict[int, tuple[ReplicaSet, ...]] = {}
-    homeless: list[ReplicaSet] = []
-    for layer, of_layer in replicas.items():
-        kept = []
-        for run in of_layer:
-            left = run.replicas - {rank}
-            if rank in run.replicas and hit(run):
-                if left:
-                    run = replace(run, primary=min(left) if run.primary == rank else run.primary, replicas=left)
-                else:
-                    homeless.append(run)
-            kept.append(run)
-        found[layer] = tuple(kept)
-    return found, homeless
-
-
-def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
-    """Those of `leaving` who may go at once, without `gone`: every page that has a replica keeps one."""
-    left = {run.replicas.difference(gone) for run in all_runs(replicas)} - {frozenset()}
-    found = []
-    for rank in leaving:
-        without = {held - {rank} for held in left}
-        if frozenset() not in without:
-            found.append(rank)
-            left = without
-    return tuple(found)
-
-
-# How much state a change of the mesh makes move, and the least that it could: pure functions of replica maps.
-def moved_elements(replicas: ReplicaMap, layout: ModelLayout) -> int:
-    """Elements of the pages that learners get, one kind of state, once for each learner. The loss page is no state.
-
-    Promoting a mirror moves nothing.
-    """
-    return sum(_elements(run, layout) * len(run.learners) for run in all_runs(replicas) if run.learners)
-
-
-def least_elements(replicas: ReplicaMap, target: Placement, layout: ModelLayout) -> int:
-    """Lower bound for `moved_elements`, for any map that gives pages as many replicas and primaries as even a share.
-
-    The larger one of two: the replicas that each page lacks by number, whoever they are; and what the members lack of
-    their share as primaries.
-
-    Args:
-        replicas: of the new mesh epoch, with learners.
-        target: what they learn for; its replicas are those on the same runs when all have caught up.
-    """
-    assert target.replicas is not None
-    missing = 0
-    for layer, runs in replicas.items():
-        for now, then in zip(runs, target.replicas[layer], strict=True):
-            if len(then.replicas) > len(now.replicas):
-                missing += _elements(now, layout) * (len(then.replicas) - len(now.replicas))
-    return max(missing, _missing_shares(target, replicas, layout))
-
-
-def _missing_shares(target: Placement, replicas: ReplicaMap, layout: ModelLayout) -> int:
-    """A member is to be the primary of as many pages of its stage as the others, within one, and so to hold them.
-
-    Which pages it would get is open; the last one of a block may be short. So it gets the smallest.
-    """
-    found = 0
-    for members, (first, stop) in zip(target.mesh.stages, pairwise(target.layer_cuts), strict=True):
-        blocks = [block for layer in range(first, stop) for block in layout.layers[layer].state_blocks]
-        share = sum(block.num_pages for block in blocks) // len(members)
-        last = sorted(b.stop - b.start - (b.num_pages - 1) * layout.page_size for b in blocks)
-        held = dict.fromkeys(members, 0)
-        for run in (run for layer in range(first, stop) for run in replicas[layer] if not _is_loss(run, layout)):
-            for rank in run.replicas & held.keys():
-                held[rank] += run.num_pages
-        for missing in (share - num_pages for num_pages in held.values() if num_pages < share):
-            found += sum(last[:missing]) + max(0, missing - len(last)) * layout.page_size
-    return found
-
-
-def _elements(run: ReplicaSet, layout: ModelLayout) -> int:
-    if _is_loss(run, layout):
-        return 0
-    start, stop = layout.layers[run.layer].span(run.first, run.stop)
-    return stop - start
-
-
-def _is_loss(run: ReplicaSet, layout: ModelLayout) -> bool:
-    return layout.layers[run.layer].block_of(run.first).kind == LOSS
 
 
 @dataclass(frozen=True)
@@ -222,31 +108,21 @@ def placement_at(goal: Goal | None, placement: Placement) -> Placement:
     )
 
 
-def target_of(aim: Placement, current: ReplicaMap, layout: ModelLayout, mirror_count: int, scatter: int) -> ReplicaMap:
-    """The replicas to go to for a placement, from those that there are."""
-    return refill(
-        current,
-        layout,
-        aim.mesh.stages,
-        aim.layer_cuts,
-        replicated=not aim.shardings.optim.axes,
-        topology=aim.mesh.topology,
-        mirror_count=mirror_count,
-        scatter=scatter,
-    )
-
-
 def good_replicas(
-    replicas: ReplicaMap, learned: Iterable[int], damaged: Mapping[int, Collection[PageRange]]
-) -> tuple[ReplicaMap, list[ReplicaSet]]:
-    """The map with those who have caught up and without damaged copies; and the runs of which no copy is good.
+    replicas: ReplicaMap, caught_up: Collection[int], damaged: Mapping[int, Collection[PageRange]]
+) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
+    """The map with the learners that have the state by now as replicas and without damaged replicas.
 
     Args:
-        damaged: rank -> runs of which its copy is not what it had written.
+        caught_up: the workers that have reported that they have the state.
+        damaged: rank -> page ranges of which its replica is not what it had written.
+
+    Returns:
+        The map; and the page ranges of which no replica is good.
     """
-    found, alone = graduate(replicas, set(learned)), []
-    for rank, runs in damaged.items():
-        found, lost = disown(found, rank, runs)
+    found, alone = graduate(replicas, caught_up), ()
+    for rank, ranges in damaged.items():
+        found, lost = disown(found, rank, ranges)
         alone += lost
     return found, alone
 

@@ -14,9 +14,9 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.partition import balance_layers
-from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding import Shardings, StateSharding
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, deal_primaries
+from elaswave_spmd.sharding.replicas import ReplicaMap
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
 
@@ -50,7 +50,7 @@ class Placement:
     @cached_property
     def dealing(self) -> str:
         """Time-major when gradients are sharded: leaves are sent when done, so no worker keeps full-size sums."""
-        return TIME_MAJOR if self.shardings.zero_level >= 2 else CONTIGUOUS
+        return TIME_MAJOR if self.shardings.grads.axes else CONTIGUOUS
 
     @property
     def num_stages(self) -> int:
@@ -90,18 +90,14 @@ class Placement:
 
         Those of `replicas`; without it the pages as dealt to a new mesh, sharded ones without mirrors.
         """
-        found: dict[int, tuple[ReplicaSet, ...]] = {}
-        for stage in range(self.num_stages) if stages is None else stages:
-            layers, members = self.layers_of_stage(stage), self.mesh.stages[stage]
-            if self.replicas is not None:
-                found |= {layer: self.replicas[layer] for layer in layers}
-                continue
-            everybody = None if self.shardings.optim.axes else frozenset(members)
-            runs: dict[int, list[ReplicaSet]] = {layer: [] for layer in layers}
-            for layer, first, stop, primary in deal_primaries(layout, layers, members):
-                runs[layer].append(ReplicaSet(layer, first, stop, primary, everybody or frozenset((primary,))))
-            found |= {layer: tuple(of_layer) for layer, of_layer in runs.items()}
-        return found
+        if self.replicas is None:
+            return self.state_sharding().without_mirrors(layout, stages)
+        wanted = range(self.num_stages) if stages is None else stages
+        return {layer: self.replicas[layer] for stage in wanted for layer in self.layers_of_stage(stage)}
+
+    def state_sharding(self, mirror_count: int = 0, scatter: int = 0) -> StateSharding:
+        """The mesh and specs of the optimizer state, with so many mirrors of each page."""
+        return StateSharding(self.mesh, self.layer_cuts, self.shardings.optim, mirror_count, scatter)
 
     def __str__(self) -> str:
         lines = [

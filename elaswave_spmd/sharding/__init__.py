@@ -1,24 +1,19 @@
-"""How arrays lie on a mesh: specs, annotations, tiles, and plans from one sharding to another. No torch."""
+"""Where parameters and their optimizer state lie on a mesh: specs, pages, replicas, and the plan of every change."""
 
 from elaswave_spmd.sharding.annotations import Shardings, Tie, shard, specs_of, tie
-from elaswave_spmd.sharding.reshard import PagePlan, ReshardPlan, plan_pages, plan_reshard
+from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 from elaswave_spmd.sharding.spec import P, check_spec
-from elaswave_spmd.sharding.tiles import Coordinate, Sharding, TileMap
-from elaswave_spmd.sharding.transfers import Transfer, Transfers
+from elaswave_spmd.sharding.state_sharding import StateSharding
+from elaswave_spmd.sharding.tiles import TileMap
 
 __all__ = [
-    "Coordinate",
     "P",
-    "PagePlan",
     "ReshardPlan",
-    "Sharding",
     "Shardings",
+    "StateSharding",
     "Tie",
     "TileMap",
-    "Transfer",
-    "Transfers",
     "check_spec",
-    "plan_pages",
     "plan_reshard",
     "shard",
     "specs_of",

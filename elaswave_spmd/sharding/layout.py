@@ -299,29 +299,3 @@ def _block(
         at += _align(p.num_elements)
     stop = max(at, start + ALIGNMENT)
     return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source)
-
-
-def deal_pages(pages_of_layer: Sequence[int], num_workers: int) -> list[list[int]]:
-    """Cuts each layer's pages among a stage's workers: worker w takes pages [cuts[w], cuts[w + 1]) of a layer.
-
-    Every layer is cut over all workers, so that moving a layer between stages of n workers is n disjoint transfers
-    (principle 5). ZeRO implementations usually cut the stage's whole state in n pieces instead; a layer that comes or
-    goes then shifts all boundaries. The workers that get one page more rotate from layer to layer, so that the load
-    over the stage is even within one page.
-
-    Returns: one list of num_workers + 1 cuts per layer.
-    """
-    cuts, offset = [], 0
-    for pages in pages_of_layer:
-        cuts.append(_even_cuts(pages, num_workers, offset))
-        offset = (offset + pages) % num_workers
-    return cuts
-
-
-def _even_cuts(total: int, parts: int, offset: int) -> list[int]:
-    """Cuts [0, total) in parts of equal size, the remainder going to parts offset, offset + 1, ... (cyclically)."""
-    base, extra = divmod(total, parts)
-    cuts = [0]
-    for part in range(parts):
-        cuts.append(cuts[-1] + base + ((part - offset) % parts < extra))
-    return cuts

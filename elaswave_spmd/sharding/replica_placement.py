@@ -1,7 +1,8 @@
-"""Where mirrors go: other failure domains first, even loads, and few peers for each worker.
+"""The replicas of a new mesh: other failure domains first, even loads, and few peers for each worker.
 
-All mirrors of one worker's pages lie on at most `width` peers, the same for all layers: its *copyset*. Fewer peers mean
-fewer pairs of losses that lose a page; more peers share its pages more evenly when it is lost.
+The mirrors of one worker's pages lie on at most `width` peers, the same for all layers: the worker's *copyset*
+(Cidon et al., 2013). Fewer peers mean fewer pairs of losses that lose a page; more peers share its pages more evenly
+when it is lost.
 """
 
 from __future__ import annotations
@@ -15,89 +16,71 @@ import numpy as np
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, deal_primaries
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.state_sharding import StateSharding
 
 DEFAULT_SCATTER = 4
 
-Stages = Sequence[Sequence[int]]
-"""Ranks of each stage."""
-
 
 def copyset_width(scatter: int, mirror_count: int, num_peers: int) -> int:
-    """How many of `num_peers` others mirror one worker's pages; `scatter` 0 means the default."""
+    """The number of peers, of `num_peers`, that mirror one worker's pages; `scatter` 0 means the default."""
     return min(num_peers, max(scatter or DEFAULT_SCATTER, mirror_count)) if mirror_count else 0
 
 
-def place_replicas(
-    layout: ModelLayout,
-    stages: Stages,
-    layer_cuts: Sequence[int],
-    *,
-    replicated: bool,
-    topology: Topology,
-    mirror_count: int,
-    scatter: int,
-    least_pages: int = 1,
-) -> ReplicaMap:
-    """The map of a new mesh.
+def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages: int = 1) -> ReplicaMap:
+    """The replica map of a new mesh.
 
-    Primaries are as `deal_primaries` has them. Of replicated state, every member of the stage is a replica. Of sharded
-    state, each primary's run of a layer is cut in up to `scatter` atoms, which its copyset mirrors in turn; over all
-    layers of a stage the mirrored pages are as even as the pages themselves. Where a stage has too few members for
-    `mirror_count` mirrors, members of the stages nearest to it make up for it.
+    Primaries are those of `StateSharding.primary_ranges`. Of replicated state, every member of the stage is a replica.
+    Of sharded state, each primary's range of a layer is cut in up to `scatter` pieces, which its copyset mirrors in
+    turn; over all layers of a stage the mirrored pages are as even as the pages themselves. Where a stage has too few
+    members for `mirror_count` mirrors, members of the stages nearest to it make up for it.
 
     Args:
-        replicated: the spec of the optimizer state names no axis.
-        topology: failure domains of at least the members.
-        mirror_count: mirrors of each page, where there are that many other workers.
-        scatter: the most peers that mirror one worker's pages; 0: at most 4. At least `mirror_count` counts.
-        least_pages: runs are not cut in smaller atoms than that: each is a message of its own.
+        least_pages: page ranges are not cut in smaller pieces than that: each is a message of its own in every step.
     """
-    choice = MirrorChoice(stages, topology, mirror_count, scatter)
-    dealt: list[list[ReplicaSet]] = []
-    for stage, members in enumerate(stages):
-        layers = range(layer_cuts[stage], layer_cuts[stage + 1])
-        primaries = deal_primaries(layout, layers, members)
-        if replicated:
+    choice = MirrorChoice(sharding)
+    placed: list[list[ReplicaSet]] = []
+    for stage, members in enumerate(sharding.stages):
+        if sharding.is_replicated:
             everybody = [frozenset(members)]
             sets = {rank: everybody for rank in members}
         else:
-            sets = _copyset_replicas(members, topology, choice.count, choice.width(stage))
-        dealt.append(list(_in_atoms(primaries, sets, least_pages)))
-    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(layer_cuts[-1])}
-    if any(len(members) <= choice.count for members in stages):
-        for runs in dealt:
-            choice.count_mirrors(runs)
-    for members, runs in zip(stages, dealt, strict=True):
-        for run in runs:
-            found[run.layer].append(run if len(members) > choice.count else choice.completed(run))
-    return {layer: tuple(runs) for layer, runs in found.items()}
+            sets = _copyset_replicas(members, sharding.mesh.topology, choice.count, choice.width(stage))
+        placed.append(list(_in_pieces(sharding.primary_ranges(layout, stage), sets, least_pages)))
+    if any(len(members) <= choice.count for members in sharding.stages):
+        for of_stage in placed:
+            choice.count_mirrors(of_stage)
+    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(sharding.layer_cuts[-1])}
+    for members, of_stage in zip(sharding.stages, placed, strict=True):
+        for pages in of_stage:
+            found[pages.layer].append(pages if len(members) > choice.count else choice.completed(pages))
+    return {layer: tuple(of_layer) for layer, of_layer in found.items()}
 
 
-def _in_atoms(
-    primaries: Iterator[tuple[int, int, int, int]], sets: Mapping[int, Sequence[frozenset[int]]], least_pages: int
+def _in_pieces(
+    ranges: Iterator[tuple[PageRange, int]], sets: Mapping[int, Sequence[frozenset[int]]], least_pages: int
 ) -> Iterator[ReplicaSet]:
-    """Each run cut in as many atoms as its primary has replica sets, or as are large enough; sets take turns.
+    """Each range cut in as many pieces as its primary has replica sets, or as are large enough; sets take turns.
 
-    Where no run is too small, they take turns page by page over all layers: since primaries of a stage have equally
+    Where no range is too small, they take turns page by page over all layers: since primaries of a stage have equally
     many pages, and the mirrors in one place of all the copysets are a permutation of the stage, the mirrored pages come
     out as even as the primaries' pages.
     """
-    dealt: Counter[int] = Counter()
-    for layer, first, stop, primary in primaries:
+    turns: Counter[int] = Counter()
+    for (layer, first, stop), primary in ranges:
         own = sets[primary]
-        turn, at = dealt[primary], first
+        turn, at = turns[primary], first
         large_enough = max(1, (stop - first) // least_pages)
         for size in even_counts(stop - first, min(len(own), stop - first, large_enough)):
             yield ReplicaSet(layer, at, at + size, primary, own[turn % len(own)])
             turn, at = turn + 1, at + size
-        dealt[primary] += large_enough if large_enough < len(own) else stop - first
+        turns[primary] += large_enough if large_enough < len(own) else stop - first
 
 
 def _copyset_replicas(
     members: Sequence[int], topology: Topology, count: int, width: int
 ) -> dict[int, list[frozenset[int]]]:
-    """The sets of replicas of each worker's atoms, within its stage: the worker and `count` of its peers in turn."""
+    """The replica sets of each worker's pieces, within its stage: the worker and `count` of its peers in turn."""
     if count >= len(members) - 1:
         everybody = [frozenset(members)] * max(1, width)
         return {rank: everybody for rank in members}
@@ -113,13 +96,13 @@ def _copyset_replicas(
 
 
 def _far_offsets(members: Sequence[int], topology: Topology) -> range:
-    """How many places ahead, among members in the order of their hosts, everybody is on another host."""
+    """The distances ahead, among members in the order of their hosts, at which every worker is on another host."""
     largest = max(Counter(topology.path(rank) for rank in members).values())
     return range(largest, len(members) - largest + 1)
 
 
 def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int, tuple[int, ...]]:
-    """`width` peers for each member of a stage, far from it. In each place every member is the peer of one other.
+    """`width` peers for each member of a stage, far from it. The j-th peers of all are a permutation of the stage.
 
     Members in the order of their domains get the peers that lie 1/(width + 1), 2/(width + 1) ... of the circle ahead,
     or of the part of it where everybody's peer is on another host. Where a peer could be farther away, two members
@@ -165,20 +148,21 @@ class _Domains:
 
 
 class MirrorChoice:
-    """Chooses mirrors one by one, and counts for that who mirrors how much, and whose pages.
+    """Chooses mirrors one by one, and counts for that how much each worker mirrors, and whose pages.
+
+    `count` is the number of mirrors that are possible: at most one on each other worker.
 
     Args:
-        mirror_count: mirrors wanted; `count` are possible.
-        pages: pages of each stage's layers, where mirrors inside the stages are to be chosen.
+        pages: number of state pages of each stage, where mirrors inside the stages are to be chosen.
     """
 
-    def __init__(
-        self, stages: Stages, topology: Topology, mirror_count: int, scatter: int, pages: Sequence[int] = ()
-    ) -> None:
-        self._stages, self._topology, self._scatter = stages, topology, scatter
-        self.stage_of = {rank: stage for stage, members in enumerate(stages) for rank in members}
-        self.count = min(mirror_count, len(self.stage_of) - 1)
-        self._shares = [-(-self.count * total // len(ranks)) for total, ranks in zip(pages, stages, strict=False)]
+    def __init__(self, sharding: StateSharding, pages: Sequence[int] = ()) -> None:
+        self._stages = sharding.stages
+        self._topology = sharding.mesh.topology
+        self._scatter = sharding.scatter
+        self.stage_of = {rank: stage for stage, members in enumerate(self._stages) for rank in members}
+        self.count = min(sharding.mirror_count, len(self.stage_of) - 1)
+        self._shares = [-(-self.count * total // len(r)) for total, r in zip(pages, self._stages, strict=False)]
         self.mirrored: dict[int, int] = dict.fromkeys(self.stage_of, 0)
         self.peers: defaultdict[int, set[int]] = defaultdict(set)
         self._by_load: dict[int, list[tuple[int, int]]] = {}  # stage -> (mirrored pages, rank), ascending
@@ -191,16 +175,16 @@ class MirrorChoice:
         num_peers = inside if inside >= self.count else len(self.stage_of) - 1
         return copyset_width(self._scatter, self.count, num_peers)
 
-    def count_mirrors(self, runs: Sequence[ReplicaSet]) -> None:
-        """Counts the mirrors of runs that stay as they are."""
-        pages: Counter[tuple[int, frozenset[int]]] = Counter()
-        for run in runs:
-            pages[run.primary, run.replicas] += run.num_pages
-        for (primary, held), num_pages in pages.items():
+    def count_mirrors(self, replica_sets: Sequence[ReplicaSet]) -> None:
+        """Counts the mirrors of page ranges that stay as they are."""
+        total: Counter[tuple[int, frozenset[int]]] = Counter()
+        for pages in replica_sets:
+            total[pages.primary, pages.replicas] += pages.num_pages
+        for (primary, held), num_pages in total.items():
             self.add(primary, held, num_pages)
 
     def add(self, primary: int, held: Set[int], num_pages: int) -> None:
-        """`held` have these pages of `primary`, which may be one of them."""
+        """Counts `num_pages` pages of `primary` for each other worker in `held`."""
         peers = self.peers[primary]
         for rank in held:
             if rank == primary:
@@ -212,19 +196,19 @@ class MirrorChoice:
             self.mirrored[rank] += num_pages
             peers.add(rank)
 
-    def completed(self, run: ReplicaSet) -> ReplicaSet:
-        """The run with mirrors added up to `count`, its learners first; without learners."""
-        if not run.learners and len(run.replicas) > self.count:
-            return run
-        held = set(run.replicas)
+    def completed(self, pages: ReplicaSet) -> ReplicaSet:
+        """The page range with mirrors added up to `count`, its learners first; without learners."""
+        if not pages.learners and len(pages.replicas) > self.count:
+            return pages
+        held = set(pages.replicas)
         while len(held) <= self.count:
-            found = self._pick(run, held)
-            self.add(run.primary, {found}, run.num_pages)
+            found = self._pick(pages, held)
+            self.add(pages.primary, {found}, pages.num_pages)
             held.add(found)
-        return ReplicaSet(*run.key, run.primary, self.shared(frozenset(held)))
+        return ReplicaSet(*pages.key, pages.primary, self.shared(frozenset(held)))
 
     def ranked(self, held: Set[int], primary: int) -> list[int]:
-        """Mirrors, the ones to keep first: of the primary's stage, far from it, not above the share, in its copyset."""
+        """The mirrors, those to keep first: in the primary's stage, far away, below the share, in its copyset."""
         stage, peers = self.stage_of[primary], self.peers[primary]
         share = self._shares[stage]
 
@@ -235,40 +219,40 @@ class MirrorChoice:
         return sorted(held, key=key)
 
     def shared(self, held: frozenset[int]) -> frozenset[int]:
-        """The one set of these replicas."""
+        """The one set object for these replicas, so that page ranges share it."""
         return self._sets.setdefault(held, held)
 
     def distance(self, rank: int, held: Set[int]) -> int:
         """Levels between a worker and the nearest of the replicas."""
         return min(self._topology.distance(rank, other) for other in held)
 
-    def _pick(self, run: ReplicaSet, held: Set[int]) -> int:
-        """One more mirror: in the primary's stage while it has somebody left, else in the stage nearest to it."""
-        stage = self.stage_of[run.primary]
+    def _pick(self, pages: ReplicaSet, held: Set[int]) -> int:
+        """One more mirror: in the primary's stage while a worker is left there, else in the stage nearest to it."""
+        stage = self.stage_of[pages.primary]
         gaps: defaultdict[int, list[int]] = defaultdict(list)
-        for rank in run.learners:
+        for rank in pages.learners:
             if rank in self.stage_of and rank not in held:
                 gaps[abs(self.stage_of[rank] - stage)].append(rank)
         if sum(self.stage_of[rank] == stage for rank in held) < len(self._stages[stage]):
-            return self._least(gaps[0], held) if gaps[0] else self._pick_inside(stage, run.primary, held)
+            return self._least(gaps[0], held) if gaps[0] else self._pick_inside(stage, pages.primary, held)
         for gap in range(1, len(self._stages)):
             near = [s for s in (stage - gap, stage + gap) if 0 <= s < len(self._stages)]
             free = [rank for s in near for rank in self._stages[s] if rank not in held]
-            peers = self.peers[run.primary]
+            peers = self.peers[pages.primary]
             if len(peers) >= self.width(stage):
                 free = [rank for rank in free if rank in peers] or free
             if free:
                 return self._least(gaps[gap] or free, held)
-        raise AssertionError(f"nobody is left to mirror {run}")
+        raise AssertionError(f"no worker is left to mirror {pages}")
 
     def _least(self, ranks: Sequence[int], held: Set[int]) -> int:
-        """The one that mirrors least among those farthest from the replicas."""
+        """The worker that mirrors least among those farthest from the replicas."""
         return min(ranks, key=lambda rank: (-self.distance(rank, held), self.mirrored[rank], rank))
 
     def _pick_inside(self, stage: int, primary: int, held: Set[int]) -> int:
-        """A full copyset serves while its loads are near the stage's share; else the least load, far away first.
+        """A worker of a full copyset while its load is near the stage's share; else the least load, far away first.
 
-        Rather than on the host of a replica, a mirror is where there are up to twice as many as elsewhere.
+        A worker on another host is preferred while it mirrors at most twice as much as one on a replica's host.
         """
         farthest, share, peers = self.farthest(stage), self._shares[stage], self.peers[primary]
         if len(peers) >= self.width(stage):

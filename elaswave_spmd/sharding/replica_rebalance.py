@@ -1,90 +1,81 @@
-"""The replica map to go to after any change of members: even primaries again, all mirrors again, least movement.
+"""The replica map to go to after any change of members: even primaries, all mirrors again, least movement.
 
 A copy of a page that must be made anyway, because a mirror is missing, may as well become the primary: pages with too
-few replicas change hands for nothing, and so do pages between their replicas. Only what cannot be made even that way is
-moved. How much that is, is a maximum flow from the workers with too many pages to those with too few.
+few replicas change hands without further bytes, and so do pages between their replicas. Only what cannot be made even
+that way is moved. How much that is, is a maximum flow from the workers with too many pages to those with too few.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 
-from elaswave_spmd.mesh import Topology
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replica_placement import MirrorChoice, Stages
+from elaswave_spmd.sharding.replica_placement import MirrorChoice
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.state_sharding import StateSharding
 
 Alive = frozenset[int]
-"""The replicas of a run that are members, of whatever stage."""
+"""The replicas of a page range that are members, of whatever stage."""
 
 Step = tuple[int, Alive | None, int]
 """Pages with these replicas go from one worker to another; None: a slot changes hands."""
 
 _NOBODY, _ANYBODY = -1, -2
-"""Have the pages whose primary is not in their stage: _ANYBODY those for which it does not matter who gets them."""
+"""Stand-ins for a worker: they have the pages whose primary is not in their stage. _ANYBODY has those of which any
+worker of the stage may become the primary at no cost."""
 
 _SLOT = -3
 """Stands between two workers of which one gives the other its right to one page more than the least."""
 
 
-def refill(
-    replicas: ReplicaMap,
-    layout: ModelLayout,
-    stages: Stages,
-    layer_cuts: Sequence[int],
-    *,
-    replicated: bool,
-    topology: Topology,
-    mirror_count: int,
-    scatter: int,
-) -> ReplicaMap:
-    """The target for these stages and cuts, from the map there is; without learners.
+def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: StateSharding) -> ReplicaMap:
+    """The target for a mesh and specs, from the present map; without learners.
 
-    Primaries are members of the layer's stage and have equally many state pages, within one; atoms are split for that,
-    never merged. Each page has `mirror_count` mirrors, or as many as there are other workers, the surviving ones first;
-    replicated state has all members of the stage as replicas. The fewest copies of pages are made that allow this. A
-    map that fulfils it already stays as it is.
+    Primaries are members of the layer's stage and have equally many state pages, within one; page ranges are split for
+    that, never merged. Each page has `mirror_count` mirrors, or as many as there are other workers, the surviving ones
+    first; replicated state has all members of the stage as replicas. The fewest copies of pages are made that allow
+    this. A map that fulfils it already stays as it is.
 
     Args:
-        replicas: the map there is, of all layers. It may name workers that are leaving, and learners, which are
-            preferred where somebody new is needed.
-        replicated, topology, mirror_count, scatter: as for `place_replicas`.
+        current: the present map, of all layers. It may name workers that are leaving, and learners, which are
+            preferred where a new replica is needed.
     """
-    layers_of = [range(first, stop) for first, stop in pairwise(layer_cuts)]
-    pages = [sum(layout.layers[layer].num_state_pages for layer in layers) for layers in layers_of]
-    choice = MirrorChoice(stages, topology, mirror_count, scatter, pages)
-    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(layer_cuts[-1])}
+    stages = range(len(sharding.stages))
+    layers_of = [sharding.layers_of_stage(stage) for stage in stages]
+    pages_of = [sum(layout.layers[layer].num_state_pages for layer in layers) for layers in layers_of]
+    choice = MirrorChoice(sharding, pages_of)
+    found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(sharding.layer_cuts[-1])}
     changed: list[tuple[ReplicaSet, Alive, int]] = []
-    for stage, layers in enumerate(layers_of):
-        balance = _Balance(stage, stages[stage], choice, layout, replicated)
-        balance.fill([run for layer in layers for run in replicas[layer]])
+    for stage, layers in zip(stages, layers_of, strict=True):
+        balance = _Balance(stage, choice, layout, sharding)
+        balance.fill([pages for layer in layers for pages in current[layer]])
         balance.even_out()
         settled: list[ReplicaSet] = []
-        for run, alive, primary in balance.dealt():
-            if run.primary == primary and not run.learners and balance.is_complete(run, alive):
-                settled.append(run)
+        for pages, alive, primary in balance.assigned():
+            if pages.primary == primary and not pages.learners and balance.is_complete(pages, alive):
+                settled.append(pages)
             else:
-                changed.append((run, alive, primary))
-        if not replicated or len(stages[stage]) <= choice.count:
+                changed.append((pages, alive, primary))
+        if not sharding.is_replicated or len(sharding.stages[stage]) <= choice.count:
             choice.count_mirrors(settled)
-        for run in settled:
-            found[run.layer].append(run)
-    for run in _with_mirrors(changed, choice, stages, replicated):
-        found[run.layer].append(run)
-    return {layer: tuple(sorted(runs, key=lambda run: run.first)) for layer, runs in found.items()}
+        for pages in settled:
+            found[pages.layer].append(pages)
+    for pages in _with_mirrors(changed, choice, sharding):
+        found[pages.layer].append(pages)
+    return {layer: tuple(sorted(of_layer, key=lambda it: it.first)) for layer, of_layer in found.items()}
 
 
 def _with_mirrors(
-    changed: Iterable[tuple[ReplicaSet, Alive, int]], choice: MirrorChoice, stages: Stages, replicated: bool
+    changed: Iterable[tuple[ReplicaSet, Alive, int]], choice: MirrorChoice, sharding: StateSharding
 ) -> list[ReplicaSet]:
-    """The runs at their new primaries: which mirrors stay is settled for all before new ones are chosen."""
-    everybody = [choice.shared(frozenset(members)) for members in stages]
+    """The page ranges at their new primaries: which mirrors stay is settled for all before new ones are chosen."""
+    everybody = [choice.shared(frozenset(members)) for members in sharding.stages]
     outside: dict[tuple[int, Alive], Alive] = {}  # of replicated state: the replicas that are not of the stage
     begun = []
-    for run, alive, primary in sorted(changed, key=lambda one: one[0].key):
-        if replicated:
+    for pages, alive, primary in sorted(changed, key=lambda one: one[0].key):
+        if sharding.is_replicated:
             stage = choice.stage_of[primary]
             held = everybody[stage]
             if (stage, alive) not in outside:
@@ -97,18 +88,18 @@ def _with_mirrors(
         if len(kept) > wanted:
             kept = frozenset(choice.ranked(kept, primary)[:wanted])
         if kept:
-            choice.add(primary, kept, run.num_pages)
+            choice.add(primary, kept, pages.num_pages)
             held = choice.shared(held | kept)
-        begun.append(ReplicaSet(*run.key, primary, held, run.learners - held))
-    return [choice.completed(run) for run in begun]
+        begun.append(ReplicaSet(*pages.key, primary, held, pages.learners - held))
+    return [choice.completed(pages) for pages in begun]
 
 
-def _split(run: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | None]:
-    """The first pages of a run, and the rest if there is any."""
-    if num_pages >= run.num_pages:
-        return run, None
-    cut, same = run.first + num_pages, (run.primary, run.replicas, run.learners)
-    return ReplicaSet(run.layer, run.first, cut, *same), ReplicaSet(run.layer, cut, run.stop, *same)
+def _split(pages: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | None]:
+    """The first pages of a pages, and the rest if there is any."""
+    if num_pages >= pages.num_pages:
+        return pages, None
+    cut, same = pages.first + num_pages, (pages.primary, pages.replicas, pages.learners)
+    return ReplicaSet(pages.layer, pages.first, cut, *same), ReplicaSet(pages.layer, cut, pages.stop, *same)
 
 
 class _Balance:
@@ -117,11 +108,13 @@ class _Balance:
     Runs keep their old primary in here; `_at` says who has them now.
     """
 
-    def __init__(
-        self, stage: int, members: Sequence[int], choice: MirrorChoice, layout: ModelLayout, replicated: bool
-    ) -> None:
-        self._members, self._everybody, self._choice = members, frozenset(members), choice
-        self._layout, self._replicated = layout, replicated
+    def __init__(self, stage: int, choice: MirrorChoice, layout: ModelLayout, sharding: StateSharding) -> None:
+        members = sharding.stages[stage]
+        self._members = members
+        self._everybody = frozenset(members)
+        self._choice = choice
+        self._layout = layout
+        self._replicated = sharding.is_replicated
         self._farthest = choice.farthest(stage)
         self._at: dict[int, dict[Alive, list[ReplicaSet]]] = {rank: {} for rank in (_ANYBODY, _NOBODY, *members)}
         self._size: dict[int, Counter[Alive]] = {rank: Counter() for rank in self._at}  # pages of the lists in _at
@@ -129,25 +122,26 @@ class _Balance:
         self._loss: list[tuple[ReplicaSet, Alive, int]] = []  # the loss page has no part in the balance
         self._of_layer: dict[int, Counter[int]] = {}  # a worker's pages by layer, where that is needed
         self._even: dict[int, int] = {}  # layer -> a worker's share of its pages
-        self._floor, self._free_slots = 0, 0
+        self._floor = 0
+        self._free_slots = 0
         self._slots: set[int] = set()
         self._stuck: set[int] = set()
         self._complete: dict[Alive, bool] = {}
         self._least_distance = 0
         self._far: dict[Alive, list[int]] = {}
 
-    def fill(self, runs: Sequence[ReplicaSet]) -> None:
-        """Puts the runs to their primaries."""
+    def fill(self, ranges: Sequence[ReplicaSet]) -> None:
+        """Puts the ranges to their primaries."""
         workers = frozenset(self._choice.stage_of)
         losses = {(ly.index, ly.loss_block.first_page) for ly in self._layout.layers if ly.loss_block}
         groups: defaultdict[tuple[int, frozenset[int]], list[ReplicaSet]] = defaultdict(list)
         of_layer: Counter[int] = Counter()
-        for run in runs:
-            if (run.layer, run.first) in losses:
-                self._loss.append((run, run.replicas & workers, self._primary_of_loss(run)))
+        for pages in ranges:
+            if (pages.layer, pages.first) in losses:
+                self._loss.append((pages, pages.replicas & workers, self._primary_of_loss(pages)))
                 continue
-            groups[run.primary, run.replicas].append(run)
-            of_layer[run.layer] += run.stop - run.first
+            groups[pages.primary, pages.replicas].append(pages)
+            of_layer[pages.layer] += pages.stop - pages.first
         for (primary, held), same in groups.items():
             alive = self._choice.shared(held if held <= workers else held & workers)
             away = _ANYBODY if self._is_free(alive) else _NOBODY
@@ -159,26 +153,26 @@ class _Balance:
         self._slots = set(sorted(above, key=lambda rank: -self._load[rank])[: self._free_slots])
         self._free_slots -= len(self._slots)
 
-    def _primary_of_loss(self, run: ReplicaSet) -> int:
-        for ranks in ((run.primary,), run.replicas, run.learners):
+    def _primary_of_loss(self, pages: ReplicaSet) -> int:
+        for ranks in ((pages.primary,), pages.replicas, pages.learners):
             if here := self._everybody.intersection(ranks):
                 return min(here)
         return self._members[-1]
 
-    def dealt(self) -> Iterator[tuple[ReplicaSet, Alive, int]]:
-        """(run, replicas that are members, its primary from now on)."""
+    def assigned(self) -> Iterator[tuple[ReplicaSet, Alive, int]]:
+        """(pages, replicas that are members, its primary from now on)."""
         yield from self._loss
         for rank in self._members:
-            for alive, runs in self._at[rank].items():
-                yield from ((run, alive, rank) for run in runs)
+            for alive, ranges in self._at[rank].items():
+                yield from ((pages, alive, rank) for pages in ranges)
 
-    def is_complete(self, run: ReplicaSet, alive: Alive) -> bool:
-        """Whether a run of a primary in this stage has exactly the replicas that it should have."""
+    def is_complete(self, pages: ReplicaSet, alive: Alive) -> bool:
+        """Whether a pages of a primary in this stage has exactly the replicas that it should have."""
         if alive not in self._complete:
             count, everybody = self._choice.count, self._everybody
             wanted = max(count + 1, len(everybody)) if self._replicated else count + 1
             self._complete[alive] = len(alive) == wanted and (not self._replicated or everybody <= alive)
-        return len(alive) == len(run.replicas) and self._complete[alive]
+        return len(alive) == len(pages.replicas) and self._complete[alive]
 
     def even_out(self) -> None:
         """Hands pages over until everybody has the floor, or one more with a slot."""
@@ -287,9 +281,9 @@ class _Balance:
 
     # ---- which pages
 
-    def _put(self, rank: int, alive: Alive, runs: Sequence[ReplicaSet]) -> None:
-        self._at[rank].setdefault(alive, []).extend(runs)
-        num_pages = sum(run.stop - run.first for run in runs)
+    def _put(self, rank: int, alive: Alive, ranges: Sequence[ReplicaSet]) -> None:
+        self._at[rank].setdefault(alive, []).extend(ranges)
+        num_pages = sum(pages.stop - pages.first for pages in ranges)
         self._size[rank][alive] += num_pages
         if rank >= 0:
             self._load[rank] += num_pages
@@ -301,25 +295,25 @@ class _Balance:
         split where the rest of it is not to move, or where the taker would have far too much of the layer.
         """
         has, turns = self._pages_by_layer(taker), Counter[int]()
-        queue = [(run, alive) for alive in which for run in self._at[source][alive]]
+        queue = [(pages, alive) for alive in which for pages in self._at[source][alive]]
         order = []
-        for place, (run, _) in enumerate(queue):
-            turns[run.layer] += 1
-            share = has[run.layer] / self._even[run.layer]
-            order.append((taker not in run.learners, turns[run.layer], share, place))
+        for place, (pages, _) in enumerate(queue):
+            turns[pages.layer] += 1
+            share = has[pages.layer] / self._even[pages.layer]
+            order.append((taker not in pages.learners, turns[pages.layer], share, place))
         queue = [queue[place] for _, _, _, place in sorted(order)]
         for evenly in (True, False):
             rest = []
-            for place, (run, alive) in enumerate(queue):
+            for place, (pages, alive) in enumerate(queue):
                 if not amount:
                     rest += queue[place:]
                     break
-                num_pages, even = min(amount, run.num_pages), self._even[run.layer]
-                if evenly and 4 * (has[run.layer] + num_pages) > 5 * even:
-                    num_pages = min(num_pages, max(0, even - has[run.layer]))
-                tail: ReplicaSet | None = run
+                num_pages, even = min(amount, pages.num_pages), self._even[pages.layer]
+                if evenly and 4 * (has[pages.layer] + num_pages) > 5 * even:
+                    num_pages = min(num_pages, max(0, even - has[pages.layer]))
+                tail: ReplicaSet | None = pages
                 if num_pages:
-                    head, tail = _split(run, num_pages)
+                    head, tail = _split(pages, num_pages)
                     self._book(source, alive, head, taker)
                     amount -= num_pages
                 if tail:
@@ -327,44 +321,44 @@ class _Balance:
             queue = rest
         for alive in which:
             self._at[source][alive] = []
-        for run, alive in queue:
-            self._at[source][alive].append(run)
+        for pages, alive in queue:
+            self._at[source][alive].append(pages)
 
     def _pages_by_layer(self, rank: int) -> Counter[int]:
         """Kept up to date from the first question on."""
         if rank not in self._of_layer:
             self._of_layer[rank] = Counter()
-            for runs in self._at[rank].values():
-                for run in runs:
-                    self._of_layer[rank][run.layer] += run.num_pages
+            for ranges in self._at[rank].values():
+                for pages in ranges:
+                    self._of_layer[rank][pages.layer] += pages.num_pages
         return self._of_layer[rank]
 
     def _hand_to_learners(self) -> None:
         """Whoever is learning pages of somebody with too many gets them first: a plan that is under way goes on."""
         for source in self._at:
-            for alive, runs in list(self._at[source].items()):
-                if any(run.learners for run in runs):
-                    left = (self._without_learned(source, alive, run) for run in runs)
-                    self._at[source][alive] = [run for run in left if run]
+            for alive, ranges in list(self._at[source].items()):
+                if any(pages.learners for pages in ranges):
+                    left = (self._without_learned(source, alive, pages) for pages in ranges)
+                    self._at[source][alive] = [pages for pages in left if pages]
 
-    def _without_learned(self, source: int, alive: Alive, run: ReplicaSet) -> ReplicaSet | None:
-        """Gives the first pages of a run to a learner, as the excess and its room allow; returns the others."""
-        for rank in sorted(run.learners & self._everybody):
+    def _without_learned(self, source: int, alive: Alive, pages: ReplicaSet) -> ReplicaSet | None:
+        """Gives the first pages of a pages to a learner, as the excess and its room allow; returns the others."""
+        for rank in sorted(pages.learners & self._everybody):
             if num_pages := min(self._excess(source), self._room(rank)):
-                head, tail = _split(run, num_pages)
+                head, tail = _split(pages, num_pages)
                 self._book(source, alive, head, rank)
                 return tail
-        return run
+        return pages
 
-    def _book(self, source: int, alive: Alive, run: ReplicaSet, taker: int) -> None:
-        """Books a run at its taker; the source's list is not touched."""
-        self._put(taker, alive, (run,))
-        self._size[source][alive] -= run.num_pages
+    def _book(self, source: int, alive: Alive, pages: ReplicaSet, taker: int) -> None:
+        """Books a pages at its taker; the source's list is not touched."""
+        self._put(taker, alive, (pages,))
+        self._size[source][alive] -= pages.num_pages
         if source >= 0:
-            self._load[source] -= run.num_pages
-        for rank, num_pages in ((taker, run.num_pages), (source, -run.num_pages)):
+            self._load[source] -= pages.num_pages
+        for rank, num_pages in ((taker, pages.num_pages), (source, -pages.num_pages)):
             if rank in self._of_layer:
-                self._of_layer[rank][run.layer] += num_pages
+                self._of_layer[rank][pages.layer] += num_pages
         if self._free_slots and self._load[taker] > self._floor and taker not in self._slots:
             self._slots.add(taker)
             self._free_slots -= 1
@@ -376,18 +370,20 @@ class _Balance:
                 self._slots.add(rank)
                 self._free_slots -= 1
         homeless = [*self._at[_ANYBODY].items(), *self._at[_NOBODY].items()]
-        strays = sorted(((run, alive) for alive, runs in homeless for run in runs), key=lambda stray: stray[0].key)
+        strays = sorted(
+            ((pages, alive) for alive, ranges in homeless for pages in ranges), key=lambda stray: stray[0].key
+        )
         for _, of_layer in groupby(strays, key=lambda stray: stray[0].layer):
             queue = deque(of_layer)
-            left = sum(run.num_pages for run, _ in queue)
+            left = sum(pages.num_pages for pages, _ in queue)
             rooms = sum(map(self._room, self._members))
             for rank in self._members:
                 room = self._room(rank)
                 share = -(-left * room // rooms) if room else 0
                 left, rooms = left - share, rooms - room
                 while share:
-                    run, alive = queue.popleft()
-                    head, tail = _split(run, share)
+                    pages, alive = queue.popleft()
+                    head, tail = _split(pages, share)
                     share -= head.num_pages
                     self._put(rank, alive, (head,))
                     if tail:

@@ -1,9 +1,11 @@
-"""Who holds which pages of state, as explicit data, and what happens to it: loss, catching up, adoption.
+"""The workers that hold each page of state, as explicit data, and what happens to it: a loss, caught-up learners.
 
-The runs of a layer are its *atoms*: while a run of training lasts they are split but never merged, so that ids in
-flight stay meaningful. After a loss the map is derived from the one before (`promote`), never dealt anew. Every other
-change goes from the map there is to a target (`scheduling.refill`) in two steps: `with_learners` adds who must catch
-up, `adopt` makes the target valid when all have.
+A `ReplicaMap` lists the page ranges of each layer with their replicas. Page ranges are only ever split, never merged,
+while a run lasts, so that a name of a range in a message under way stays meaningful: it is a union of newer ranges.
+
+After a loss the map is derived from the one before (`promote`), never made anew. Every other change goes from the
+present map to a target in two steps: `with_learners` adds the workers that are to become replicas, `adopt` makes the
+target valid when all of them have the state. `sharding.reshard` puts these steps together.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
 
-from elaswave_spmd.sharding.layout import ModelLayout, deal_pages
-
 PageRange = tuple[int, int, int]
 """(layer, first page, stop page)."""
 
@@ -24,11 +24,13 @@ _NONE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Pages [first, stop) of one layer's state with the same replicas.
+    """Pages [first, stop) of one layer's state, and the workers that hold them.
 
     Args:
-        replicas: who has the state, the primary included. Runs share the set: a replicated stage costs no square.
-        learners: who gets the entries like a mirror but has no state yet.
+        primary: the replica that reduces the pages' gradients, publishes their parameters and sends their state.
+        replicas: the workers that have the state, the primary included. Page ranges share the set object, so that a
+            stage with replicated state does not need memory for the square of its workers.
+        learners: workers that are sent every reduced gradient, like a mirror, but do not have the state yet.
 
     A replica or learner may belong to any stage.
     """
@@ -46,23 +48,26 @@ class ReplicaSet:
 
     @property
     def key(self) -> PageRange:
+        """The page range."""
         return self.layer, self.first, self.stop
 
     @property
     def num_pages(self) -> int:
+        """Number of pages."""
         return self.stop - self.first
 
     @property
     def mirrors(self) -> tuple[int, ...]:
+        """The replicas other than the primary, ascending."""
         return tuple(sorted(self.replicas - {self.primary}))
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """Who gets the entries of these pages from the primary: mirrors and learners."""
+        """The workers to which the primary sends the reduced gradients of these pages: mirrors and learners."""
         return tuple(sorted((self.replicas | self.learners) - {self.primary}))
 
     def reaches(self, rank: int) -> bool:
-        """Whether a worker holds or learns these pages: whether it has their entries."""
+        """True if a worker is a replica or a learner of these pages: if it has their reduced gradients."""
         return rank in self.replicas or rank in self.learners
 
     def __str__(self) -> str:
@@ -72,159 +77,185 @@ class ReplicaSet:
 
 
 ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
-"""Layer -> its runs in page order."""
-
-
-def deal_primaries(
-    layout: ModelLayout, layers: Sequence[int], members: Sequence[int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """(layer, first, stop, primary) of a stage's layers, in page order, when nothing has happened yet.
-
-    A run lies in one block. The loss page goes to the last member.
-    """
-    pages = [layout.layers[layer].num_state_pages for layer in layers]
-    for layer, cuts in zip(layers, deal_pages(pages, len(members)), strict=True):
-        for block in layout.layers[layer].state_blocks:
-            for position, primary in enumerate(members):
-                first = max(cuts[position], block.first_page)
-                stop = min(cuts[position + 1], block.first_page + block.num_pages)
-                if first < stop:
-                    yield layer, first, stop, primary
-        loss = layout.layers[layer].loss_block
-        if loss is not None:
-            yield layer, loss.first_page, loss.first_page + 1, members[-1]
+"""Layer -> its page ranges with their replicas, in page order."""
 
 
 def all_runs(replicas: ReplicaMap) -> Iterator[ReplicaSet]:
-    """All runs, by layer and page."""
-    return (run for _, runs in sorted(replicas.items()) for run in runs)
-
-
-def primary_pages(replicas: ReplicaMap) -> dict[int, int]:
-    """Rank -> pages that it is primary of; ranks without any are left out."""
-    found: Counter[int] = Counter()
-    for run in all_runs(replicas):
-        found[run.primary] += run.num_pages
-    return dict(found)
-
-
-def pages_held(replicas: ReplicaMap, rank: int) -> int:
-    """Pages whose state a worker has, as primary or mirror."""
-    return sum(run.num_pages for run in all_runs(replicas) if rank in run.replicas)
+    """All replica sets, by layer and page."""
+    return (of_range for _, of_layer in sorted(replicas.items()) for of_range in of_layer)
 
 
 def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
-    """The map without the lost: where a primary is lost, one of the surviving replicas takes its place.
+    """The map without the lost workers: where a primary is lost, one of the remaining replicas takes its place.
 
-    Learners are not promoted: they have no state. Runs keep their keys. The new primaries are chosen so that the pages
-    of the primaries, over all layers, are as even as whole runs allow; where few can choose, they choose first.
+    Learners are not promoted: they have no state. Page ranges stay as they are. The new primaries are chosen so that
+    the pages of the primaries, over all layers, are as even as whole page ranges allow; page ranges with few
+    candidates choose first.
 
-    Returns: the map, without the runs that no replica is left of; and those runs as they were.
+    Returns:
+        The map without the page ranges of which no replica is left; and those page ranges as they were.
     """
     gone = frozenset(lost)
-    left: dict[frozenset[int], frozenset[int]] = {}  # runs share sets: each is worked out once
+    left: dict[frozenset[int], frozenset[int]] = {}  # page ranges share sets: each is worked out once
     kept: dict[int, list[ReplicaSet | None]] = {}
-    orphans: list[tuple[int, int, ReplicaSet]] = []  # (layer, place in it, run)
+    orphans: list[tuple[int, int, ReplicaSet]] = []  # (layer, index in the layer, page range) whose primary is lost
     dead: list[ReplicaSet] = []
-    for layer, runs in sorted(replicas.items()):
+    for layer, of_layer in sorted(replicas.items()):
         found: list[ReplicaSet | None] = kept.setdefault(layer, [])
-        for run in runs:
-            if run.replicas not in left:
-                left[run.replicas] = run.replicas if run.replicas.isdisjoint(gone) else run.replicas - gone
-            holding, learning = left[run.replicas], run.learners - gone if run.learners else _NONE
+        for pages in of_layer:
+            if pages.replicas not in left:
+                left[pages.replicas] = pages.replicas if pages.replicas.isdisjoint(gone) else pages.replicas - gone
+            holding, learning = left[pages.replicas], pages.learners - gone if pages.learners else _NONE
             if not holding:
-                dead.append(run)
-            elif run.primary in gone:
-                orphans.append((layer, len(found), run))
+                dead.append(pages)
+            elif pages.primary in gone:
+                orphans.append((layer, len(found), pages))
                 found.append(None)
-            elif holding is run.replicas and learning == run.learners:
-                found.append(run)
+            elif holding is pages.replicas and learning == pages.learners:
+                found.append(pages)
             else:
-                found.append(ReplicaSet(*run.key, run.primary, holding, learning))
+                found.append(ReplicaSet(*pages.key, pages.primary, holding, learning))
     load = Counter({rank: 0 for some in left.values() for rank in some})
-    for runs in kept.values():
-        for run in runs:
-            if run is not None:
-                load[run.primary] += run.num_pages
-    chosen = _choose_primaries([(run, left[run.replicas]) for _, _, run in orphans], load)
-    for (layer, place, run), primary in zip(orphans, chosen, strict=True):
-        kept[layer][place] = ReplicaSet(*run.key, primary, left[run.replicas], run.learners - gone)
-    return {layer: tuple(run for run in runs if run) for layer, runs in kept.items()}, tuple(dead)
+    for found in kept.values():
+        for pages in found:
+            if pages is not None:
+                load[pages.primary] += pages.num_pages
+    chosen = _choose_primaries([(pages, left[pages.replicas]) for _, _, pages in orphans], load)
+    for (layer, place, pages), primary in zip(orphans, chosen, strict=True):
+        kept[layer][place] = ReplicaSet(*pages.key, primary, left[pages.replicas], pages.learners - gone)
+    return {layer: tuple(pages for pages in found if pages) for layer, found in kept.items()}, tuple(dead)
 
 
-def _choose_primaries(runs: Sequence[tuple[ReplicaSet, frozenset[int]]], load: Counter[int]) -> list[int]:
-    """A replica for each run, by load: greedily, then changed one at a time while that makes the loads more even."""
-    order = sorted(range(len(runs)), key=lambda i: (len(runs[i][1]), -runs[i][0].num_pages, runs[i][0].key))
-    chosen = [-1] * len(runs)
+def _choose_primaries(orphans: Sequence[tuple[ReplicaSet, frozenset[int]]], load: Counter[int]) -> list[int]:
+    """A replica for each page range: greedily by load, then changed one at a time while loads become more even."""
+    order = sorted(range(len(orphans)), key=lambda i: (len(orphans[i][1]), -orphans[i][0].num_pages, orphans[i][0].key))
+    chosen = [-1] * len(orphans)
     changed = True
     while changed:
         changed = False
         for i in order:
-            run, candidates = runs[i]
+            pages, candidates = orphans[i]
             best, now = min(candidates, key=lambda rank: (load[rank], rank)), chosen[i]
-            if now < 0 or load[best] + run.num_pages < load[now]:
+            if now < 0 or load[best] + pages.num_pages < load[now]:
                 if now >= 0:
-                    load[now] -= run.num_pages
-                load[best] += run.num_pages
+                    load[now] -= pages.num_pages
+                load[best] += pages.num_pages
                 chosen[i], changed = best, True
     return chosen
 
 
+def cut_at(replicas: ReplicaMap, cuts: ReplicaMap) -> ReplicaMap:
+    """The same replicas, with every page range cut where a page range of `cuts` ends. Both cover the same pages."""
+    return {layer: tuple(_cut_layer(of_layer, cuts[layer])) for layer, of_layer in replicas.items()}
+
+
+def _cut_layer(of_layer: Sequence[ReplicaSet], cuts: Sequence[ReplicaSet]) -> Iterator[ReplicaSet]:
+    place = 0
+    for pages in of_layer:
+        first = pages.first
+        while first < pages.stop:
+            while cuts[place].stop <= first:
+                place += 1
+            stop = min(pages.stop, cuts[place].stop)
+            if (first, stop) == (pages.first, pages.stop):
+                yield pages
+            else:
+                yield ReplicaSet(pages.layer, first, stop, pages.primary, pages.replicas, pages.learners)
+            first = stop
+
+
 def with_learners(current: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
-    """The current replicas on the target's atoms; who is to be a replica and is none yet becomes a learner."""
+    """The current replicas on the target's page ranges, with the target's other replicas as learners."""
     assert current.keys() == target.keys(), (sorted(current), sorted(target))
-    return {layer: tuple(_refined(current[layer], runs)) for layer, runs in sorted(target.items())}
+    return {layer: tuple(_refined(current[layer], of_layer)) for layer, of_layer in sorted(target.items())}
 
 
 def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Iterator[ReplicaSet]:
     place = 0
-    for run in target:
-        while current[place].stop <= run.first:
+    for goal in target:
+        while current[place].stop <= goal.first:
             place += 1
         now = current[place]
-        assert now.first <= run.first and run.stop <= now.stop, f"atoms are never merged: {now} -> {run}"
-        learners = _NONE if run.replicas is now.replicas else run.replicas - now.replicas
-        if run.key == now.key and learners == now.learners:
+        assert now.first <= goal.first and goal.stop <= now.stop, f"page ranges are never merged: {now} -> {goal}"
+        learners = _NONE if goal.replicas is now.replicas else goal.replicas - now.replicas
+        if goal.key == now.key and learners == now.learners:
             yield now
         else:
-            yield ReplicaSet(*run.key, now.primary, now.replicas, learners)
-
-
-def transfers(replicas: ReplicaMap) -> tuple[tuple[ReplicaSet, int, int], ...]:
-    """(run, source, destination) for each learner, by layer, page and destination: the primary serves."""
-    return tuple((run, run.primary, rank) for run in all_runs(replicas) for rank in sorted(run.learners))
-
-
-def moved_bytes(moves: Iterable[tuple[ReplicaSet, int, int]], page_bytes: int) -> int:
-    """Bytes of `transfers`, at `page_bytes` bytes of state per page."""
-    return sum(run.num_pages for run, _, _ in moves) * page_bytes
-
-
-def missing_bytes(current: ReplicaMap, target: ReplicaMap, page_bytes: int) -> int:
-    """Lower bound for the bytes of any way from one map to the other: each copy that is not there yet, once."""
-    return moved_bytes(transfers(with_learners(current, target)), page_bytes)
+            yield ReplicaSet(*goal.key, now.primary, now.replicas, learners)
 
 
 def adopt(learning: ReplicaMap, target: ReplicaMap) -> ReplicaMap:
-    """The target, once all learners of `learning` have caught up: nobody in it may be without the state."""
+    """The target, once all learners of `learning` have the state: no replica in it may be without it."""
     assert learning.keys() == target.keys(), (sorted(learning), sorted(target))
-    for layer, runs in target.items():
-        for now, run in zip(learning[layer], runs, strict=True):
-            assert now.key == run.key, f"the atoms agree: {now}, {run}"
-            assert run.replicas <= now.replicas or run.replicas <= now.replicas | now.learners, f"{now}, {run}"
+    for layer, of_layer in target.items():
+        for now, goal in zip(learning[layer], of_layer, strict=True):
+            assert now.key == goal.key, f"the page ranges agree: {now}, {goal}"
+            assert goal.replicas <= now.replicas or goal.replicas <= now.replicas | now.learners, f"{now}, {goal}"
     return target
 
 
+def graduate(replicas: ReplicaMap, caught_up: Collection[int]) -> ReplicaMap:
+    """The map in which these workers are replicas of the pages that they were learners of. Primaries stay."""
+    ready = frozenset(caught_up)
+
+    def after(pages: ReplicaSet) -> ReplicaSet:
+        if pages.learners.isdisjoint(ready):
+            return pages
+        now = pages.learners & ready
+        return ReplicaSet(*pages.key, pages.primary, pages.replicas | now, pages.learners - now)
+
+    return {layer: tuple(map(after, of_layer)) for layer, of_layer in replicas.items()}
+
+
+def disown(
+    replicas: ReplicaMap, rank: int, damaged: Collection[PageRange]
+) -> tuple[ReplicaMap, tuple[ReplicaSet, ...]]:
+    """The map in which a worker is no replica of the damaged pages any more; where it was the primary, a mirror is.
+
+    Returns:
+        The map; and the page ranges of which nobody else is a replica, which stay in the map as they were.
+    """
+    alone: list[ReplicaSet] = []
+
+    def after(pages: ReplicaSet) -> ReplicaSet:
+        hit = any(pages.layer == layer and a <= pages.first and pages.stop <= b for layer, a, b in damaged)
+        if rank not in pages.replicas or not hit:
+            return pages
+        left = pages.replicas - {rank}
+        if not left:
+            alone.append(pages)
+            return pages
+        primary = min(left) if pages.primary == rank else pages.primary
+        return ReplicaSet(*pages.key, primary, left, pages.learners)
+
+    return {layer: tuple(map(after, of_layer)) for layer, of_layer in replicas.items()}, tuple(alone)
+
+
+def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[int]) -> tuple[int, ...]:
+    """The workers in `leaving` that can be removed now, without `gone`, so that no page loses its last replica.
+
+    Taken in the order of `leaving`: each one that is removed counts as gone for those after it.
+    """
+    left = {pages.replicas.difference(gone) for pages in all_runs(replicas)} - {frozenset()}
+    found = []
+    for rank in leaving:
+        without = {held - {rank} for held in left}
+        if frozenset() not in without:
+            found.append(rank)
+            left = without
+    return tuple(found)
+
+
 def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) -> tuple[int, int]:
-    """How many sets of `losses` workers lose some page if they are lost at once, and how many such sets there are.
+    """The number of sets of `losses` workers whose loss at once loses some page, and the number of all such sets.
 
     Counted on the distinct sets of replicas: exact, and cheap while at most a few of these are smaller than `losses`.
     """
     among = frozenset(members)
-    distinct = {run.replicas for runs in replicas.values() for run in runs}
+    distinct = {pages.replicas for pages in all_runs(replicas)}
     small = {held for held in distinct if len(held) <= losses and held <= among}
     alone = {rank for held in small if len(held) == 1 for rank in held}
-    rest = sorted(among - alone)  # whoever holds a page alone makes every set with it a bad one
+    rest = sorted(among - alone)  # every set with a worker that holds a page alone loses that page
     total, good_or_bad = comb(len(among), losses), comb(len(rest), losses)
     bad = set()
     for held in small:
@@ -234,14 +265,8 @@ def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) 
     return total - good_or_bad + len(bad), total
 
 
-def unsurvived_pairs(replicas: ReplicaMap, members: Collection[int]) -> float:
-    """The fraction of pairs of workers whose loss at the same instant loses some page; 0 where there is no pair."""
-    bad, total = unsurvived(replicas, members)
-    return bad / total if total else 0.0
-
-
 def unsurvived_text(replicas: ReplicaMap, members: Collection[int], losses: int = 2) -> str:
-    """One line: "2 of 6 pairs of simultaneous losses lose some page"."""
+    """`unsurvived` as one line: "2 of 6 pairs of simultaneous losses lose some page"."""
     bad, total = unsurvived(replicas, members, losses)
     words = {1: "single", 2: "pairs of simultaneous"}.get(losses, f"sets of {losses} simultaneous")
     return f"{bad:,} of {total:,} {words} losses lose some page"
@@ -252,19 +277,19 @@ ReplicaRow = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def to_rows(replicas: ReplicaMap) -> tuple[ReplicaRow, ...]:
-    """A map of whole layers as plain data, for messages."""
+    """A map as plain data, for messages. Page ranges that share their replicas share the row's tuple of mirrors."""
     mirrors: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
     rows = []
-    for run in all_runs(replicas):
-        shared = run.primary, run.replicas
+    for pages in all_runs(replicas):
+        shared = pages.primary, pages.replicas
         if shared not in mirrors:
-            mirrors[shared] = run.mirrors
-        rows.append((*run.key, run.primary, mirrors[shared], tuple(sorted(run.learners))))
+            mirrors[shared] = pages.mirrors
+        rows.append((*pages.key, pages.primary, mirrors[shared], tuple(sorted(pages.learners))))
     return tuple(rows)
 
 
 def from_rows(rows: Sequence[ReplicaRow]) -> ReplicaMap:
-    """The inverse of `to_rows`. Layers without state get no runs; the last has some, the loss page."""
+    """The inverse of `to_rows`. Layers without state have no page range; the last layer has one, the loss page."""
     sets: dict[tuple[int, ...], frozenset[int]] = {}
     equal: dict[frozenset[int], frozenset[int]] = {}
     found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(rows[-1][0] + 1)} if rows else {}
@@ -276,4 +301,4 @@ def from_rows(rows: Sequence[ReplicaRow]) -> ReplicaMap:
         if learners not in sets:
             sets[learners] = frozenset(learners)
         found[layer].append(ReplicaSet(layer, first, stop, primary, sets[shared], sets[learners]))
-    return {layer: tuple(runs) for layer, runs in found.items()}
+    return {layer: tuple(of_layer) for layer, of_layer in found.items()}

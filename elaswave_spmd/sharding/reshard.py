@@ -1,359 +1,246 @@
-"""Reshard plans: what moves when an array goes from one (mesh, spec) to another.
+"""The reshard plan: what becomes of every page of optimizer state when the mesh, the specs or the replicas change.
 
-A destination keeps what it holds already and receives every other element of its tile exactly once, so the bytes are
-the least possible. It receives from the tiles of the source. Where the source has replicas, a worker that was part of
-it reads within its own old stage if that stage has the whole array; everyone else takes replicas in turn, which
-spreads the load over them.
+A plan is a value, computed by one pure function from (the replicas that there are, the workers that are lost) and (the
+new mesh and specs). Everything that moves state follows a plan: promotion after a loss, new mirrors, a newcomer's
+share, layers that move to another stage, the reading of a checkpoint on another mesh; and the bytes that `plan` prints
+and the simulator charges are a plan's bytes.
 
-A plan is a value, made of its inputs. Transfers between 10,000 workers can be 10^8, so they are never all in memory:
-each worker expands its own (`incoming`, `outgoing`), and `chunks` goes through all of them in bounded memory.
+For each page range a plan says:
+
+    promotion   the primary is lost; a mirror becomes the primary in place, without a byte being moved
+    copy        the range's primary sends its state to a worker that is to become a replica (the learner of Raft, Ongaro
+                and Ousterhout, 2014: it is sent reduced gradients from the start, and the state in the background)
+    hand-over   when all copies are there, another replica becomes the primary, without a byte being moved
+    drop        when all copies are there, a worker gives up its replica
+    lost        no replica is left: only a checkpoint helps
+
+So a plan takes two changes of the mesh epoch: `during` holds at once, and `after` when all copies are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import index
-from typing import NamedTuple
 
-import numpy as np
+from elaswave_spmd.mesh.mesh import format_ints
+from elaswave_spmd.sharding.layout import LOSS, ModelLayout
+from elaswave_spmd.sharding.replica_rebalance import rebalance_replicas
+from elaswave_spmd.sharding.replicas import (
+    PageRange,
+    ReplicaMap,
+    ReplicaSet,
+    adopt,
+    all_runs,
+    cut_at,
+    promote,
+    with_learners,
+)
+from elaswave_spmd.sharding.state_sharding import StateSharding
 
-from elaswave_spmd.errors import LayoutError, MeshError, SpecError
-from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.sharding.spec import P
-from elaswave_spmd.sharding.tiles import Coordinate, Sharding, TileMap, part_at, part_start
-from elaswave_spmd.sharding.transfers import Transfer, Transfers
-
-_CHUNK = 1 << 18
-_SHOWN = 8
-
-
-class _Rows(NamedTuple):
-    """Per destination worker, rows in the order of the destination mesh's members; W of them."""
-
-    home: np.ndarray  # int64[W, 2]: its (stage, position) in the source mesh, -1 where it has none
-    missing: np.ndarray  # int64[W]: elements of its tile that it does not hold
-    turn: np.ndarray  # int64[W]: its place among those that take replicas in turn
+_SHOWN = 24
 
 
-class _Pairs(NamedTuple):
-    """(destination row, source stage) and the range of source positions first..last there, each int64[n]."""
+@dataclass(frozen=True)
+class PageMove:
+    """Pages of which something passes from one worker to another: the state (a copy), or the part of the primary."""
 
-    row: np.ndarray
-    stage: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
+    pages: PageRange
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What moves when an array goes from sharding `src` to sharding `dst`. Made by `plan_reshard`.
+    """The way of the state from the replicas there were to those of a new mesh. Made by `plan_reshard`.
 
-    Every member of the source mesh serves. If some are gone, say so by `src.mesh.without(ranks)` where the spec names
-    no dp (the tiles stay the same); state split over dp survives through the mirrors of its pages instead.
+    Args:
+        layout: the pages.
+        before: the replicas that there were, lost workers included.
+        gone: the workers that are lost, or leave at once.
+        sharding: the mesh and specs that the plan leads to; None: the state stays where it is.
+        during: the replicas that hold from now on: primaries promoted, workers that are sent state as learners.
+        after: the replicas that hold when all copies are there.
+        lost: the page ranges without a replica, as they were; they are in neither map.
     """
 
-    shape: tuple[int, ...]
-    itemsize: int
-    src: Sharding
-    dst: Sharding
-    array: str = "array"
-
-    def __post_init__(self) -> None:
-        if index(self.itemsize) < 1:
-            raise SpecError("An element has at least 1 byte", got=f"itemsize {self.itemsize}", where=self.array)
-        object.__setattr__(self, "shape", self._src_tiles.shape)
-        _ = self._dst_tiles
+    layout: ModelLayout = field(repr=False, hash=False, compare=False)
+    before: ReplicaMap = field(repr=False, hash=False)
+    gone: frozenset[int]
+    sharding: StateSharding | None
+    during: ReplicaMap = field(repr=False, hash=False)
+    after: ReplicaMap = field(repr=False, hash=False)
+    lost: tuple[ReplicaSet, ...] = ()
 
     @cached_property
-    def bytes(self) -> int:
-        """Bytes that the transfers of this plan move between workers."""
-        return self._totals[1]
+    def promotions(self) -> tuple[PageMove, ...]:
+        """Page ranges of a lost primary (`source`) and the mirror that takes its place."""
+        was = {of_range.key: of_range for of_range in all_runs(cut_at(self.before, self.during))} if self.gone else {}
+        return tuple(
+            PageMove(now.key, was[now.key].primary, now.primary)
+            for now in all_runs(self.during)
+            if now.key in was and was[now.key].primary in self.gone
+        )
 
     @cached_property
-    def lower_bound(self) -> int:
-        """Bytes that any plan moves: of every destination tile, the elements that its worker does not hold."""
-        return sum(self._rows.missing.tolist()) * self.itemsize
-
-    @property
-    def num_transfers(self) -> int:
-        """Number of transfers."""
-        return self._totals[0]
-
-    def incoming(self, rank: int) -> Transfers:
-        """What a worker receives; nothing if it leaves. MeshError if it is in neither mesh."""
-        rows = [self._row(rank)] if self._is_in(rank, self.dst.mesh) else []
-        return self._expand(self._pairs(np.array(rows, np.int64)))
-
-    def outgoing(self, rank: int) -> Transfers:
-        """What a worker sends; nothing if it joins. MeshError if it is in neither mesh."""
-        if not self._is_in(rank, self.src.mesh):
-            return self._expand(self._pairs(np.zeros(0, np.int64)))
-        every_row = np.arange(self.dst.mesh.num_workers)
-        return self._expand(self._pairs(every_row, Coordinate(*self.src.mesh.coordinate(rank))))
-
-    def local_copy(self, rank: int) -> Transfer | None:
-        """The part of its new tile that a worker holds already: a box, or None if it is empty."""
-        if not (self._is_in(rank, self.src.mesh) and self._is_in(rank, self.dst.mesh)):
-            return None
-        old, new = (sharding.tile_of(rank, self.shape) for sharding in (self.src, self.dst))
-        starts = tuple(max(a.start, b.start) for a, b in zip(old, new, strict=True))
-        stops = tuple(min(a.stop, b.stop) for a, b in zip(old, new, strict=True))
-        size = self.itemsize
-        for start, stop in zip(starts, stops, strict=True):
-            size *= max(0, stop - start)
-        return Transfer(rank, rank, self.array, starts, stops, size) if size else None
-
-    def chunks(self) -> Iterator[Transfers]:
-        """All transfers, by destination, some 100,000 at a time."""
-        for pairs in self._pair_chunks():
-            for part in _batches(pairs.last - pairs.first + 1):
-                yield self._expand(_Pairs(*(column[part] for column in pairs)))
-
-    def __iter__(self) -> Iterator[Transfer]:
-        for chunk in self.chunks():
-            yield from chunk
-
-    def __str__(self) -> str:
-        lines = [
-            f"reshard {self.array} {self.shape} x {self.itemsize} B: {self.src} -> {self.dst}",
-            f"  {self.num_transfers:,} transfers, {self.bytes:,} B (lower bound {self.lower_bound:,} B)",
-        ]
-        lines += [f"  {transfer}" for transfer, _ in zip(self, range(_SHOWN), strict=False)]
-        if self.num_transfers > _SHOWN:
-            lines.append(f"  ... {self.num_transfers - _SHOWN:,} more")
-        return "\n".join(lines)
+    def copies(self) -> tuple[PageMove, ...]:
+        """State that the primary of a page range sends, one entry for each worker that gets it."""
+        return tuple(copies(all_runs(self.during)))
 
     @cached_property
-    def _src_tiles(self) -> TileMap:
-        return self.src.tiles(self.shape, self.array)
+    def hand_overs(self) -> tuple[PageMove, ...]:
+        """Page ranges that have another primary once all copies are there."""
+        pairs = zip(all_runs(self.during), all_runs(self.after), strict=True)
+        return tuple(PageMove(now.key, now.primary, it.primary) for now, it in pairs if now.primary != it.primary)
 
     @cached_property
-    def _dst_tiles(self) -> TileMap:
-        return self.dst.tiles(self.shape, self.array)
+    def drops(self) -> tuple[tuple[PageRange, int], ...]:
+        """(page range, rank) of replicas that are given up once all copies are there."""
+        pairs = zip(all_runs(self.during), all_runs(self.after), strict=True)
+        return tuple((now.key, rank) for now, it in pairs for rank in sorted(now.replicas - it.replicas))
+
+    def elements(self, pages: PageRange) -> int:
+        """Elements of one kind of state in a page range. The loss page is no state and has none."""
+        layer, first, stop = pages
+        of_layer = self.layout.layers[layer]
+        if of_layer.block_of(first).kind == LOSS:
+            return 0
+        start, end = of_layer.span(first, stop)
+        return end - start
 
     @cached_property
-    def _first_row(self) -> np.ndarray:
-        """int64[stages]: row of position 0 of each source stage."""
-        sizes = np.array(self.src.mesh.shape.stage_sizes, np.int64)
-        return np.cumsum(sizes) - sizes
-
-    def _row(self, rank: int) -> int:
-        stage, position = self.dst.mesh.coordinate(rank)
-        return sum(self.dst.mesh.shape.stage_sizes[:stage]) + position
-
-    def _is_in(self, rank: int, mesh: Mesh) -> bool:
-        if rank not in self.src.mesh and rank not in self.dst.mesh:
-            raise MeshError(
-                "A plan is for workers of its two meshes",
-                got=f"rank {rank}",
-                where=f"reshard {self.array}",
-                exists=f"{self.src.mesh}; {self.dst.mesh}",
-            )
-        return rank in mesh
+    def moved_elements(self) -> int:
+        """Elements of one kind of state that the copies move."""
+        return sum(self.elements(copy.pages) for copy in self.copies)
 
     @cached_property
-    def _rows(self) -> _Rows:
-        old = self.src.mesh
-        home = np.array([old.coordinate(rank) if rank in old else (-1, -1) for rank in self.dst.mesh.members], np.int64)
-        is_old = home[:, 0] >= 0
-        held_row = np.where(is_old, self._first_row[home[:, 0]] + home[:, 1], 0)
-        (starts, stops), (old_starts, old_stops) = self._dst_tiles.bounds, self._src_tiles.bounds
-        held = np.minimum(stops, old_stops[held_row]) - np.maximum(starts, old_starts[held_row])
-        missing = self._dst_tiles.sizes - np.maximum(held, 0).prod(axis=1) * is_old
-        in_turn = missing > 0
-        if "pp" not in self.src.spec.axes:
-            in_turn &= ~is_old
-        return _Rows(home, missing, np.cumsum(in_turn) - 1)
+    def least_elements(self) -> int:
+        """A lower bound for `moved_elements` of any plan to as many replicas of each page, with primaries as even.
 
-    def _replica(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(stage, position) that a row reads from if every stage has the whole array; position matters without dp only.
-
-        Members stay in their old stage. Newcomers take stages in turn, or single workers if each has the whole array.
+        The larger one of two: the replicas that each page lacks by number, whoever they are; and what the members lack
+        of their share as primaries.
         """
-        turn, home = self._rows.turn[rows], self._rows.home[rows]
-        if "dp" in self.src.spec.axes:
-            stage, position = turn % self.src.mesh.num_stages, np.zeros_like(turn)
-        else:
-            stage, position = self._src_tiles.coordinates[turn % self.src.mesh.num_workers].T
-        return np.where(home[:, 0] >= 0, home[:, 0], stage), position
+        if self.sharding is None:
+            return 0
+        lacking = 0
+        for now, then in zip(all_runs(self.during), all_runs(self.after), strict=True):
+            if len(then.replicas) > len(now.replicas):
+                lacking += self.elements(now.key) * (len(then.replicas) - len(now.replicas))
+        return max(lacking, self._missing_shares(self.sharding))
 
-    def _stage_range(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First and last source stage that each row reads from."""
-        dim = self.src.spec.dim_of("pp")
-        if dim is None:
-            stage, _ = self._replica(rows)
-            return stage, stage
-        starts, stops = self._dst_tiles.bounds
-        length, stages = self.shape[dim], self.src.mesh.num_stages
-        return part_at(length, stages, starts[rows, dim]), part_at(length, stages, stops[rows, dim] - 1)
+    def _missing_shares(self, sharding: StateSharding) -> int:
+        """Elements that members must get to be primaries of as many pages of their stage as the others, within one.
 
-    def _pairs(self, rows: np.ndarray, only: Coordinate | None = None) -> _Pairs:
-        """What `rows` read, own tiles included; `only` from one source worker."""
-        rows = rows[self._rows.missing[rows] > 0]
-        first, last = self._stage_range(rows)
-        if only is not None:
-            first, last = np.maximum(first, only.stage), np.minimum(last, only.stage)
-        counts = np.maximum(last - first + 1, 0)
-        row = np.repeat(rows, counts)
-        stage = np.repeat(first, counts) + _count_up(counts)
-        first, last = self._position_range(row, stage)
-        if only is not None:
-            first, last = np.maximum(first, only.position), np.minimum(last, only.position)
-            keep = first <= last
-            return _Pairs(row[keep], stage[keep], first[keep], last[keep])
-        return _Pairs(row, stage, first, last)
+        A primary is a replica. Which pages a member would get is open, and the last page of a block may be short: so
+        those are counted first.
+        """
+        found = 0
+        for stage, members in enumerate(sharding.stages):
+            layers = sharding.layers_of_stage(stage)
+            blocks = [block for layer in layers for block in self.layout.layers[layer].state_blocks]
+            share = sum(block.num_pages for block in blocks) // len(members)
+            page_size = self.layout.page_size
+            last = sorted(block.stop - block.start - (block.num_pages - 1) * page_size for block in blocks)
+            held = dict.fromkeys(members, 0)
+            for pages in (pages for layer in layers for pages in self.during[layer] if self.elements(pages.key)):
+                for rank in pages.replicas & held.keys():
+                    held[rank] += pages.num_pages
+            for missing in (share - num_pages for num_pages in held.values() if num_pages < share):
+                found += sum(last[:missing]) + max(0, missing - len(last)) * page_size
+        return found
 
-    def _position_range(self, row: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First and last position within `stage` that `row` reads from; all between hold part of its tile."""
-        dim = self.src.spec.dim_of("dp")
-        sizes = np.array(self.src.mesh.shape.stage_sizes, np.int64)[stage]
-        if dim is None:
-            position = self._rows.turn[row] % sizes if "pp" in self.src.spec.axes else self._replica(row)[1]
-            return position, position
-        starts, stops = self._dst_tiles.bounds
-        base, length = np.zeros_like(stage), np.full_like(stage, self.shape[dim])
-        if dim == self.src.spec.dim_of("pp"):
-            stages = self.src.mesh.num_stages
-            base = part_start(self.shape[dim], stages, stage)
-            length = part_start(self.shape[dim], stages, stage + 1) - base
-        start = np.maximum(starts[row, dim] - base, 0)
-        stop = np.minimum(stops[row, dim] - base, length)
-        return part_at(length, sizes, start), part_at(length, sizes, stop - 1)
+    def advanced(self, current: ReplicaMap) -> ReshardPlan:
+        """The rest of this plan, when `current` are the replicas: workers that have got their copies are among them."""
+        during = with_learners(current, self.after)
+        return ReshardPlan(self.layout, current, frozenset(), self.sharding, during, self.after)
 
-    def _expand(self, pairs: _Pairs) -> Transfers:
-        counts = pairs.last - pairs.first + 1
-        row, stage = np.repeat(pairs.row, counts), np.repeat(pairs.stage, counts)
-        position = np.repeat(pairs.first, counts) + _count_up(counts)
-        home = self._rows.home[row]
-        own = (home[:, 0] == stage) & ((home[:, 1] == position) | ("dp" not in self.src.spec.axes))
-        row, source = row[~own], (self._first_row[stage] + position)[~own]
-        (starts, stops), (old_starts, old_stops) = self._dst_tiles.bounds, self._src_tiles.bounds
-        starts, stops = np.maximum(starts[row], old_starts[source]), np.minimum(stops[row], old_stops[source])
-        sizes = (stops - starts).prod(axis=1) * self.itemsize
-        return Transfers(self.array, self._src_ranks[source], self._dst_ranks[row], starts, stops, sizes)
+    def adopted(self) -> ReplicaMap:
+        """`after`, when no copy is missing any more."""
+        return adopt(self.during, self.after)
 
-    @cached_property
-    def _src_ranks(self) -> np.ndarray:
-        return np.array(self.src.mesh.members, np.int64)
+    def text(self, element_bytes: int) -> str:
+        """The plan for a person.
 
-    @cached_property
-    def _dst_ranks(self) -> np.ndarray:
-        return np.array(self.dst.mesh.members, np.int64)
+        Args:
+            element_bytes: bytes of all kinds of state of one element: 12 with AdamW (fp32 master and two moments).
+        """
+        gone = f"without {_workers(self.gone)}" if self.gone else "no worker is lost"
+        lines = [f"reshard plan, {gone}" + (f": {self.sharding}" if self.sharding else "")]
+        lines += self._moves("promote", self.promotions, "in place of", reverse=True)
+        lines += self._moves("copy", self.copies, "->", element_bytes=element_bytes)
+        lines += self._moves("then hand over", self.hand_overs, "->")
+        drops: dict[int, list[PageRange]] = defaultdict(list)
+        for pages, rank in self.drops:
+            drops[rank].append(pages)
+        lines += _shortened([f"  then drop at {rank}: {_ranges(pages)}" for rank, pages in sorted(drops.items())])
+        lines += [f"  lost: {_ranges([pages.key for pages in self.lost])}"] if self.lost else []
+        moved, least = element_bytes * self.moved_elements, element_bytes * self.least_elements
+        total = f"{len(self.copies):,} copies, {moved:,} B (at least {least:,} B)"
+        return "\n".join([*lines, f"  {len(self.promotions):,} promotions, {total}, {len(self.drops):,} drops"])
 
-    def _pair_chunks(self) -> Iterator[_Pairs]:
-        rows = np.flatnonzero(self._rows.missing)
-        first, last = self._stage_range(rows)
-        for part in _batches(last - first + 1):
-            yield self._pairs(rows[part])
-
-    @cached_property
-    def _totals(self) -> tuple[int, int]:
-        """(transfers, bytes), counted on pairs without expanding them."""
-        spec, (starts, stops) = self.src.spec, self._dst_tiles.bounds
-        old_starts, old_stops = self._src_tiles.bounds
-        transfers = elements = 0
-        for row, stage, first, last in self._pair_chunks():
-            # The box that all positions first..last hold together.
-            low, high = self._first_row[stage] + first, self._first_row[stage] + last
-            box = np.minimum(stops[row], old_stops[high]) - np.maximum(starts[row], old_starts[low])
-            home = self._rows.home[row]
-            own = (home[:, 0] == stage) & ("dp" not in spec.axes or (first <= home[:, 1]) & (home[:, 1] <= last))
-            mine = (self._first_row[stage] + home[:, 1])[own]
-            kept = np.minimum(stops[row[own]], old_stops[mine]) - np.maximum(starts[row[own]], old_starts[mine])
-            transfers += int((last - first + 1).sum() - own.sum())
-            elements += sum(box.prod(axis=1).tolist()) - sum(kept.prod(axis=1).tolist())
-        return transfers, elements * self.itemsize
+    def _moves(
+        self, verb: str, moves: Iterable[PageMove], to: str, *, reverse: bool = False, element_bytes: int = 0
+    ) -> list[str]:
+        """One line for each pair of workers."""
+        of_pair: dict[tuple[int, int], list[PageRange]] = defaultdict(list)
+        for move in moves:
+            of_pair[move.source, move.destination].append(move.pages)
+        lines = []
+        for (source, destination), ranges in sorted(of_pair.items()):
+            first, second = (destination, source) if reverse else (source, destination)
+            size = f", {element_bytes * sum(map(self.elements, ranges)):,} B" if element_bytes else ""
+            lines.append(f"  {verb} {first} {to} {second}{size}: {_ranges(ranges)}")
+        return _shortened(lines)
 
 
 def plan_reshard(
-    shape: tuple[int, ...], itemsize: int, *, src: tuple[Mesh, P], dst: tuple[Mesh, P], array: str = "array"
+    layout: ModelLayout,
+    before: ReplicaMap,
+    *,
+    lost: Collection[int] = (),
+    to: StateSharding | ReplicaMap | None = None,
 ) -> ReshardPlan:
-    """Plan the way of a global array of `shape`, `itemsize` bytes per element, from one (mesh, spec) to another.
+    """The plan from the replicas that there are to a mesh and specs.
 
-    Axes inside an island are not a matter between workers: a worker holds its whole tile.
-
-    Raises:
-        SpecError: a spec that does not fit the shape.
-    """
-    return ReshardPlan(tuple(shape), itemsize, Sharding(*src), Sharding(*dst), array)
-
-
-@dataclass(frozen=True)
-class PagePlan:
-    """Pages that change their owner. `starts` and `stops` of the transfers are page numbers, one page range each.
+    Primaries send the state, and `promote` makes their loads as even as whole page ranges allow. The fewest copies are
+    made that give every page its replicas and every member of a stage its share of primaries (`rebalance_replicas`).
 
     Args:
-        num_pages: pages in the owner maps.
-        transfers: what moves.
-        bytes: bytes that the transfers move.
-        lower_bound: bytes that any map moves which gives each rank as many pages as the new one.
+        before: the replicas that there are, of all layers; they may name lost workers and learners.
+        lost: workers whose replicas are gone.
+        to: a mesh and specs, to which the nearest replica map is found; or a replica map itself, of the same pages;
+            None: the state stays where it is.
     """
-
-    num_pages: int
-    transfers: Transfers
-    bytes: int
-    lower_bound: int
-
-    def incoming(self, rank: int) -> Transfers:
-        """What a rank receives."""
-        return self.transfers.select(self.transfers.dst == rank)
-
-    def outgoing(self, rank: int) -> Transfers:
-        """What a rank sends."""
-        return self.transfers.select(self.transfers.src == rank)
-
-    def __str__(self) -> str:
-        moved = f"{len(self.transfers):,} transfers, {self.bytes:,} B (lower bound {self.lower_bound:,} B)"
-        head = f"{self.num_pages:,} pages: {moved}"
-        shown = [f"  {transfer}" for transfer, _ in zip(self.transfers, range(_SHOWN), strict=False)]
-        more = [f"  ... {len(self.transfers) - _SHOWN:,} more"] if len(self.transfers) > _SHOWN else []
-        return "\n".join([head, *shown, *more])
+    gone = frozenset(lost)
+    left, dead = promote(before, gone)
+    if dead or to is None:
+        return ReshardPlan(layout, before, gone, None, left, left, dead)
+    if isinstance(to, StateSharding):
+        after = rebalance_replicas(left, layout, to)
+        return ReshardPlan(layout, before, gone, to, with_learners(left, after), after)
+    after = cut_at(to, left)
+    return ReshardPlan(layout, before, gone, None, with_learners(left, after), after)
 
 
-def plan_pages(src_owner: np.ndarray, dst_owner: np.ndarray, page_bytes: int, array: str = "pages") -> PagePlan:
-    """Plan the way from one owner map to another: int[num_pages] arrays that give the rank of each page.
-
-    Raises:
-        LayoutError: maps of different length or not of whole numbers, a negative rank, or pages without bytes.
-    """
-    src, dst = np.asarray(src_owner), np.asarray(dst_owner)
-    ints = all(np.issubdtype(owner.dtype, np.integer) or owner.size == 0 for owner in (src, dst))
-    if (
-        not ints
-        or src.ndim != 1
-        or src.shape != dst.shape
-        or page_bytes < 1
-        or min(src.min(initial=0), dst.min(initial=0)) < 0
-    ):
-        raise LayoutError(
-            "Owner maps give a rank, 0 or more, for each page; a page has at least 1 byte",
-            got=f"{src.dtype}{list(src.shape)} -> {dst.dtype}{list(dst.shape)}, {page_bytes} B per page",
-            where=array,
-            fix="pass two int arrays of one length",
-        )
-    src, dst = src.astype(np.int64), dst.astype(np.int64)
-    page = np.flatnonzero(src != dst)
-    follows = (np.diff(page) == 1) & (np.diff(src[page]) == 0) & (np.diff(dst[page]) == 0)
-    start = page[np.flatnonzero(np.concatenate([np.ones(min(1, len(page)), bool), ~follows]))]
-    stop = page[np.flatnonzero(np.concatenate([~follows, np.ones(min(1, len(page)), bool)]))] + 1
-    moved = Transfers(array, src[start], dst[start], start[:, None], stop[:, None], (stop - start) * page_bytes)
-    ranks = int(max(src.max(initial=-1), dst.max(initial=-1))) + 1
-    more = np.bincount(dst, minlength=ranks) - np.bincount(src, minlength=ranks)
-    return PagePlan(len(src), moved, len(page) * page_bytes, int(more[more > 0].sum()) * page_bytes)
+def copies(replica_sets: Iterable[ReplicaSet]) -> Iterator[PageMove]:
+    """The copies of state that these page ranges need: from the primary to each learner, by page and destination."""
+    return (PageMove(it.key, it.primary, rank) for it in replica_sets for rank in sorted(it.learners))
 
 
-def _count_up(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+def _workers(ranks: Iterable[int]) -> str:
+    found = sorted(ranks)
+    return f"worker{'s' * (len(found) > 1)} {format_ints(found)}"
 
 
-def _batches(counts: np.ndarray) -> Iterator[slice]:
-    """Cut `counts` into runs that sum to at most _CHUNK, or have one element."""
-    ends, start = np.cumsum(counts), 0
-    while start < len(counts):
-        done = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, done + _CHUNK, side="right")))
-        yield slice(start, stop)
-        start = stop
+def _ranges(ranges: Iterable[PageRange]) -> str:
+    """Page ranges with those that touch joined: "layer 0 pages 3-5 9, layer 2 pages 0-1"."""
+    by_layer: dict[int, list[int]] = defaultdict(list)
+    for layer, first, stop in sorted(ranges):
+        by_layer[layer] += range(first, stop)
+    words = [f"layer {layer} page{'s' * (len(pages) > 1)} {format_ints(pages)}" for layer, pages in by_layer.items()]
+    return "; ".join(words[:_SHOWN]) + ("; ..." if len(words) > _SHOWN else "")
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"  ... {len(lines) - _SHOWN:,} more lines"]

@@ -1,16 +1,19 @@
-"""Tile maps: which part of a global array each coordinate of a mesh shape holds, uneven sizes included.
+"""Tile maps: the part of a global array that each coordinate of a mesh shape holds, uneven sizes included.
 
-How a dim of length n is cut: into k parts of n // k elements, the first n % k one longer. The axes of an entry cut in
-turn, each one what the one before it left (see `P`). At coordinate (stage, position) pp has `num_stages` parts, of
-which this is part `stage`, and dp has `stage_sizes[stage]` parts, of which this is part `position`. So on stages of 3
-and 2 workers, for an array of 12 rows:
+The cutting rule: a dim of length n is cut into k parts of n // k elements, and n % k of the parts, by default the first
+ones, are one element longer. The axes of an entry cut in turn, each one what the one before it left (see `P`). At
+coordinate (stage, position) axis pp makes `num_stages` parts, of which this is part `stage`, and axis dp makes
+`stage_sizes[stage]` parts, of which this is part `position`. So on stages of 3 and 2 workers, for an array of 12 rows:
 
     P("pp")           stage 0 rows 0-5, stage 1 rows 6-11; the workers of a stage hold the same rows
     P("dp")           stage 0 rows 0-3, 4-7, 8-11; stage 1 rows 0-5, 6-11: every stage holds the whole array
     P(("pp", "dp"))   stage 0 rows 0-1, 2-3, 4-5; stage 1 rows 6-8, 9-11: every row once
     P("pp", "dp")     rows over stages, columns over the workers of each stage
 
-Axes that the spec leaves out hold replicas. Every replica set covers the array exactly once.
+Axes that the spec leaves out hold replicas: workers that differ only there hold the same tile, and one worker for each
+coordinate of the other axes covers the array exactly once. Tiles agree with those of jax.sharding.NamedSharding.
+
+A run uses this for the pages of optimizer state (`StateSharding`): the array is the sequence of a layer's pages.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from elaswave_spmd.errors import SpecError
-from elaswave_spmd.mesh import ISLAND_AXES, Mesh, MeshShape
+from elaswave_spmd.mesh import ISLAND_AXES, MeshShape
 from elaswave_spmd.sharding.spec import P, check_spec
 
 Ints = Any
@@ -32,25 +35,25 @@ Ints = Any
 _SHOWN = 12
 
 
-class Coordinate(NamedTuple):
-    """Where a worker stands in a mesh: its stage (axis pp) and its position within the stage (axis dp)."""
+def part_start(length: Ints, parts: Ints, part: Ints, longer_from: int = 0) -> Ints:
+    """The first element of `part` when `length` elements are cut in `parts`; part number `parts` starts at `length`.
 
-    stage: int
-    position: int
-
-
-def part_start(length: Ints, parts: Ints, part: Ints) -> Ints:
-    """First element of `part` when `length` elements are cut in `parts`; part number `parts` starts at `length`."""
+    Args:
+        longer_from: the part from which on the length % parts longer parts lie; after the last part they go on at
+            part 0. 0 <= longer_from < parts.
+    """
     extra = length % parts
-    lower = np.minimum if isinstance(part, np.ndarray) or isinstance(extra, np.ndarray) else min
-    return part * (length // parts) + lower(part, extra)
+    before = _clip(part - longer_from, extra)  # longer parts before `part`, among those from longer_from on
+    if longer_from:
+        before = before + _clip(part, _clip(longer_from + extra - parts, extra))  # and among those from part 0 on
+    return part * (length // parts) + before
 
 
-def part_at(length: Ints, parts: Ints, element: np.ndarray) -> np.ndarray:
-    """The part that holds `element`, for 0 <= element < length: the inverse of `part_start`."""
-    short, extra = length // parts, length % parts
-    long_end = extra * (short + 1)
-    return np.where(element < long_end, element // (short + 1), extra + (element - long_end) // np.maximum(short, 1))
+def _clip(value: Ints, most: Ints) -> Ints:
+    """`value`, at least 0 and at most `most`."""
+    if isinstance(value, np.ndarray) or isinstance(most, np.ndarray):
+        return np.clip(value, 0, most)
+    return max(0, min(value, most))
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,11 @@ class TileMap:
 
     Args:
         mesh_shape: sizes of the axes; no members are needed.
-        spec: which axes split which dims.
+        spec: the axes that split each dim.
         shape: of the global array; lengths may be 0.
         name: of the array, for error messages.
+        longer_from: the position in a stage from which on the parts lie that axis dp makes one element longer. Many
+            small arrays are spread evenly if each begins where the one before it ended. Needs stages of one size.
 
     Raises:
         SpecError: a negative length, more entries than dims, or an axis inside an island that does not divide its dim.
@@ -71,11 +76,18 @@ class TileMap:
     spec: P
     shape: tuple[int, ...]
     name: str = field(default="array", compare=False)
+    longer_from: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(map(index, self.shape)))
         if any(length < 0 for length in self.shape):
-            raise SpecError("Lengths of an array are 0 or more", got=self.shape, where=self.name)
+            raise SpecError(
+                f"array {self.name} has the negative length {min(self.shape)} in its shape {self.shape}",
+                rule="the lengths of an array are 0 or more",
+                where=self.name,
+            )
+        assert 0 <= self.longer_from < min(self.mesh_shape.stage_sizes), (self.longer_from, self.mesh_shape)
+        assert not (self.longer_from and self.mesh_shape.is_ragged), (self.longer_from, self.mesh_shape)
         check_spec(self.spec, self.shape, self.mesh_shape, self.name)
 
     def tile(self, stage: int = 0, position: int = 0, **island: int) -> tuple[slice, ...]:
@@ -92,7 +104,7 @@ class TileMap:
             size = self.mesh_shape.axis_size(axis)
             self._check_index(axis, island.get(axis, 0 if size == 1 else None), size)
             cuts[axis] = (size, island.get(axis, 0))
-        bounds = [_cut(length, self.spec.axes_of(dim), cuts) for dim, length in enumerate(self.shape)]
+        bounds = [self._cut(length, self.spec.axes_of(dim), cuts) for dim, length in enumerate(self.shape)]
         return tuple(slice(start, stop) for start, stop in bounds)
 
     @cached_property
@@ -112,34 +124,27 @@ class TileMap:
         starts = np.zeros((len(stages), len(self.shape)), np.int64)
         stops = starts.copy()
         for dim, length in enumerate(self.shape):
-            starts[:, dim], stops[:, dim] = _cut(length, self.spec.axes_of(dim), cuts)
+            starts[:, dim], stops[:, dim] = self._cut(length, self.spec.axes_of(dim), cuts)
         return _read_only(starts), _read_only(stops)
 
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """int64[num_workers]: number of elements each worker holds."""
-        starts, stops = self.bounds
-        return _read_only((stops - starts).prod(axis=1))
-
-    def owners(self, *element: int) -> tuple[Coordinate, ...]:
-        """The coordinates that hold an element, given by one index per dim.
-
-        Raises:
-            SpecError: the array has no such element.
-        """
-        inside = len(element) == len(self.shape) and all(0 <= at < n for at, n in zip(element, self.shape, strict=True))
-        if not inside:
-            raise SpecError("An element lies in its array", got=element, where=self.name, exists=f"shape {self.shape}")
-        starts, stops = self.bounds
-        at = np.array(element, np.int64)
-        held = ((starts <= at) & (at < stops)).all(axis=1)
-        return tuple(Coordinate(*row) for row in self.coordinates[held].tolist())
+    def _cut(self, length: Ints, axes: tuple[str, ...], cuts: dict[str, tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+        """(start, stop) of what the cuts (parts, part) of `axes` leave of `length` elements; no cut leaves all."""
+        start = 0
+        for axis in axes:
+            if axis in cuts:
+                parts, part = cuts[axis]
+                longer_from = self.longer_from if axis == "dp" else 0
+                first, last = (part_start(length, parts, it, longer_from) for it in (part, part + 1))
+                start, length = start + first, last - first
+        return start, start + length
 
     def _check_index(self, what: str, value: int | None, size: int) -> None:
         if value is None or not 0 <= value < size:
             raise SpecError(
-                "A tile belongs to a coordinate of the mesh",
-                got=f"{what} {value}" if value is not None else f"no {what} beside the other axes of the island",
+                f"{what} {value} is not on mesh {self.mesh_shape}"
+                if value is not None
+                else f"no {what} is given beside the other axes of the island",
+                rule="a tile belongs to a coordinate of the mesh",
                 where=self.name,
                 exists=f"{what} 0-{size - 1} on mesh {self.mesh_shape}",
             )
@@ -153,35 +158,6 @@ class TileMap:
         if len(starts) > _SHOWN:
             lines.append(f"  ... {len(starts) - _SHOWN} more workers")
         return "\n".join(lines)
-
-
-class Sharding(NamedTuple):
-    """A mesh and a spec: which tile of a global array each worker holds."""
-
-    mesh: Mesh
-    spec: P
-
-    def tiles(self, shape: tuple[int, ...], name: str = "array") -> TileMap:
-        """The tile map of an array of this shape."""
-        return TileMap(self.mesh.shape, self.spec, shape, name)
-
-    def tile_of(self, rank: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The tile that a rank holds, one slice per dim. MeshError if it is no member."""
-        return self.tiles(shape).tile(*self.mesh.coordinate(rank))
-
-    def __str__(self) -> str:
-        return f"{self.spec} on {self.mesh.shape}"
-
-
-def _cut(length: Ints, axes: tuple[str, ...], cuts: dict[str, tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """(start, stop) of what the cuts (parts, part) of `axes` leave of `length` elements; no cut leaves all."""
-    start = 0
-    for axis in axes:
-        if axis in cuts:
-            parts, part = cuts[axis]
-            first, last = part_start(length, parts, part), part_start(length, parts, part + 1)
-            start, length = start + first, last - first
-    return start, start + length
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

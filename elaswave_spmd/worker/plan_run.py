@@ -173,16 +173,8 @@ def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings)
     """With a replica map of the first mesh that has mirrors, if a loss is to be survived."""
     if not settings.elastic.enabled or not settings.mirror.count:
         return placement
-    replicas = place_replicas(
-        layout,
-        placement.mesh.stages,
-        placement.layer_cuts,
-        replicated=not placement.shardings.optim.axes,
-        topology=placement.mesh.topology,
-        mirror_count=settings.mirror.count,
-        scatter=settings.mirror.scatter,
-        least_pages=max(1, _ATOM_ELEMENTS // layout.page_size),
-    )
+    sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
+    replicas = place_replicas(layout, sharding, least_pages=max(1, _ATOM_ELEMENTS // layout.page_size))
     return replace(placement, replicas=replicas)
 
 

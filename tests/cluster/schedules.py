@@ -106,15 +106,7 @@ class Schedule:
         draw = random.Random(f"placement {self.seed}")
         if not self.dealt:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
-        replicas = place_replicas(
-            layout,
-            mesh.stages,
-            found.layer_cuts,
-            replicated=not shardings.optim.axes,
-            topology=mesh.topology,
-            mirror_count=self.mirror_count,
-            scatter=self.scatter,
-        )
+        replicas = place_replicas(layout, found.state_sharding(self.mirror_count, self.scatter))
         if not self.dealt and shardings.optim.axes:
             replicas = _drawn_replicas(draw, replicas, mesh.members, self.mirror_count)
         return replace(found, replicas=replicas)

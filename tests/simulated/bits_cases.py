@@ -151,15 +151,7 @@ def placement_of(run: Run, mesh: str, zero: int) -> Placement:
 def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) -> Placement:
     """As `placement_of`, with so many mirrors of each page."""
     placement = placement_of(run, mesh, zero)
-    replicas = place_replicas(
-        description_of(run).layout,
-        placement.mesh.stages,
-        placement.layer_cuts,
-        replicated=not placement.shardings.optim.axes,
-        topology=placement.mesh.topology,
-        mirror_count=mirror_count,
-        scatter=0,
-    )
+    replicas = place_replicas(description_of(run).layout, placement.state_sharding(mirror_count))
     return replace(placement, replicas=replicas)
 
 

@@ -119,7 +119,7 @@ def test_what_was_on_a_lost_link_comes_again(kind: str, mesh: str, zero: int) ->
         assert outcome(cluster.run()) == expected(run), seed
         assert cluster.broken and cluster.lost[kind], "the link broke when there was something on it"
         again = [epoch for epoch in cluster.result.epochs if "link" in epoch.kinds.values()]
-        assert len(again) == 1 and again[0].learners == 0 and again[0].placement.mesh.num_workers == cluster.members
+        assert len(again) == 1 and again[0].num_copies == 0 and again[0].placement.mesh.num_workers == cluster.members
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,19 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 
 NOW = 1000.0
 MICROBATCHES = 8
 # Two layers; 4 full pages of 64 elements, and 1 full one. The last has the page of the loss as well.
 USES = [LayerUse(name, (ParameterInfo(f"{name}.w", (size,)),)) for name, size in (("a", 256), ("b", 64))]
 LAYOUT = lay_out(USES, page_size=64)
+ALONE, BOTH = frozenset((0,)), frozenset((0, 2))
+TWO_COPIES = plan_reshard(
+    LAYOUT,
+    {0: (ReplicaSet(0, 0, 4, 0, ALONE),), 1: (ReplicaSet(1, 0, 1, 0, ALONE), ReplicaSet(1, 1, 2, 0, ALONE))},
+    to={0: (ReplicaSet(0, 0, 4, 0, BOTH),), 1: (ReplicaSet(1, 0, 1, 0, BOTH), ReplicaSet(1, 1, 2, 0, ALONE))},
+)
 
 
 class Lines:
@@ -69,19 +75,19 @@ def begun(
     *,
     reasons: dict[int, str] | None = None,
     redone: int = 0,
-    learners: int = 0,
+    plan: ReshardPlan | None = None,
     version: int = 3,
 ) -> EpochBegun:
     mesh = Mesh(MeshShape.of_stages(map(len, stages)), stages, 5)
     counts = tuple(even_counts(MICROBATCHES, len(members)) for members in stages)
     placement = Placement(mesh, MICROBATCHES, tuple(range(len(stages) + 1)), counts, Shardings())
-    return EpochBegun(placement, kinds, reasons or {}, version, redone, learners)
+    return EpochBegun(placement, kinds, reasons or {}, version, redone, plan=plan)
 
 
 def test_a_loss_is_one_line_with_its_cause_and_how_long_the_answer_took(lines: Lines) -> None:
     lines.events.lost(1, NOW - 0.25, None)
     lines.events.lost(1, NOW - 0.1, None)  # seen again by another detector: the first counts
-    lines.events.begun(begun({1: "fail"}, reasons={1: "killed"}, redone=4, learners=2))
+    lines.events.begun(begun({1: "fail"}, reasons={1: "killed"}, redone=4, plan=TWO_COPIES))
     fail = lines.of("fail")
     wanted = {"ranks": [1], "mesh_epoch": 5, "mesh": "dp2", "reason": "killed", "after_step": 3, "edit_ms": 250.0}
     assert {name: fail[name] for name in wanted} == wanted and (fail["microbatches_redone"], fail["copies"]) == (4, 2)
@@ -252,8 +258,8 @@ def test_the_bytes_of_all_copies_and_the_least_are_told(lines: Lines) -> None:
     }
     mesh = Mesh(MeshShape.of_stages((2,)), ((0, 2),), 5)
     placement = Placement(mesh, MICROBATCHES, (0, 2), ((4, 4),), Shardings(), replicas=replicas)
-    there = replace(placement, replicas=target)
-    lines.events.begun(EpochBegun(placement, {2: "join"}, {}, 3, 0, 2, target=there))
+    plan = ReshardPlan(LAYOUT, replicas, frozenset(), placement.state_sharding(), replicas, target)
+    lines.events.begun(EpochBegun(placement, {2: "join"}, {}, 3, 0, plan=plan))
     join = lines.of("join")
     assert (join["copies"], join["bytes_moved"], join["bytes_bound"]) == (2, 2 * 64 * 12, 2 * 64 * 12)
 

@@ -187,7 +187,7 @@ def test_a_newcomer_gets_its_place_between_two_steps() -> None:
     assert all(3 in run.learners and 3 not in run.replicas for run in (*replicas[1], *replicas[2])), (
         "it has no state yet"
     )
-    assert begun(effects).learners == len(replicas[1]) + len(replicas[2])
+    assert begun(effects).num_copies == len(replicas[1]) + len(replicas[2])
 
 
 def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:

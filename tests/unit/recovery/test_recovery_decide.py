@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.recovery.reconfiguration import Stages, graduate, next_stages
-from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.recovery.reconfiguration import next_stages
+from elaswave_spmd.sharding.replicas import ReplicaSet, graduate
+from elaswave_spmd.sharding.state_sharding import Stages
 
 
 @st.composite

@@ -24,9 +24,7 @@ def protocol_of(hosts: str, newcomers: str = "") -> ControllerProtocol:
     topology = Topology.of({rank: (host,) for rank, host in enumerate(hosts)})
     mesh = Mesh.initial(MeshShape.of(dp=len(hosts)), topology)
     placement = place(mesh, LAYOUT, Shardings().with_zero(2), 8)
-    replicas = place_replicas(
-        LAYOUT, mesh.stages, placement.layer_cuts, replicated=False, topology=topology, mirror_count=1, scatter=1
-    )
+    replicas = place_replicas(LAYOUT, placement.state_sharding(mirror_count=1, scatter=1))
     later = {len(hosts) + n: (host,) for n, host in enumerate(newcomers)}
     return ControllerProtocol(replace(placement, replicas=replicas), LAYOUT, 10, domain_of=later.get)
 

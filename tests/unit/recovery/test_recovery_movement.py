@@ -1,4 +1,4 @@
-"""How much state a change moves, against what is on the map, and a lower bound that is one."""
+"""The bytes of reshard plans after changes of the mesh, against what is on the maps, and a lower bound that is one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.recovery.reconfiguration import least_elements, moved_elements, next_placement, next_stages
+from elaswave_spmd.recovery.reconfiguration import next_placement, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replica_rebalance import refill
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs, promote, with_learners
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
+from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 from tests.unit.recovery.controller_cases import LAYOUT, placement
 
 PAGE = 64
@@ -29,35 +29,34 @@ def layout_of(*sizes: int) -> ModelLayout:
 def dealt(layout: ModelLayout, stages: tuple[int, ...], cuts: tuple[int, ...], zero: int, mirrors: int) -> Placement:
     shardings = Shardings().with_zero(zero)
     mesh = Mesh.initial(MeshShape.of_stages(stages))
-    replicas = place_replicas(
-        layout,
-        mesh.stages,
-        cuts,
-        replicated=not shardings.optim.axes,
-        topology=mesh.topology,
-        mirror_count=mirrors,
-        scatter=0,
-    )
     microbatches = max(stages)
     counts = tuple((microbatches - size + 1, *(1,) * (size - 1)) for size in stages)
-    return Placement(mesh, microbatches, cuts, counts, shardings, replicas=replicas)
+    found = Placement(mesh, microbatches, cuts, counts, shardings)
+    return replace(found, replicas=place_replicas(layout, found.state_sharding(mirrors)))
 
 
-def test_what_learners_get_is_counted_once_for_each_and_the_loss_page_never() -> None:
+def plan_of(before: Placement, after: Placement, layout: ModelLayout, mirrors: int, lost: set[int]) -> ReshardPlan:
+    return plan_reshard(layout, before.replica_map(layout), lost=lost, to=after.state_sharding(mirrors))
+
+
+def test_every_copy_of_state_is_counted_and_the_loss_page_never() -> None:
     layout = layout_of(300, 64)  # pages of 128, 128 and 64 elements (300 is rounded up to 320); one of 64; the loss
     loss = layout.layers[1].loss_block
     assert loss is not None
-    one, two = frozenset((0,)), frozenset((1, 2))
-    replicas: ReplicaMap = {
-        0: (ReplicaSet(0, 0, 1, 0, one), ReplicaSet(0, 1, 3, 0, one, two)),
-        1: (ReplicaSet(1, 0, 1, 0, one), ReplicaSet(1, loss.first_page, loss.first_page + 1, 0, one, two)),
+    one, more = frozenset((0,)), frozenset((0, 1, 2))
+    ranges = [(0, 0, 1), (0, 1, 3), (1, 0, 1), (1, loss.first_page, loss.first_page + 1)]
+    before: ReplicaMap = {layer: tuple(ReplicaSet(*it, 0, one) for it in ranges if it[0] == layer) for layer in (0, 1)}
+    copied = {(0, 1, 3), ranges[3]}
+    after: ReplicaMap = {
+        layer: tuple(ReplicaSet(*it, 0, more if it in copied else one) for it in ranges if it[0] == layer)
+        for layer in (0, 1)
     }
-    assert moved_elements(replicas, layout) == 2 * (128 + 64)
+    plan = plan_reshard(layout, before, to=after)
+    assert plan.moved_elements == 2 * (128 + 64) and len(plan.copies) == 4
 
 
 def test_a_map_without_learners_moves_nothing() -> None:
-    found = placement(2, 1)
-    assert moved_elements(found.replica_map(LAYOUT), LAYOUT) == 0
+    assert plan_reshard(LAYOUT, placement(2, 1).replica_map(LAYOUT)).moved_elements == 0
 
 
 def test_a_newcomer_is_to_have_its_share_though_no_replica_is_missing() -> None:
@@ -65,38 +64,19 @@ def test_a_newcomer_is_to_have_its_share_though_no_replica_is_missing() -> None:
     layout = layout_of(8 * 128)
     before = dealt(layout, (2,), (0, 1), zero=1, mirrors=0)
     after = next_placement(before, layout, 1, ((0, 1, 2),), lambda _: None)
-    target = target_of(before.replica_map(layout), after, layout, 0)
-    found = replace(after, replicas=with_learners(before.replica_map(layout), target))
-    there = replace(after, replicas=target)
-    assert found.replicas is not None
-    assert least_elements(found.replicas, there, layout) == 2 * 128 == moved_elements(found.replicas, layout)
+    plan = plan_of(before, after, layout, 0, set())
+    assert plan.least_elements == 2 * 128 == plan.moved_elements
 
 
 def test_a_lost_mirror_is_copied_once_and_that_is_the_least() -> None:
     layout = layout_of(1024, 512)
     before = dealt(layout, (4,), (0, 2), zero=1, mirrors=1)
-    replicas, homeless = promote(before.replica_map(layout), {1})
     after = next_placement(before, layout, 1, ((0, 2, 3),), lambda _: None)
-    target = target_of(replicas, after, layout, 1)
-    found = replace(after, replicas=with_learners(replicas, target))
-    there = replace(after, replicas=target)
-    alone = sum(run.num_pages for run in all_runs(replicas) if len(run.replicas) == 1)
-    assert not homeless and found.replicas is not None and alone
-    assert least_elements(found.replicas, there, layout) >= 128 * (alone - 1), "the loss page may be among them"
-    assert moved_elements(found.replicas, layout) == least_elements(found.replicas, there, layout)
-
-
-def target_of(replicas: ReplicaMap, after: Placement, layout: ModelLayout, mirrors: int) -> ReplicaMap:
-    return refill(
-        replicas,
-        layout,
-        after.mesh.stages,
-        after.layer_cuts,
-        replicated=not after.shardings.optim.axes,
-        topology=after.mesh.topology,
-        mirror_count=mirrors,
-        scatter=0,
-    )
+    plan = plan_of(before, after, layout, 1, {1})
+    alone = sum(pages.num_pages for pages in all_runs(plan.during) if len(pages.replicas) == 1)
+    assert not plan.lost and alone
+    assert plan.least_elements >= 128 * (alone - 1), "the loss page may be among them"
+    assert plan.moved_elements == plan.least_elements
 
 
 @settings(max_examples=150)
@@ -117,25 +97,21 @@ def test_the_bound_is_one_and_both_are_those_of_the_map(
     gone = lost & set(before.mesh.members)
     ranks = range(100, 100 + newcomers)
     now = next_stages(before.mesh.stages, gone, ranks, len(stages))
-    replicas, homeless = promote(before.replica_map(layout), gone)
-    if homeless or not now:
+    left = plan_reshard(layout, before.replica_map(layout), lost=gone)
+    if left.lost or not now:
         return
     after = next_placement(before, layout, 1, now, lambda _: None)
-    target = target_of(replicas, after, layout, mirrors)
-    found = replace(after, replicas=with_learners(replicas, target))
-    there = replace(after, replicas=target)
-    assert found.replicas is not None
-    moved, least = moved_elements(found.replicas, layout), least_elements(found.replicas, there, layout)
+    plan = plan_of(before, after, layout, mirrors, gone)
     missing = {
-        (run.layer, page, rank)
-        for then, run in zip(all_runs(target), all_runs(found.replicas), strict=True)
-        for page in range(run.first, run.stop)
-        for rank in then.replicas - run.replicas
-        if layout.layers[run.layer].block_of(page).kind == "state"
+        (pages.layer, page, rank)
+        for then, pages in zip(all_runs(plan.after), all_runs(plan.during), strict=True)
+        for page in range(pages.first, pages.stop)
+        for rank in then.replicas - pages.replicas
+        if layout.layers[pages.layer].block_of(page).kind == "state"
     }
     spans = [layout.layers[layer].span(page, page + 1) for layer, page, _ in missing]
-    assert moved == sum(stop - start for start, stop in spans)
-    assert 0 <= least <= moved
+    assert plan.moved_elements == sum(stop - start for start, stop in spans)
+    assert 0 <= plan.least_elements <= plan.moved_elements
 
 
 def test_domains_are_those_of_the_launcher() -> None:

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from elaswave_spmd.mesh import Topology
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import (
@@ -14,14 +15,14 @@ from elaswave_spmd.sharding.replicas import (
     adopt,
     all_runs,
     from_rows,
-    pages_held,
-    primary_pages,
     promote,
     to_rows,
     unsurvived,
     unsurvived_text,
     with_learners,
 )
+from elaswave_spmd.sharding.state_sharding import StateSharding
+from tests.unit.sharding.replica_counts import pages_held, primary_pages
 
 
 def test_a_run_and_its_receivers():
@@ -96,6 +97,7 @@ def test_where_hosts_allow_it_no_mirror_lies_on_its_primarys_host(hosts: tuple[i
         [LayerUse("a", (ParameterInfo("a.w", (64 * 64,)),)), LayerUse("b", (ParameterInfo("b.w", (999,)),))]
     )
     stages = (tuple(range(len(hosts))),)
-    replicas = place_replicas(layout, stages, (0, 2), replicated=False, topology=topology, mirror_count=1, scatter=0)
+    mesh = Mesh(MeshShape.of_stages(map(len, stages)), stages, 0, topology)
+    replicas = place_replicas(layout, StateSharding(mesh, (0, 2), P("dp"), mirror_count=1))
     for run in (run for runs in replicas.values() for run in runs):
         assert not any(topology.same_domain(run.primary, mirror) for mirror in run.mirrors), run

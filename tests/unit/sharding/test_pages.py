@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import LayoutError
-from elaswave_spmd.sharding.layout import ALIGNMENT, LayerUse, ParameterInfo, deal_pages, lay_out
+from elaswave_spmd.sharding.layout import ALIGNMENT, LayerUse, ParameterInfo, lay_out
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=5)
 PAGE_SIZES = st.sampled_from([64, 128, 320, 4096])
@@ -46,18 +46,6 @@ def test_blocks_tile_the_buffer(embed, head, page_size, tied):
         assert [s.parameter.name for s in source.slots] == ["a.p0"]
         assert (source.num_pages, source.stop - source.start) == (block.num_pages, block.stop - block.start)
         assert layout.readers == {(0, source.first_page): ((1, block),)}
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 9))
-def test_dealing_is_even_and_complete(pages, workers):
-    cuts = deal_pages(pages, workers)
-    load = [0] * workers
-    for count, row in zip(pages, cuts, strict=True):
-        assert row[0] == 0 and row[-1] == count and sorted(row) == row
-        for worker in range(workers):
-            load[worker] += row[worker + 1] - row[worker]
-            assert row[worker + 1] - row[worker] in (count // workers, -(-count // workers))
-    assert sum(load) == sum(pages) and max(load) - min(load) <= 1
 
 
 def test_refusals():

@@ -1,171 +1,188 @@
-"""Reshard plans: each element a destination lacks arrives exactly once, and nothing else moves."""
+"""Reshard plans, executed on numbers: every worker ends with exactly its pages, for the fewest bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
-import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
-from sharding_strategies import array_shapes, meshes, specs, successors
 
-from elaswave_spmd.errors import LayoutError, MeshError, SpecError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.sharding import P, ReshardPlan, plan_pages, plan_reshard
-from elaswave_spmd.sharding import reshard as reshard_module
+from elaswave_spmd.sharding import P, ReshardPlan, StateSharding, plan_reshard
+from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
+from tests.unit.sharding.replica_counts import copied_pages
+from tests.unit.sharding.test_refill import Case, arbitrary_maps, cases, fewest_copies, layout_of
+
+Held = dict[int, set[tuple[int, int]]]
+"""Rank -> the (layer, page) pairs whose state it has."""
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> ReshardPlan:
-    shape, mesh = draw(array_shapes), draw(meshes())
-    dst = (draw(successors(mesh)), draw(specs(len(shape))))
-    return plan_reshard(shape, draw(st.sampled_from([1, 2, 4])), src=(mesh, draw(specs(len(shape)))), dst=dst)
+def held_in(replicas: ReplicaMap, without: frozenset[int] = frozenset()) -> Held:
+    found: Held = {}
+    for pages in all_runs(replicas):
+        for rank in pages.replicas - without:
+            found.setdefault(rank, set()).update((pages.layer, page) for page in range(pages.first, pages.stop))
+    return found
 
 
-def mesh(name: str) -> Mesh:
-    return Mesh.initial(MeshShape.parse(name))
+def execute(plan: ReshardPlan) -> Held:
+    """Carries a plan out, page by page; returns what every worker has at the end."""
+    held = held_in(plan.before, plan.gone)
+    primary = {(it.layer, page): it.primary for it in all_runs(plan.before) for page in range(it.first, it.stop)}
+    for move in plan.promotions:
+        layer, first, stop = move.pages
+        for page in range(first, stop):
+            assert primary[layer, page] == move.source and move.source in plan.gone
+            assert (layer, page) in held[move.destination], "promoted without state"
+            primary[layer, page] = move.destination
+    for copy in plan.copies:
+        layer, first, stop = copy.pages
+        for page in range(first, stop):
+            assert primary[layer, page] == copy.source and (layer, page) in held[copy.source], "sent without state"
+            target = held.setdefault(copy.destination, set())
+            assert (layer, page) not in target, "arrived twice, or was there"
+            target.add((layer, page))
+    for move in plan.hand_overs:
+        layer, first, stop = move.pages
+        for page in range(first, stop):
+            assert primary[layer, page] == move.source and (layer, page) in held[move.destination]
+            primary[layer, page] = move.destination
+    for (layer, first, stop), rank in plan.drops:
+        for page in range(first, stop):
+            held[rank].remove((layer, page))
+    after = {(it.layer, page): it.primary for it in all_runs(plan.after) for page in range(it.first, it.stop)}
+    lost = {(it.layer, page) for it in plan.lost for page in range(it.first, it.stop)}
+    assert after == {page: rank for page, rank in primary.items() if page not in lost}
+    return {rank: pages for rank, pages in held.items() if pages}
 
 
-def execute(plan: ReshardPlan) -> None:
-    """Run the plan on real arrays and check every worker's new tile."""
-    whole = np.arange(np.prod(plan.shape, dtype=int)).reshape(plan.shape)
-    bound = 0
-    new = {rank: np.full(plan.shape, -1) for rank in plan.dst.mesh.members}
-    for rank in plan.dst.mesh.members:
-        if (kept := plan.local_copy(rank)) is not None:
-            assert kept.src == kept.dst == rank and kept.bytes == whole[kept.slices].size * plan.itemsize
-            new[rank][kept.slices] = whole[kept.slices]
-        needed = np.zeros(plan.shape, bool)
-        needed[plan.dst.tile_of(rank, plan.shape)] = True
-        if rank in plan.src.mesh:
-            needed[plan.src.tile_of(rank, plan.shape)] = False
-        bound += int(needed.sum()) * plan.itemsize
-    moved = 0
-    for transfer in plan:
-        assert transfer.src != transfer.dst
-        held = np.full(plan.shape, -1)
-        tile = plan.src.tile_of(transfer.src, plan.shape)
-        held[tile] = whole[tile]
-        sent = held[transfer.slices]
-        assert (sent >= 0).all(), "sent what its source does not hold"
-        assert (new[transfer.dst][transfer.slices] == -1).all(), "arrived twice, or was there"
-        new[transfer.dst][transfer.slices] = sent
-        assert 0 < transfer.bytes == sent.size * plan.itemsize
-        moved += transfer.bytes
-    for rank in plan.dst.mesh.members:
-        tile = plan.dst.tile_of(rank, plan.shape)
-        assert (new[rank][tile] == whole[tile]).all()
-        assert (new[rank] >= 0).sum() == whole[tile].size
-    assert moved == plan.bytes == plan.lower_bound == bound
+@given(cases(), cases(), st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_plan_leads_to_its_target(before: Case, after: Case, data: st.DataObject) -> None:
+    """From any mesh, ragged, with workers lost, to any other mesh, cuts and spec: for the same model."""
+    layers = len(before.layout.layers)
+    stages = after.stages[: min(len(after.stages), layers)]
+    cuts = (0, *range(layers - len(stages) + 1, layers + 1))
+    after = replace(after, layout=before.layout, stages=stages, cuts=cuts)
+    replicas = before.deal()
+    lost = data.draw(st.sets(st.sampled_from(before.workers), max_size=2))
+    stages = tuple(tuple(rank for rank in members if rank not in lost) or (39,) for members in after.stages)
+    after = replace(after, stages=tuple((s + 30,) if m == (39,) else m for s, m in enumerate(stages)))
+    plan = plan_reshard(before.layout, replicas, lost=lost, to=after.sharding)
+    assert plan == plan_reshard(before.layout, replicas, lost=sorted(lost), to=after.sharding)
+    assert hash(plan) == hash(plan_reshard(before.layout, replicas, lost=lost, to=after.sharding))
+    if plan.lost:
+        assert len(lost) > before.mirrors and not plan.copies
+        assert all(pages.replicas <= lost for pages in plan.lost)
+        return
+    assert execute(plan) == held_in(plan.after)
+    assert not any(rank in lost for pages in all_runs(plan.after) for rank in pages.replicas)
+    assert plan.least_elements <= plan.moved_elements
+    assert plan.text(12).endswith("drops")
 
 
-@given(plans())
-def test_each_missing_element_arrives_once(plan: ReshardPlan) -> None:
-    execute(plan)
+@given(arbitrary_maps())
+@settings(deadline=None, max_examples=200)
+def test_no_plan_makes_fewer_copies(drawn: tuple[Case, ReplicaMap]) -> None:
+    case, replicas = drawn
+    plan = plan_reshard(case.layout, replicas, to=case.sharding)
+    assert execute(plan) == held_in(plan.after)
+    assert copied_pages(plan) == fewest_copies(case, replicas)
 
 
-@given(plans(), st.integers(1, 5))
-def test_every_view_of_a_plan_is_the_same_plan(plan: ReshardPlan, chunk: int) -> None:
-    everything = list(plan)
-    assert len(everything) == plan.num_transfers
-    ranks = {*plan.src.mesh.members, *plan.dst.mesh.members}
-    assert Counter(everything) == Counter(t for rank in ranks for t in plan.incoming(rank))
-    assert Counter(everything) == Counter(t for rank in ranks for t in plan.outgoing(rank))
-    assert all(t.dst == rank for rank in ranks for t in plan.incoming(rank))
-    assert all(t.src == rank for rank in ranks for t in plan.outgoing(rank))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard_module, "_CHUNK", chunk)
-        fresh = plan_reshard(plan.shape, plan.itemsize, src=plan.src, dst=plan.dst)
-        assert list(fresh) == everything and fresh.bytes == plan.bytes
-        assert fresh == plan and hash(fresh) == hash(plan)
+@given(cases(), cases())
+@settings(deadline=None, max_examples=100)
+def test_a_given_map_of_other_ranges_is_reached(before: Case, after: Case) -> None:
+    """As a checkpoint is read: its shards stand in for workers, numbered below zero, and everything is copied."""
+    layers = len(before.layout.layers)
+    stages = after.stages[: min(len(after.stages), layers)]
+    after = replace(after, layout=before.layout, stages=stages, cuts=(0, *range(layers - len(stages) + 1, layers + 1)))
+    shards = {
+        layer: tuple(ReplicaSet(*it.key, -1 - it.primary, frozenset((-1 - it.primary,))) for it in of_layer)
+        for layer, of_layer in before.deal().items()
+    }
+    target = after.deal()
+    plan = plan_reshard(before.layout, shards, to=target)
+    assert execute(plan) == held_in(target)
+    assert copied_pages(plan) == sum(it.num_pages * len(it.replicas) for it in all_runs(target))
 
 
-@given(meshes(), st.integers(0, 30), st.data())
-def test_nothing_moves_when_nothing_changes(mesh: Mesh, length: int, data: st.DataObject) -> None:
-    spec = data.draw(specs(1))
-    plan = plan_reshard((length,), 4, src=(mesh, spec), dst=(mesh, spec))
-    assert (plan.num_transfers, plan.bytes, list(plan)) == (0, 0, [])
+@given(cases(), st.data())
+@settings(deadline=None, max_examples=100)
+def test_a_loss_alone_promotes_in_place(case: Case, data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.sampled_from(case.workers), max_size=case.mirrors))
+    plan = plan_reshard(case.layout, case.deal(), lost=lost)
+    assert (plan.lost, plan.copies, plan.hand_overs, plan.drops, plan.moved_elements) == ((), (), (), (), 0)
+    assert execute(plan) == held_in(plan.after) == held_in(case.deal(), frozenset(lost))
+    orphans = [it for it in all_runs(case.deal()) if it.primary in lost]
+    assert [(move.pages, move.source) for move in plan.promotions] == [(it.key, it.primary) for it in orphans]
 
 
-def test_losing_a_replica_moves_nothing() -> None:
-    before = mesh("dp4_pp2")
-    plan = plan_reshard((100,), 4, src=(before, P("pp")), dst=(before.without({1, 6}), P("pp")))
-    assert plan.bytes == 0
+def test_nothing_moves_when_nothing_changes() -> None:
+    sharding = StateSharding(Mesh.initial(MeshShape.of_stages((3, 2))), (0, 2, 3), P("dp"), mirror_count=1)
+    layout = layout_of([7, 5, 9])
+    plan = plan_reshard(layout, place_replicas(layout, sharding), to=sharding)
+    assert (plan.promotions, plan.copies, plan.hand_overs, plan.drops) == ((), (), (), ())
+    assert plan.during == plan.after == plan.before
 
 
-def test_newcomers_read_from_all_replicas_in_turn() -> None:
-    before = mesh("dp3_pp2")
-    after = before.with_members(0, range(100, 106)).with_members(1, range(106, 112))
-    loads = Counter(t.src for t in plan_reshard((60,), 4, src=(before, P(None)), dst=(after, P(None))))
-    assert sorted(loads.values()) == [2] * 6
-    loads = Counter(t.src for t in plan_reshard((60,), 4, src=(before, P("pp")), dst=(after, P("pp"))))
-    assert sorted(loads.values()) == [2] * 6
-    ragged = Mesh.initial(MeshShape.of_stages((3, 2)))
-    after = ragged.with_members(0, range(100, 112)).with_members(1, range(112, 124))
-    loads = Counter(t.src for t in plan_reshard((60,), 4, src=(ragged, P("pp")), dst=(after, P("pp"))))
-    assert [loads[rank] for rank in ragged.members] == [4, 4, 4, 6, 6]
+def test_senders_share_the_load() -> None:
+    """Eight workers, of whom one is lost: the copies of its pages come from all the others, almost evenly."""
+    mesh = Mesh.initial(MeshShape.of(dp=8))
+    sharding = StateSharding(mesh, (0, 5), P("dp"), mirror_count=1)
+    layout = layout_of([100] * 5)
+    left = replace(sharding, mesh=mesh.with_stages([[0, 1, 2, 3, 4, 6, 7]]))
+    plan = plan_reshard(layout, place_replicas(layout, sharding), lost={5}, to=left)
+    sent = Counter({rank: 0 for rank in left.mesh.members})
+    for copy in plan.copies:
+        sent[copy.source] += copy.pages[2] - copy.pages[1]
+    assert plan.moved_elements == plan.least_elements and max(sent.values()) < 2 * sum(sent.values()) / 7, sent
 
 
-def test_members_read_within_their_old_stage() -> None:
-    before = mesh("dp2_pp2")
-    for transfer in plan_reshard((60,), 4, src=(before, P("dp")), dst=(before, P(None))):
-        assert before.stage_of(transfer.src) == before.stage_of(transfer.dst)
+def test_a_plan_that_is_under_way_goes_on() -> None:
+    """The second half of the workers has its copies: the rest of the plan is the copies of the first half."""
+    mesh = Mesh.initial(MeshShape.of(dp=3))
+    sharding = StateSharding(mesh, (0, 1), P("dp"), mirror_count=1)
+    layout = layout_of([9])
+    joined = replace(sharding, mesh=mesh.with_stages([[0, 1, 2, 3]]), mirror_count=2)
+    plan = plan_reshard(layout, place_replicas(layout, sharding), to=joined)
+    arrived = {
+        layer: tuple(
+            ReplicaSet(*it.key, it.primary, it.replicas | (it.learners & {3}), it.learners - {3}) for it in of_layer
+        )
+        for layer, of_layer in plan.during.items()
+    }
+    rest = plan.advanced(arrived)
+    assert rest.after == plan.after
+    assert rest.copies == tuple(copy for copy in plan.copies if copy.destination != 3) != ()
 
 
-def test_plan_prints() -> None:
-    before = mesh("dp3")
-    plan = plan_reshard((12, 2), 4, src=(before, P("dp")), dst=(before.without({1}), P("dp")), array="w")
-    assert str(plan).splitlines() == [
-        'reshard w (12, 2) x 4 B: P("dp") on dp3 -> P("dp") on dp2',
-        "  2 transfers, 32 B (lower bound 32 B)",
-        "  1 -> 0  w[4:6, 0:2]  16 B",
-        "  1 -> 2  w[6:8, 0:2]  16 B",
+def test_a_plan_prints() -> None:
+    mesh = Mesh.initial(MeshShape.of(dp=3))
+    sharding = StateSharding(mesh, (0, 2), P("dp"), mirror_count=1)
+    layout = layout_of([6, 3])
+    plan = plan_reshard(
+        layout, place_replicas(layout, sharding), lost={1}, to=replace(sharding, mesh=mesh.with_stages([[0, 2]]))
+    )
+    assert plan.text(12).splitlines() == [
+        'reshard plan, without worker 1: mesh dp2, epoch 1, 2 workers: 0 2; layers 0-1; state P("dp"), 1 mirror',
+        "  promote 0 in place of 1: layer 0 page 3",
+        "  promote 2 in place of 1: layer 0 page 2; layer 1 page 1",
+        "  copy 0 -> 2, 2,304 B: layer 0 pages 0 3; layer 1 page 0",
+        "  copy 2 -> 0, 2,304 B: layer 0 pages 2 5; layer 1 pages 1 3",
+        "  3 promotions, 7 copies, 4,608 B (at least 4,608 B), 0 drops",
     ]
-    gather = plan_reshard((12,), 4, src=(mesh("dp12"), P("dp")), dst=(mesh("dp12"), P(None)))
-    assert str(gather).endswith("... 124 more")
-
-
-def test_wrong_plans() -> None:
-    here = mesh("dp2")
-    with pytest.raises(SpecError, match="at most one entry per dim"):
-        plan_reshard((4,), 4, src=(here, P("dp")), dst=(here, P(None, "dp")))
-    with pytest.raises(SpecError, match="at least 1 byte"):
-        plan_reshard((4,), 0, src=(here, P("dp")), dst=(here, P()))
-    with pytest.raises(MeshError, match="rank 9"):
-        plan_reshard((4,), 4, src=(here, P("dp")), dst=(here, P())).incoming(9)
-
-
-@given(st.integers(0, 40), st.data())
-def test_pages_move_once(pages: int, data: st.DataObject) -> None:
-    src, dst = (data.draw(arrays(np.int32, pages, elements=st.integers(0, 3))) for _ in range(2))
-    plan = plan_pages(src, dst, 256)
-    owner = src.copy()
-    for transfer in plan.transfers:
-        (run,) = transfer.slices
-        assert (owner[run] == transfer.src).all() and (src[run] == transfer.src).all()
-        owner[run] = transfer.dst
-        assert transfer.bytes == (run.stop - run.start) * 256
-    assert (owner == dst).all()
-    assert plan.bytes == (src != dst).sum() * 256 == sum(t.bytes for t in plan.transfers)
-    more = Counter(dst.tolist()) - Counter(src.tolist())
-    assert plan.lower_bound == more.total() * 256 <= plan.bytes
-    ranks = range(4)
-    assert sum(len(plan.incoming(r)) for r in ranks) == sum(len(plan.outgoing(r)) for r in ranks) == len(plan.transfers)
-    assert plan == plan_pages(src, dst, 256) and hash(plan) == hash(plan_pages(src, dst, 256))
-
-
-def test_runs_of_pages_are_one_transfer() -> None:
-    plan = plan_pages(np.array([0, 0, 0, 1, 1]), np.array([2, 2, 0, 2, 2]), 10)
-    assert str(plan).splitlines() == [
-        "5 pages: 2 transfers, 40 B (lower bound 40 B)",
-        "  0 -> 2  pages[0:2]  20 B",
-        "  1 -> 2  pages[3:5]  20 B",
+    joined = plan_reshard(
+        layout, place_replicas(layout, sharding), to=replace(sharding, mesh=mesh.with_stages([[0, 1, 2, 3]]))
+    )
+    assert joined.text(12).splitlines()[1:] == [
+        "  copy 1 -> 3, 768 B: layer 1 page 1",
+        "  copy 2 -> 3, 768 B: layer 0 page 4",
+        "  then hand over 1 -> 3: layer 1 page 1",
+        "  then hand over 2 -> 3: layer 0 page 4",
+        "  then drop at 1: layer 1 page 1",
+        "  then drop at 2: layer 0 page 4",
+        "  0 promotions, 2 copies, 1,536 B (at least 1,536 B), 2 drops",
     ]
-
-
-@pytest.mark.parametrize(("src", "dst", "size"), [([0], [0, 1], 4), ([0.5], [1.0], 4), ([-1], [0], 4), ([0], [0], 0)])
-def test_wrong_owner_maps(src: list, dst: list, size: int) -> None:
-    with pytest.raises(LayoutError, match="Owner maps"):
-        plan_pages(np.array(src), np.array(dst), size)

@@ -1,0 +1,98 @@
+"""Where optimizer state is to lie: a mesh, the layers of its stages, the spec of the state, mirrors of each page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.spec import P
+from elaswave_spmd.sharding.tiles import TileMap
+
+Stages = tuple[tuple[int, ...], ...]
+"""Ranks of each stage."""
+
+_PRIMARIES = P("dp")
+
+
+@dataclass(frozen=True)
+class StateSharding:
+    """A (mesh, specs) of optimizer state. Together with a page layout it says which workers are to hold each page.
+
+    The array that `spec` splits is the sequence of a layer's pages, and it is split over the workers of the layer's
+    stage: P("dp") gives each worker a tile of the pages (ZeRO-1 and above), P(None) gives every worker all of them.
+    Whatever the spec, the tiles of P("dp") are the *primaries*: one worker reduces and publishes each page.
+
+    Args:
+        mesh: the workers, by stage, and their failure domains.
+        layer_cuts: stage s has layers [layer_cuts[s], layer_cuts[s + 1]).
+        spec: of the state, `Shardings.optim`.
+        mirror_count: further replicas of each page, where there are that many other workers.
+        scatter: the most workers that mirror one worker's pages; 0 is the default, at most 4.
+    """
+
+    mesh: Mesh
+    layer_cuts: tuple[int, ...]
+    spec: P
+    mirror_count: int = 0
+    scatter: int = 0
+
+    @property
+    def stages(self) -> Stages:
+        """Ranks of each stage."""
+        return self.mesh.stages
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if the spec gives each worker of a stage all of its pages: it leaves out axis dp."""
+        return self.spec.dim_of("dp") is None
+
+    def layers_of_stage(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.layer_cuts[stage], self.layer_cuts[stage + 1])
+
+    def primary_ranges(self, layout: ModelLayout, stage: int) -> Iterator[tuple[PageRange, int]]:
+        """The page ranges of a new mesh's stage with their primaries, in page order.
+
+        Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
+        disjoint transfers (principle 5 of docs/design.md). The parts that are one page longer go on from layer to
+        layer where the layer before left off, so that the stage's pages are even within one page. A range lies in one
+        block; the loss page goes to the stage's last worker.
+        """
+        members, turn = self.stages[stage], 0
+        for layer in self.layers_of_stage(stage):
+            of_layer = layout.layers[layer]
+            num_pages = of_layer.num_state_pages
+            tiles = TileMap(MeshShape.of(dp=len(members)), _PRIMARIES, (num_pages,), of_layer.name, longer_from=turn)
+            turn = (turn + num_pages) % len(members)
+            starts, stops = (bound[:, 0].tolist() for bound in tiles.bounds)
+            for block in of_layer.state_blocks:
+                end = block.first_page + block.num_pages
+                for primary, start, stop in zip(members, starts, stops, strict=True):
+                    if max(start, block.first_page) < min(stop, end):
+                        yield (layer, max(start, block.first_page), min(stop, end)), primary
+            if of_layer.loss_block is not None:
+                loss = of_layer.loss_block.first_page
+                yield (layer, loss, loss + 1), members[-1]
+
+    def without_mirrors(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
+        """The replicas of a new mesh that the spec alone asks for.
+
+        Args:
+            stages: the stages whose layers are wanted; None: all.
+        """
+        found: dict[int, list[ReplicaSet]] = {}
+        for stage in range(len(self.stages)) if stages is None else stages:
+            everybody = frozenset(self.stages[stage])
+            found |= {layer: [] for layer in self.layers_of_stage(stage)}
+            for (layer, first, stop), primary in self.primary_ranges(layout, stage):
+                replicas = everybody if self.is_replicated else frozenset((primary,))
+                found[layer].append(ReplicaSet(layer, first, stop, primary, replicas))
+        return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+
+    def __str__(self) -> str:
+        layers = " | ".join(f"{a}-{b - 1}" for a, b in zip(self.layer_cuts, self.layer_cuts[1:], strict=False))
+        mirrors = f"{self.mirror_count} mirror{'s' * (self.mirror_count != 1)}"
+        return f"{self.mesh}; layers {layers}; state {self.spec}, {mirrors}"

@@ -1,0 +1,55 @@
+"""The page ranges and replicas that a mesh and a spec ask for, read off tile maps."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.sharding import P, StateSharding, TileMap
+from elaswave_spmd.sharding.replicas import all_runs
+from tests.unit.sharding.test_refill import layout_of
+
+PAGES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
+
+
+@given(PAGES, st.integers(1, 9))
+def test_every_layer_is_cut_evenly_over_the_stage_and_so_is_the_stage(pages: list[int], workers: int) -> None:
+    mesh = Mesh.initial(MeshShape.of(dp=workers))
+    layout = layout_of(pages)
+    load = [0] * workers
+    covered: list[list[int]] = [[] for _ in pages]
+    for (layer, first, stop), primary in StateSharding(mesh, (0, len(pages)), P("dp")).primary_ranges(layout, 0):
+        block = layout.layers[layer].block_of(first)
+        assert stop <= block.pages.stop
+        if block.kind == "state":
+            load[primary] += stop - first
+            covered[layer] += range(first, stop)
+            assert stop - first in (pages[layer] // workers, -(-pages[layer] // workers))
+        else:
+            assert primary == workers - 1, "the loss page is the last worker's"
+    assert covered == [list(range(count)) for count in pages]
+    assert sum(load) == sum(pages) and max(load) - min(load) <= 1
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 9), st.booleans())
+def test_replicas_are_the_coordinates_whose_tile_has_the_page(sizes: list[int], count: int, replicated: bool) -> None:
+    """On ragged stages, for the first layer of each stage; later layers are cut alike, from another position on."""
+    mesh = Mesh.initial(MeshShape.of_stages(sizes))
+    spec = P(None) if replicated else P("dp")
+    sharding = StateSharding(mesh, tuple(range(len(sizes) + 1)), spec)
+    layout = layout_of([count] * len(sizes))
+    tiles = TileMap(mesh.shape, spec, (count,))
+    for pages in all_runs(sharding.without_mirrors(layout)):
+        if layout.layers[pages.layer].block_of(pages.first).kind == "state":
+            members = mesh.stages[pages.layer]
+            for page in range(pages.first, pages.stop):
+                held = [tiles.tile(pages.layer, position)[0] for position in range(len(members))]
+                assert pages.replicas == {
+                    r for r, tile in zip(members, held, strict=True) if tile.start <= page < tile.stop
+                }
+
+
+def test_the_sharding_prints() -> None:
+    sharding = StateSharding(Mesh.initial(MeshShape.parse("dp2_pp2")), (0, 2, 3), P("dp"), mirror_count=1)
+    assert str(sharding) == 'mesh dp2_pp2, epoch 0, 4 workers: 0 1 | 2 3; layers 0-1 | 2-2; state P("dp"), 1 mirror'
