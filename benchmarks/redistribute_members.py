@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,9 @@ class TileChange:
 
     def parts(self) -> list[tuple[int, int, int, int]]:
         """(source, destination, start, stop) of every overlap; source and destination may be one worker."""
-        pairs = [
-            (src, dst, max(a, c), min(b, d))
-            for src, (a, b) in enumerate(self.old)
-            for dst, (c, d) in enumerate(self.new)
-        ]
-        return [part for part in pairs if part[2] < part[3]]
+        pairs = product(enumerate(self.old), enumerate(self.new))
+        parts = [(src, dst, max(a, c), min(b, d)) for (src, (a, b)), (dst, (c, d)) in pairs]
+        return [part for part in parts if part[2] < part[3]]
 
 
 def tile_changes(num_bytes: int, before: int, after: int) -> dict[tuple[int, int], TileChange]:

@@ -175,7 +175,7 @@ def test_a_plan_prints() -> None:
         "  3 promotions, 7 copies, 4,608 B (at least 4,608 B), 0 drops",
     ]
     joined = plan_reshard(
-        layout, place_replicas(layout, sharding), to=replace(sharding, mesh=mesh.with_stages([[0, 1, 2, 3]]))
+        layout, place_replicas(layout, sharding), to=replace(sharding, mesh=mesh.with_stages([[0, 2, 1, 3]]))
     )
     assert joined.text(12).splitlines()[1:] == [
         "  copy 1 -> 3, 768 B: layer 1 page 1",
