@@ -121,6 +121,7 @@ class StagePrograms:
     @property
     def forwarded(self) -> frozenset[int]:
         """The micro-batches that were run forward through all bound layers, and not yet backward."""
+        # The last bound layer is run last in a forward, and first in a backward.
         return frozenset(microbatch for layer, microbatch in self._saved if layer == max(self._modules))
 
     def discard_all(self) -> None:
@@ -152,6 +153,7 @@ class StagePrograms:
             ModelError: the layer or the loss returned something else than the contract says.
             Exception: whatever the model's code raises, with a note that names the layer.
         """
+        # A new leaf: this layer's graph begins here even if the layer before ran on this worker, too.
         x = x.detach()
         if x.is_floating_point():
             x.requires_grad_()
@@ -193,6 +195,7 @@ class StagePrograms:
         saved = self._saved.pop((layer, microbatch))
         y = saved.y
         if y is None:
+            # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
             y = self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
         parameters = self._values[layer].parameters
         if add:
@@ -203,12 +206,14 @@ class StagePrograms:
             with naming_layer(self._name_of(layer), "backward", saved.x):
                 torch.autograd.backward(y, dy)
         if not add:
+            # Not into the views directly: a bf16 gradient is converted, and a missing one must become zero.
             into.set([parameter.grad for parameter in parameters])
         for parameter, view in zip(parameters, into.views, strict=True):
             # Had autograd made a new gradient tensor instead of adding in place, `into` would lack it without an error.
             assert not add or parameter.grad is view
             parameter.grad = None
         if layer == self._last:
+            # The loss is an element of the gradient: so it is reduced, replicated and recovered like any gradient page.
             loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
         if saved.x.requires_grad and saved.x.grad is None:
