@@ -136,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     examples = [example for example in EXAMPLES if args.only in example.mesh]
     if args.quick:
         examples = [example for example in examples if example.mesh in ("dp4_pp2", "stages4-3")][:2]
+    if not examples:
+        options.error(f"--only {args.only} names none of {', '.join(example.mesh for example in EXAMPLES)}")
     result = Result(
         "simulated", {"layers of a stage": LAYERS, "blocks": BLOCKS, "steps of a block": block, "quick": args.quick}
     )
