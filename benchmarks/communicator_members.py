@@ -253,7 +253,7 @@ class Member:
         return {"began": began, "usable": usable, "done": done, "sums": [float(total[-1]) for total in sums]}
 
     def tidy(self) -> None:
-        """Not timed."""
+        """Does the work that may wait until the sums are done; it is not measured."""
         self._communicator.tidy()
 
     def nothing(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
 
 @dataclass
 class SavedForward:
-    """What the backward of one layer and micro-batch needs from its forward.
+    """The forward of one layer and micro-batch, as far as its backward needs it.
 
     Args:
         x: the layer's input, a leaf.
@@ -342,7 +342,7 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _in_words(value: object) -> str:
-    """What a layer or a loss returned: "a tensor int64[2, 16]", or "an object of type tuple"."""
+    """A returned value in words: "a tensor int64[2, 16]", or "an object of type tuple"."""
     if isinstance(value, Tensor):
         return f"a tensor {_form_of(value)}"
     return f"an object of type {type(value).__name__}"

@@ -66,7 +66,7 @@ class LayerPrograms:
 
 @dataclass
 class IslandForward:
-    """What the backward of one layer and micro-batch needs from its forward, on the island.
+    """The forward of one layer and micro-batch on the island, as far as its backward needs it.
 
     Args:
         given: the arguments of the forward program.
