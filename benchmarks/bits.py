@@ -156,7 +156,7 @@ class Runner:
         from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 
         self._directory = directory
-        self._fork_server = ForkServerClient.start("elaswave_spmd.worker.loop:main", preload=PRELOAD)
+        self._fork_server = ForkServerClient.start("elaswave_spmd.worker.process:main", preload=PRELOAD)
 
     def run(self, case: Case) -> Outcome:
         """Runs a case without any fault.

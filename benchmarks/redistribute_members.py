@@ -1,7 +1,7 @@
 """Workers of `redistribute`: ours, which have pages of state or tiles of arrays, and those that use DCP.
 
-Ours do with state exactly what workers of a run do (runtime.replica): at a PLACE they take their place, primaries
-teach, learners report. They compute nothing, so only the state is there.
+Ours do with state exactly what workers of a run do (worker.step_commit): at a PLACE they take their place, primaries
+send state, learners report. They compute nothing, so only the state is there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -37,12 +37,12 @@ from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, 
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker.channel import Incoming, SocketChannel, Stopped
-from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.fault_points import no_op
+from elaswave_spmd.worker.configuration import Configuration
+from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.optimizers import AdamW
-from elaswave_spmd.worker.replica import StateReplica
 from elaswave_spmd.worker.spec import Job
+from elaswave_spmd.worker.step_commit import StepCommit
 
 LAYERS = 8
 KINDS = ("master", *AdamW().state_names)
@@ -135,7 +135,7 @@ class Worker:
         links = self._open()
         links.connect(CONTROLLER, controller)
         self._healthy = healthy(self._layout, workers, mirror_count)
-        self._replica: StateReplica | None = None
+        self._commit: StepCommit | None = None
         self._early: list[Incoming] = []
         self._port = SocketChannel(links, self._mailbox, torch.float32, _HOST)
         return {"address": links.address}
@@ -152,8 +152,10 @@ class Worker:
             pass
         assert self._links is not None
         sent = sum(self._links.bytes_sent(peer) for peer in range(8))
-        wrong = [str(part.run) for part in (self._replica.state if self._replica else ()) if not self._is_right(part)]
-        self._replica = None
+        wrong = [
+            str(part.run) for part in (self._commit.replica.state if self._commit else ()) if not self._is_right(part)
+        ]
+        self._commit = None
         return {"sent": sent, "wrong": wrong}
 
     def _is_right(self, part: Any) -> bool:
@@ -169,14 +171,16 @@ class Worker:
             case m.Reconfigure():
                 self._enter(incoming.message)
             case m.Prepare(epoch):
-                assert self._replica is not None
-                protocol = self._replica.protocol
+                assert self._commit is not None
+                protocol = self._commit.protocol
                 if protocol.promise(epoch):
                     self._port.send(CONTROLLER, m.StepReport(epoch, self._rank, protocol.version))
-            case _ if self._replica is None:
+            case m.LinkClosed(peer=peer) if peer == CONTROLLER:
+                raise Stopped
+            case _ if self._commit is None:
                 self._early.append(incoming)
             case message:
-                self._replica.handle(incoming.sender, message, incoming.payload)
+                self._commit.handle(incoming.sender, message, incoming.payload)
 
     def _enter(self, message: m.Reconfigure) -> None:
         """As Worker and Executor of the product do at a PLACE between two steps."""
@@ -187,24 +191,27 @@ class Worker:
         others = [peer for peer in message.addresses if peer != self._rank]
         for peer in others:
             links.connect(peer, message.addresses[peer])
-        epoch = Epoch.of(self._healthy, message)
-        first = self._replica is None
-        if self._replica is None:
+        configuration = Configuration.of(self._healthy, message)
+        first = self._commit is None
+        if self._commit is None:
             if missing := links.wait_connected(others, _TIMEOUT_S):
                 raise RuntimeError(f"no link to {missing}")
             job = Job(0, 10**6, _MICROBATCHES, 1, 1, "fp32", AdamW(), LearningRate(1e-3))
-            self._replica = StateReplica(
-                self._rank, job, self._layout, {}, epoch.placement, epoch.version, _HOST, self._port.send, no_op
-            )
-        self._replica.bind(epoch.placement, epoch.placement.replica_map(self._layout), epoch.version, False)
-        if first and not epoch.placement.mesh.epoch:
-            self._replica.state.restore(self._saved, 0)
+            nothing = cast(Any, None)  # it computes nothing: no modules, programs or data
+            model = LocalModel(self._layout, {}, nothing, nothing)
+            data = Datasets(nothing, None)
+            context = WorkerContext(self._rank, job, self._healthy, model, data, _HOST, self._port)
+            self._commit = StepCommit(context, {}, configuration)
+        placement = configuration.placement
+        self._commit.enter(placement, placement.replica_map(self._layout), configuration.version)
+        if first and not configuration.epoch:
+            self._commit.replica.state.restore(self._saved, 0)
             self._port.send(CONTROLLER, m.Heartbeat(self._rank, 0, True, "has its state"))
-        self._replica.resume()
+        self._commit.resume()
         early, self._early = self._early, []
         for incoming in early:
             self._handle(incoming)
-        self._replica.teach()
+        self._commit.replica.send_state()
 
     def _saved(self, run: PageRange, kind: str) -> Tensor:
         layer, first, stop = run

@@ -28,10 +28,11 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, socket_directory
-from elaswave_spmd.worker import loop as worker
+from elaswave_spmd.worker import process as worker
 from elaswave_spmd.worker.channel import SocketChannel
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.plan_run import plan_run
-from elaswave_spmd.worker.step import Executor
 
 _GATE_PATH = "ELASWAVE_BENCHMARK_GATE"
 _PRELOAD = (*startup.PRELOAD, "benchmarks.steady_sides")
@@ -86,13 +87,14 @@ def our_worker(spec: dict[str, Any], kind: type[GatedChannel] = GatedChannel) ->
 
 def our_counting_worker(spec: dict[str, Any]) -> int:
     """As `our_worker`, with a port that counts."""
-    make = worker.make_executor
 
-    def make_known(plan: Any, rank: int, port: CountingChannel, *rest: Any, **named: Any) -> Executor:
-        port.executor = make(plan, rank, port, *rest, **named)
-        return port.executor
+    def make_known(context: WorkerContext, *rest: Any) -> Executor:
+        channel = context.channel
+        assert isinstance(channel, CountingChannel)
+        channel.executor = Executor(context, *rest)
+        return channel.executor
 
-    with mock.patch.object(worker, "make_executor", make_known):
+    with mock.patch.object(worker, "Executor", make_known):
         return our_worker(spec, CountingChannel)
 
 

@@ -46,6 +46,7 @@ from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, make_room, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
 from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -221,19 +222,18 @@ class Controller:
         self._observer.on_start(run_info(plan, self._data, self._observer.run_dir.path, self._start_at.step))
         self._start_at.announce(self._observer, mesh.shape.name)
         self._control.open()
-        self._spec = {
-            "settings": settings.to_dict(),
-            "data": self._data.to_dict(),
-            "controller": self._links.address,
-            "directory": self._scratch,
-            "token": self._token.hex(),
-            "host": self._host,
-            "costs": plan.costs.to_json() if settings.schedule.profile else None,
-            "checkpoints": self._durability.orders().to_dict(),
-            "trace": str(self._observer.run_dir.path) if settings.run.trace else None,
-            "frequencies": self._frequencies.cells,
-            "groups": self._groups.address,
-        }
+        self._spec = RunSpec(
+            settings,
+            self._data,
+            LinkSpec(self._links.address, self._scratch, self._token, self._host),
+            self._durability.orders(),
+            OptionSpec(
+                profile=plan.costs.to_json() if settings.schedule.profile else None,
+                trace=str(self._observer.run_dir.path) if settings.run.trace else None,
+                frequencies=self._frequencies.cells,
+                groups=self._groups.address,
+            ),
+        )
         for rank in mesh.members:
             self._start_worker(rank)
         self._start_until = time.monotonic() + self._start_timeout_s
@@ -248,7 +248,8 @@ class Controller:
         return ranks
 
     def _start_worker(self, rank: int) -> None:
-        self._workers[rank] = self._fork_server.spawn(rank, self._spec | {"latch": self._supervision.seat(rank)})
+        spec = WorkerSpec(rank, self._spec, self._supervision.seat(rank))
+        self._workers[rank] = self._fork_server.spawn(rank, spec.to_dict())
 
     def _wait(self) -> None:
         """Takes what has come; looks after the workers' processes."""

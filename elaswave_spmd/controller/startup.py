@@ -20,8 +20,8 @@ from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, read_secret, resolve
 from elaswave_spmd.runtime.transport.links import make_room
 
-TARGET = "elaswave_spmd.worker.loop:main"
-PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.loop", "elaswave_spmd.models")
+TARGET = "elaswave_spmd.worker.process:main"
+PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.process", "elaswave_spmd.models")
 
 
 def data_spec(settings: Settings) -> DataSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,8 +84,6 @@ class SocketChannel:
         self._early: list[Item] = list(early)
         self._copies = device.kind.capabilities.pinned_copies
         self._leaving: dict[int, deque[tuple[bytes, HostCopy | None]]] = {}
-        self.controller_gone: Callable[[], None] | None = None
-        """Called, once, when the controller has died; None: then `take` raises Stopped."""
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         header = m.encode(message)
@@ -107,16 +105,18 @@ class SocketChannel:
         return bool(self._leaving)
 
     def take(self) -> list[Incoming]:
-        """Raises Stopped when the controller says so."""
+        """Everything that has arrived. The end of the link to the controller is a LinkClosed(peer=CONTROLLER).
+
+        Raises:
+            Stopped: the controller says so.
+        """
         if self._leaving:
             self.is_copying()
         items, self._early = [*self._early, *self._mailbox.take_all()], []
         found = []
         for item in items:
             if isinstance(item, ControllerGone):
-                if self.controller_gone is None:
-                    raise Stopped
-                self.controller_gone()
+                found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, CONTROLLER)))
             if isinstance(item, Interrupted):
                 self.send(CONTROLLER, m.Leaving(self._links.me))
             if isinstance(item, PeerClosed):

@@ -18,24 +18,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, Wrote
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
-from elaswave_spmd.run_dir.checkpoints import open_checkpoint
 from elaswave_spmd.run_dir.files import replacing, write_all
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST, writers_of
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
-from elaswave_spmd.worker.replica import StateReplica
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.state import LEARNING
+from elaswave_spmd.worker.state_replica import StateReplica
 
 MASTER = "master"
 """The kind of state that is not the optimizer's: the fp32 master parameters."""
@@ -51,53 +48,6 @@ _MAX_REPORTS = 256
 
 Arrays = dict[PageRange, dict[str, np.ndarray]]
 """Page range -> kind of state (`MASTER`, or one of the optimizer's) -> fp32 [elements]."""
-
-
-@dataclass(frozen=True)
-class CheckpointOrders:
-    """The checkpoint settings of a run as a worker gets them: plain values, the same on every worker.
-
-    Args:
-        run_dir: the run's directory, absolute; the same path on all machines.
-        run: the run's id.
-        incarnation: the number of the controller that started this worker, counted over all starts of the run.
-        every: steps between checkpoints; 0 for none. The last step has none, since its weights are the result.
-        steps: number of steps of the run.
-        source: the directory of the checkpoint that the run begins with, or None.
-        committed: the last step that was committed before the run was resumed; 0 if it is not a resumed run.
-    """
-
-    run_dir: str
-    run: str
-    incarnation: int
-    every: int = 0
-    steps: int = 0
-    source: str | None = None
-    committed: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain JSON types. `CheckpointOrders(**fields)` inverts it."""
-        return asdict(self)
-
-    def is_due(self, step: int) -> bool:
-        """True if the state after this step is to be written."""
-        return self.every > 0 and step % self.every == 0 and step < self.steps
-
-    def reader(self) -> Callable[[PageRange, str], Tensor] | None:
-        """Opens the checkpoint that the run begins with.
-
-        Its hashes are not verified again: the controller did so before it started the workers.
-
-        Returns:
-            (page range, kind of state) -> fp32 [elements]; None if the run begins with initial values.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read any more.
-        """
-        if self.source is None:
-            return None
-        checkpoint = open_checkpoint(Path(self.source), verify=False)
-        return lambda page_range, kind: torch.from_numpy(checkpoint.read(*page_range, kind))
 
 
 @dataclass(frozen=True)
@@ -139,20 +89,31 @@ class StepRecord:
 class CheckpointWriter:
     """Writes this worker's shards of a run's checkpoints.
 
-    `attach` it when the worker becomes a member; from then on it is called for every applied step. The training thread
-    only copies the state. One shard at a time is written, by a thread of lower priority. A checkpoint that becomes due
-    while two copies wait to be written is skipped, and reported as skipped.
+    `applied` is called after every step. The training thread only copies the state. One shard at a time is written, by
+    a thread of lower priority. A checkpoint that becomes due while two copies wait to be written is skipped, and
+    reported as skipped.
 
     Args:
         rank: this worker's.
         orders: the run's checkpoint settings.
+        layout: of the model.
+        device: holds the state.
         send_report: sends a `Wrote` to the controller. It is called by the writing thread, and by the training thread
             for a skipped checkpoint.
     """
 
-    def __init__(self, rank: int, orders: CheckpointOrders, send_report: Callable[[Wrote], object]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        orders: CheckpointOrders,
+        layout: ModelLayout,
+        device: Device,
+        send_report: Callable[[Wrote], object],
+    ) -> None:
         self._rank = rank
-        self.orders = orders
+        self._orders = orders
+        self._layout = layout
+        self._device = device
         self._send_report = send_report
         self._thread: threading.Thread | None = None
         self._waiting: queue.Queue[_Copied | None] = queue.Queue()
@@ -160,24 +121,11 @@ class CheckpointWriter:
         self._writers_epoch = -1
         self._reports: deque[StepRecord] = deque(maxlen=_MAX_REPORTS)
 
-    def attach(self, replica: StateReplica, layout: ModelLayout, device: Device) -> None:
-        """Starts to follow a replica's applied steps.
-
-        Args:
-            replica: this worker's.
-            layout: of the model.
-            device: holds the replica's state.
-        """
-        self._replica = replica
-        self._layout = layout
-        self._device = device
-        replica.applied = self._on_applied
-
-    def save(self) -> None:
+    def save(self, replica: StateReplica) -> None:
         """Writes the state as it is, after the copies that wait already. Called before the run stops on request."""
-        protocol = self._replica.protocol
+        protocol = replica.protocol
         begin = time.perf_counter()
-        if arrays := self._copy(protocol.version):
+        if arrays := self._copy(replica, protocol.version):
             self._enqueue(_Copied(protocol.version, protocol.epoch, arrays, 1e3 * (time.perf_counter() - begin)))
 
     def close(self) -> None:
@@ -187,35 +135,35 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def write_now(self) -> None:
+    def write_now(self, replica: StateReplica) -> None:
         """Writes the state as it is, and the records of the last steps, without a report: the controller is gone.
 
         Every worker does so on its own. If all of them are at the same version, the next controller finds a complete
         set of shards and makes a checkpoint of it.
         """
         self.close()
-        step = self._replica.protocol.version
-        directory = checkpoint_path(self.orders.run_dir, step)
+        step = replica.protocol.version
+        directory = checkpoint_path(self._orders.run_dir, step)
         if not step or (directory / MANIFEST).exists():
             return
-        if arrays := self._copy(step):
-            wrote = self._write(_Copied(step, self._replica.protocol.epoch, arrays, 0.0))
+        if arrays := self._copy(replica, step):
+            wrote = self._write(_Copied(step, replica.protocol.epoch, arrays, 0.0))
             if not wrote.error:
                 _save_reports(directory, self._rank, self._reports)
 
-    def _on_applied(self, report: Applied) -> None:
+    def applied(self, report: Applied, replica: StateReplica) -> None:
         """Records a step, and copies the state if a checkpoint is due. The state changes after this call."""
         step = report.step
-        num_workers = len(self._replica.placement.mesh.members)
+        num_workers = len(replica.placement.mesh.members)
         self._reports.append(StepRecord(step, report.epoch, report.loss, report.grad_norm, num_workers))
-        if not self.orders.is_due(step):
+        if not self._orders.is_due(step):
             return
         begin = time.perf_counter()
-        epoch = self._replica.protocol.epoch
+        epoch = replica.protocol.epoch
         if self._waiting.qsize() >= _MAX_WAITING:
             self._send_report(Wrote(step, self._rank, epoch, error="those before it are still being written"))
             return
-        if arrays := self._copy(step):
+        if arrays := self._copy(replica, step):
             self._enqueue(_Copied(step, epoch, arrays, 1e3 * (time.perf_counter() - begin)))
 
     def _enqueue(self, copied: _Copied) -> None:
@@ -225,14 +173,14 @@ class CheckpointWriter:
             self._thread.start()
         self._waiting.put(copied)
 
-    def _copy(self, step: int) -> Arrays:
+    def _copy(self, replica: StateReplica, step: int) -> Arrays:
         """Copies the page ranges that this worker is the writer of, at version `step`, to host memory."""
-        placement = self._replica.placement
+        placement = replica.placement
         if self._writers_epoch != placement.mesh.epoch:
             self._writers_epoch = placement.mesh.epoch
             self._writers = writers_of(placement.replica_map(self._layout), self._layout)
         copies: dict[PageRange, dict[str, HostCopy]] = {}
-        for part in self._replica.state:
+        for part in replica.state:
             if self._writers[part.run.key] == self._rank and part.version != LEARNING:
                 assert part.version == step, (part.run, part.version, step)
                 state = {MASTER: part.master, **part.optimizer_state}
@@ -250,7 +198,7 @@ class CheckpointWriter:
     def _write(self, copied: _Copied) -> Wrote:
         """Writes one shard. A full disk or a missing directory ends this checkpoint, not the training."""
         begin = time.perf_counter()
-        orders = self.orders
+        orders = self._orders
         step = copied.step
         epoch = copied.epoch
         directory = checkpoint_path(orders.run_dir, step)

@@ -1,4 +1,4 @@
-"""A mesh epoch as a worker sees it: what a PLACE says, worked out."""
+"""A configuration of the mesh as a worker sees it: the content of a Reconfigure message, worked out."""
 
 from __future__ import annotations
 
@@ -11,37 +11,44 @@ from elaswave_spmd.sharding.replicas import from_rows
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One mesh epoch.
+class Configuration:
+    """One mesh epoch: who is a member, who computes what, and where the run stood when it began.
 
     Args:
-        version: the highest of any member when the epoch began.
-        work: who runs what of step version + 1; None: nothing of it was begun, the placement holds for it too.
-        validate: the version whose validation is to be run again, or -1.
+        placement: the mesh, the cuts between stages, micro-batches and replicas.
+        version: the highest version of any member when the epoch began.
+        recovery_plan: who recomputes what of step version + 1. None: nothing of that step was begun, so that it runs as
+            placed. Empty: everything of it is done.
+        validate: the version whose validation has to be run again, or -1.
         save: write the state of `version` and begin no other step.
     """
 
     placement: Placement
     version: int = 0
-    work: tuple[Recompute, ...] | None = None
+    recovery_plan: tuple[Recompute, ...] | None = None
     validate: int = -1
     save: bool = False
 
+    @property
+    def epoch(self) -> int:
+        """The mesh epoch, which fences control messages."""
+        return self.placement.mesh.epoch
+
     @classmethod
-    def of(cls, healthy: Placement, place: Reconfigure) -> Epoch:
-        """What `place` says.
+    def of(cls, first: Placement, message: Reconfigure) -> Configuration:
+        """The configuration that the controller's message describes.
 
         Args:
-            healthy: the placement of the first epoch: what is the same in all of them.
+            first: the placement that the run began with: specs, topology and layers are the same in all epochs.
         """
-        shape = healthy.mesh.shape
+        shape = first.mesh.shape
         tp, fsdp = shape.axis_size("tp"), shape.axis_size("fsdp")
-        mesh = Mesh(MeshShape.of_stages(map(len, place.stages), tp=tp, fsdp=fsdp), place.stages, place.epoch)
+        mesh = Mesh(MeshShape.of_stages(map(len, message.stages), tp=tp, fsdp=fsdp), message.stages, message.epoch)
         placement = replace(
-            healthy,
+            first,
             mesh=mesh,
-            layer_cuts=place.layer_cuts,
-            microbatch_counts=place.microbatch_counts,
-            replicas=from_rows(place.replicas) if place.replicas else healthy.replicas,
+            layer_cuts=message.layer_cuts,
+            microbatch_counts=message.microbatch_counts,
+            replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
-        return cls(placement, place.version, place.work, place.validate, place.save)
+        return cls(placement, message.version, message.work, message.validate, message.save)

@@ -1,104 +1,94 @@
-"""What a worker does when its device has failed in the middle of a step and has been brought back.
+"""Recovery of a worker whose device fails in the middle of a step and can be brought back (`WorkerHooks`).
 
-Nothing that was on its way through the device can be trusted then. So the worker gives up all that it has of steps that
-are not decided (micro-batches, sums, entries, tensors that came), and with bad memory its state as well, and says so.
-The mesh epoch that follows is one in which it has begun nothing: others send it again what it had got from them, the
-step is salvaged from what they have, and state is learned again from mirrors.
+Nothing that was on its way through the device can be trusted then. So the worker gives up everything that it has of
+steps that are not decided (micro-batches, sums, reduced gradients, tensors that came), and with bad memory its state as
+well, and reports it. In the configuration that follows it has nothing of the step: other workers send again what they
+had sent it, the step is recovered from what they have, and lost state is sent by mirrors.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.devices import Remedy
-from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.worker.channel import Incoming
-from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.microbatches import Waits
+from elaswave_spmd.runtime.devices import Device, Remedy
+from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker.state import LEARNING
-from elaswave_spmd.worker.step import Executor
+from elaswave_spmd.worker.state_replica import StateReplica
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.loop import Executor
 
 
-class RecoveringExecutor(Executor):
-    """An executor that outlives faults of its device, where those can be survived."""
+class DeviceRecovery:
+    """What a worker's loop asks about its device, where the kind of device can be recovered.
 
-    _sound = -1  # the version whose state is known to be complete in the device's memory
-    _void = -1  # the mesh epochs up to this one are planned with what is lost
-    _forgetful: frozenset[int] = frozenset()  # of members, as mesh epochs to enter or to skip have said
+    Args:
+        device: of the worker.
+    """
 
-    def _enter(self, epoch: Epoch) -> None:
-        for rank in self._forgetful - {self.rank}:  # as after a lost link: what was sent there may not be there
-            self.replica.handle(rank, m.LinkClosed(self.rank, rank), None)
-        self._forgetful = frozenset()
-        super()._enter(epoch)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._complete_version = -1  # the version whose state is known to be complete in the device's memory
+        self._void_epoch = -1  # configurations up to this epoch are planned with what is lost
+        self._recovered: frozenset[int] = frozenset()
 
-    def _begin(self, step: int) -> None:
-        if self.device.kind.capabilities.recovers:
-            self.replica.chores.finish()  # others are taught nothing in a step that may turn out to be a fault's
-            self.device.synchronize()  # an error of the update before it shows here, and not as one of this step
-        self._sound = step - 1
-        super()._begin(step)
+    def begin_step(self, step: int, replica: StateReplica) -> None:
+        """Wait for the device, so that an error of the update before shows here, and not as one of this step."""
+        replica.background.finish()  # no state is sent in a step that may turn out to have a fault
+        self._device.synchronize()
+        self._complete_version = step - 1
 
-    def _run_step(self, step: int) -> Waits:
-        # To wait for the device would be to wait for what others do in a group, who may be gone.
-        grouped = self.replica.parameters.grouped
-        if self.device.kind.capabilities.recovers and not grouped.idle:
-            yield from self._until(lambda: grouped.idle, "what a group copies before step", step)
-        yield from super()._run_step(step)
+    def accepts(self, message: m.Reconfigure) -> bool:
+        """True unless the configuration was planned with what this worker has lost since. Notes who lost what."""
+        self._recovered |= {*message.forgot}  # even if it is skipped: a later configuration does not name them again
+        return message.epoch > self._void_epoch
 
-    def _handle(self, incoming: Incoming) -> None:
-        message = incoming.message
-        if isinstance(message, m.Reconfigure):
-            self._forgetful |= {*message.forgot}  # a later epoch does not say it again
-            if message.epoch <= self._void:
-                return
-        super()._handle(incoming)
+    def take_recovered(self) -> frozenset[int]:
+        """Members whose devices were recovered since the last call."""
+        recovered, self._recovered = self._recovered, frozenset()
+        return recovered
 
-    def _train_on(self) -> Waits:
-        try:
-            yield from super()._train_on()
-        except RuntimeError as error:
-            remedy = self.device.recover(error) if self._can_forget() else None
-            if remedy is None or (remedy is Remedy.RELOAD and self._has_constants()):
-                raise
-            reason = str(error).partition("\n")[0] or type(error).__name__
-        else:
-            return
-        step = self.version + 1
-        runs = self._forget(remedy)
-        self._port.send(CONTROLLER, m.Damaged(self.rank, self.placement.mesh.epoch, step, tuple(runs), reason))
-        yield from self._until(lambda: False, "the mesh epoch after a fault of the device in step", step)
+    def recover(self, error: RuntimeError, executor: Executor) -> m.Damaged | None:
+        """Bring the device back and give up what cannot be trusted.
 
-    def _can_forget(self) -> bool:
-        """Whether the fault is in a step that nobody can have decided, and all state before it is complete."""
-        replica = self.replica
-        complete = all(part.version == self.version for part in replica.state)
-        updated = self._sound == self.version >= self._epoch_version and replica.reducer.decided == self.version
-        return complete and updated and replica.protocol.may_forget
-
-    def _forget(self, remedy: Remedy) -> list[tuple[int, int, int]]:
-        """Gives up what cannot be trusted any more. Returns the runs of state among it."""
-        self._begun = self._todo = self._place = None
-        self._void = self.replica.protocol.promised  # a STATUS that was given has told of what is lost now
-        self._microbatches.backward_of = -1
-        self._microbatches.programs.discard_all()
-        self._boundaries.forget_all()
-        self.replica.forget()
-        runs = self._give_up_state() if remedy is Remedy.RELOAD else []
-        held = [part.run for part in self.replica.state if part.version != LEARNING]
-        for layer, values in self.values.items():
-            # Pages that others have published came through the device as well.
-            values.keep_only((run.first, run.stop) for run in held if run.layer == layer)
+        Returns:
+            The report to the controller; None if the device cannot be recovered or did not cause the error: the caller
+            raises the error again.
+        """
+        remedy = self._device.recover(error) if self._can_forget(executor) else None
+        if remedy is None or (remedy is Remedy.RELOAD and _has_constants(executor)):
+            return None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        # A StepReport that was given for this epoch has reported what is lost now.
+        self._void_epoch = executor.commit.protocol.promised
+        executor.forget()
+        lost = self._give_up_state(executor) if remedy is Remedy.RELOAD else []
+        held = [part.run for part in executor.replica.state if part.version != LEARNING]
+        for layer, values in executor.values.items():
+            # Pages that other workers have published came through the device as well.
+            values.keep_only((pages.first, pages.stop) for pages in held if pages.layer == layer)
             for parameter in values.parameters:
                 parameter.grad = None
-        return runs
+        step = executor.version + 1
+        return m.Damaged(executor.rank, executor.configuration.epoch, step, tuple(lost), reason)
 
-    def _has_constants(self) -> bool:
-        """Whether layers have tensors that no mirror has."""
-        return any(True for values in self.values.values() for _ in values.module.buffers())
+    def _can_forget(self, executor: Executor) -> bool:
+        """True if the fault is in a step that nobody can have decided, and all state before it is complete."""
+        replica, version = executor.replica, executor.version
+        complete = all(part.version == version for part in replica.state)
+        entered = version >= executor.configuration.version
+        updated = self._complete_version == version and entered and replica.reducer.decided == version
+        return complete and updated and executor.commit.protocol.may_forget
 
-    def _give_up_state(self) -> list[tuple[int, int, int]]:
-        """State is to be learned again, in memory that is good. Returns the runs that it had."""
-        tensors = [values.flat for values in self.values.values()]
-        tensors += [t for part in self.replica.state for t in (part.master, *part.optimizer_state.values())]
-        self.device.reuse(t for t in tensors if t.untyped_storage().nbytes())  # dropped parameters have no memory
-        return self.replica.state.disown_all()
+    def _give_up_state(self, executor: Executor) -> list[PageRange]:
+        """Replace memory that may be bad, and give up the state in it. Returns the page ranges that had state."""
+        tensors = [values.flat for values in executor.values.values()]
+        tensors += [t for part in executor.replica.state for t in (part.master, *part.optimizer_state.values())]
+        self._device.reuse(t for t in tensors if t.untyped_storage().nbytes())  # dropped parameters have no memory
+        return executor.replica.state.disown_all()
+
+
+def _has_constants(executor: Executor) -> bool:
+    """True if layers have tensors besides parameters: no mirror has a copy of those."""
+    return any(True for values in executor.values.values() for _ in values.module.buffers())

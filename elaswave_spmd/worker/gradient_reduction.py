@@ -84,8 +84,9 @@ class GradientReducer:
         self._final: frozenset[Node] = frozenset()
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
         self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
-        self.keeps_all = False  # between STATUS and PLACE: what is reported later must still be here
+        self._keeps_all = False
         self.decided = 0
+        """The step last applied: nodes of it, or of earlier steps, are ignored."""
         self._sum_bytes = self._peak_sum_bytes = 0
 
     def bind(self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
@@ -119,7 +120,11 @@ class GradientReducer:
         early, self._early = self._early, []
         for message, payload in early:
             self.node_received(message, payload)
-        self.keeps_all = False
+        self._keeps_all = False
+
+    def keep_all(self) -> None:
+        """From a StepReport to the next `bind` no sum is given up: what was reported must still be here."""
+        self._keeps_all = True
 
     def _split_trees(self, replica_map: ReplicaMap) -> set[int]:
         """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there.
@@ -213,7 +218,7 @@ class GradientReducer:
         self._pools[layer].release(self._alone)
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        if self._sharded and not self.keeps_all:
+        if self._sharded and not self._keeps_all:
             self._pools[layer].forget(buffer)
         else:
             self._kept.setdefault(layer, []).append((node, buffer))

@@ -1,261 +1,306 @@
-"""A worker process: opens its links, takes its place, and drives its executor from its mailbox."""
+"""The life of a worker as a member of the mesh: one step after another, one configuration after another.
+
+`Executor.train` is the loop, `Executor.enter` a recovery. A worker decides nothing by itself: what runs where is in the
+placement, when a step may be applied is up to the protocol, and the controller alone changes the configuration.
+
+The loop is a generator that yields whenever it has nothing to do until a message arrives. The process resumes it from
+its mailbox (process.py); the simulated cluster resumes many of them in one process, in any order.
+"""
 
 from __future__ import annotations
 
-import itertools
-import signal
-import time
-import traceback
 from collections.abc import Callable
-from typing import Any, cast
 
-from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.data import PreparedData
-from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.run_dir.trace import TracePart
-from elaswave_spmd.runtime.devices import Device, Island
-from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
-from elaswave_spmd.runtime.devices.process_group import group_of
-from elaswave_spmd.runtime.devices.selection import kind_of
-from elaswave_spmd.runtime.processes import death_watch
-from elaswave_spmd.runtime.processes.child import keep_freed_memory
-from elaswave_spmd.runtime.transport.link_probe import LinkProbe
-from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
-from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.worker.channel import SocketChannel, Stopped
-from elaswave_spmd.worker.checkpoint_writer import CheckpointOrders, CheckpointWriter
-from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.fault_injection import Chaos
-from elaswave_spmd.worker.fault_points import FaultPoint
-from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
-from elaswave_spmd.worker.parameter_broadcast import GroupedPublications, StageGroup
-from elaswave_spmd.worker.plan_run import RunPlan, make_executor, make_programs, plan_run
-from elaswave_spmd.worker.profiling import MemoryRow, Row
-from elaswave_spmd.worker.programs.eager import StagePrograms
-from elaswave_spmd.worker.step import Executor
-from elaswave_spmd.worker.tracing import TracedChannel, open_trace
-
-_CONNECT_TIMEOUT_S = 60.0
-_FAREWELL_MS = 2000
-_COPYING_S = 5e-5  # between two looks at payloads that are on their way to host memory
-_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between looks at what is under way in a group
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.channel import Incoming, Stopped
+from elaswave_spmd.worker.configuration import Configuration
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
+from elaswave_spmd.worker.state import Saved
+from elaswave_spmd.worker.step import StepRunner
+from elaswave_spmd.worker.step_commit import StepCommit
+from elaswave_spmd.worker.waiting import ConfigurationChanged, Waits
 
 
-def main(spec: dict[str, Any]) -> int:
-    """Entry of a worker process.
+class Executor:
+    """One worker of a run.
 
     Args:
-        spec: plain data: rank, life_fd (from the fork server); settings, data, controller (address), directory, token,
-            host (address of its machine), latch (path and slot, or None), costs (a profile's JSON, or None),
-            trace (the run's directory, or None), frequencies (directory of their cells, or None), groups (address of
-            the store where groups of stages meet, or None).
-
-    Returns: the exit code.
+        context: what does not change: rank, job, model, data, device, channel, hooks.
+        first: the configuration in which it becomes a member.
+        saved: the state that a run begins with which goes on from a checkpoint.
     """
-    rank, settings = int(spec["rank"]), Settings.from_dict(spec["settings"])
-    device = open_device(settings, rank)
-    keep_freed_memory()
-    probe = LinkProbe(lambda peer, header, payloads: links.send(peer, header, payloads))
-    mailbox = Mailbox(probe.tap)
-    if settings.elastic.enabled:
-        # SIGTERM is a wish to leave: its handler may do no more than this, it can come in the middle of anything.
-        signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
-    links = Links(
-        rank,
-        mailbox,
-        transport=cast(Transport, settings.runtime.transport),
-        directory=spec["directory"],
-        token=bytes.fromhex(spec["token"]),
-        host=spec["host"],
-        life_fd=spec["life_fd"],
-    )
-    orders = CheckpointOrders(**spec["checkpoints"])
-    trace = open_trace(spec.get("trace"), rank)
-    frequency = FrequencyCell(cells, rank) if (cells := spec.get("frequencies")) else None
-    store, patience = spec.get("groups"), settings.timeouts.group
-    group = group_of(device, store, spec["host"], patience) if store else None
-    worker = Worker(rank, settings, device, links, mailbox, probe, orders, trace, frequency, group)
-    try:
-        links.connect(CONTROLLER, spec["controller"])
-        costs = CostModel.from_json(spec["costs"]) if spec["costs"] else None
-        plan = plan_run(settings, PreparedData.from_dict(spec["data"]), costs=costs)
-        if spec["latch"]:
-            worker.chaos.strikes = death_watch.hold(*spec["latch"])
-        # Before it is ready: whoever is a member, or is about to become one, has nothing left to compile.
-        worker.make_programs(plan)
-        links.send(CONTROLLER, m.encode(m.Ready(rank, links.address, bool(spec["latch"]), worker.num_compiled)))
-        worker.work(plan)
-    except Stopped:
-        worker.stopped()
-    except BaseException:
-        links.send(CONTROLLER, m.encode(m.Failed(rank, traceback.format_exc(), worker.step)))
-        links.close(_FAREWELL_MS)
-        return 1
-    finally:
-        if trace is not None:
-            trace.close()
-    links.close(_FAREWELL_MS)
-    return 0
 
-
-def open_device(settings: Settings, rank: int) -> Device:
-    """The device that the settings name, in this process; an emulated one is the CPU with a clock of its own."""
-    island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
-    return kind_of(settings).open(rank, island)
-
-
-class Worker:
-    """The worker's life, from its place in the mesh to the controller's Stop."""
-
-    def __init__(
-        self,
-        rank: int,
-        settings: Settings,
-        device: Device,
-        links: Links,
-        mailbox: Mailbox,
-        probe: LinkProbe,
-        orders: CheckpointOrders,
-        trace: TracePart | None = None,
-        frequency: Callable[[], float] | None = None,
-        group: StageGroup | None = None,
-    ) -> None:
-        self._rank, self._settings, self._device, self._group = rank, settings, device, group
-        self._links, self._mailbox = links, mailbox
-        self._trace, self._frequency = trace, frequency or (lambda: 1.0)
-        self._probe, self._link_told = probe, False
-        self._progress = Progress(waiting=True, action="start")
-        self.step = 0
-        self._programs: StagePrograms | None = None
-        self._deadline: float | None = None  # once the controller is gone
-        self.chaos = Chaos(rank, settings.chaos, links)
-        self.checkpoints = CheckpointWriter(rank, orders, lambda wrote: links.send(CONTROLLER, m.encode(wrote)))
+    def __init__(self, context: WorkerContext, first: Configuration, saved: Saved | None = None) -> None:
+        self.rank = context.rank
+        self._context = context
+        self._saved = saved
+        self._values: dict[int, ValueBuffer] = {}
+        self.commit = StepCommit(context, self._values, first)
+        self.replica = self.commit.replica
+        self._steps = StepRunner(context, self.commit, self._values, self)
+        self._next: Configuration | None = None  # has arrived and is not entered yet
+        self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
+        self._validation_due = -1  # the version to validate, or -1
+        self._weights_sent = -1  # the epoch in which the final weights were sent
+        self.is_orphaned = False
+        """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
+        all end at the same version, as a step needs the vote of every member."""
+        self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
+        self.enter(first)
 
     @property
-    def num_compiled(self) -> int:
-        """Programs that it has compiled so far."""
-        return self._programs.num_compiled if self._programs else 0
+    def version(self) -> int:
+        """The step last applied."""
+        return self.commit.version
 
-    def make_programs(self, plan: RunPlan) -> None:
-        """Compiles, where the device does; tells the controller of each layer that is done."""
-        told = itertools.count(1)
+    @property
+    def placement(self) -> Placement:
+        """The mesh and what runs where, in the configuration that was entered last."""
+        return self.configuration.placement
 
-        def compiled(layer: str) -> None:
-            beat = m.Heartbeat(self._rank, next(told), False, f"compiling, {layer} done")
-            self._links.send(CONTROLLER, m.encode(beat))
+    # ---- the loop
 
-        self._programs = make_programs(plan, self._rank, self._device.place, self._frequency, compiled)
+    def train(self) -> Waits:
+        """Train to the last step, then send the weights; yields what it waits for.
 
-    def work(self, plan: RunPlan) -> None:
-        """Waits for its place and trains until it is told to stop."""
-        HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
-        place, early = self._await_place()
-        self._progress.waiting = False  # its first action may take long
-        first = self._epoch(plan, place)
-        others = [p for p in place.addresses if p != self._rank]
-        self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # of those that are closed the port will hear
-        if others:
-            self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))  # the next one round
-        port = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
-        # A newcomer learns its state from the others; the checkpoint that they began with may be gone by then.
-        saved = self.checkpoints.orders.reader() if first.placement.mesh.epoch == 0 else None
-        assert self._programs is not None, "they are made before it is ready"
-        executor = make_executor(
-            plan,
-            self._rank,
-            port if self._trace is None else TracedChannel(port, self._trace),
-            self._device,
-            first,
-            lambda p: self._epoch(plan, p),
-            self._visit,
-            saved,
-            self._programs,
-            self._group,
-        )
-        if self._trace is not None:
-            executor.trace(self._trace.action)
-        self.checkpoints.attach(executor.replica, plan.description.layout, self._device)
-        executor.measured = self._send_costs
-        port.controller_gone = lambda: self._orphaned(executor)
-        executor.save = self.checkpoints.save
-        # A fault strikes at the first attempt of its step only, not when a resumed run comes to the step again.
-        self.chaos.attach(executor, max(first.version, self.checkpoints.orders.committed))
-        progress = self._progress
-        for what in executor.run():
-            progress.waiting, progress.action = True, what
-            began = time.perf_counter()
-            if not self._wait(port, executor.replica.parameters.grouped):
-                raise Stopped
-            if self._trace is not None:
-                self._trace.wait(what, began, time.perf_counter())
-            progress.waiting = False
-        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+        It never ends by itself: the controller says when, by Stop. If the sender of final weights is lost, others send
+        them, so every worker stays until then.
 
-    def _wait(self, port: SocketChannel, grouped: GroupedPublications) -> bool:
-        """Until something has come; False: nothing did, and without a controller it has waited long enough."""
-        pauses = iter(_GROUP_S)
-        while (copying := port.is_copying()) or not grouped.idle:
-            if grouped.has_news or self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
-                return True
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                return False
-        return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
-
-    def _orphaned(self, executor: Executor) -> None:
-        """The controller is gone. Nobody begins another step, and a step that all have begun is still completed.
-
-        So all end at the same version: a step needs the vote of everybody, and whoever has not begun it gives none.
+        Raises:
+            Stopped: the controller says so; or it is gone and no step is under way.
         """
-        executor.halts = True
-        self._deadline = time.monotonic() + self._settings.timeouts.controller
-
-    def stopped(self) -> None:
-        """The end: what was copied is written; without a controller, all state is."""
-        if self._deadline is not None:
-            self.checkpoints.write_now()
-        self.checkpoints.close()
-
-    def _visit(self, point: FaultPoint, step: int) -> None:
-        progress = self._progress
-        progress.count += 1
-        if point is FaultPoint.FORWARD or point is FaultPoint.BACKWARD:
-            progress.action = point.value
-        self.step = step
-        if point is FaultPoint.APPLY and self._trace is not None:
-            self._trace.mark(f"step {step} applied")
-        self.chaos.visit(point, step)
-
-    def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...]) -> None:
-        link = () if self._link_told else self._probe.found or ()
-        if rows or memory or link:
-            self._link_told = self._link_told or bool(link)
-            self._links.send(CONTROLLER, m.encode(m.Measured(self._rank, step, rows, memory, self.num_compiled, link)))
-
-    def _epoch(self, plan: RunPlan, place: m.Reconfigure) -> Epoch:
-        """What a PLACE says; connects to the members that are new, and closes the links to those that are none now."""
-        if self._trace is not None:
-            self._trace.mark(f"mesh epoch {place.epoch}")
-        for peer in set(self._links.peers) - {CONTROLLER} - place.addresses.keys():
-            self._links.drop(peer)
-        for peer, address in place.addresses.items():
-            if peer != self._rank:
-                self._links.connect(peer, address)
-        return Epoch.of(plan.placement, place)
-
-    def _await_place(self) -> tuple[m.Reconfigure, list[Envelope]]:
-        """The PLACE that makes this worker a member, and what arrived before it from those that had theirs earlier."""
-        early: list[Envelope] = []
+        self._initialize_or_restore()
         while True:
-            item = self._mailbox.get()
-            if isinstance(item, ControllerGone):
-                raise Stopped
-            if not isinstance(item, Envelope):
-                continue
-            message = m.decode(item.header)
-            if isinstance(message, m.Reconfigure):
-                return message, early
-            if isinstance(message, m.Stop):
-                raise Stopped
-            early.append(item)
+            try:
+                if self._failed_step:
+                    yield from self._until_reconfigured("the mesh epoch after a fault of the device in step")
+                if self._validation_due == self.version:
+                    yield from self._validate()
+                self.check_configuration()
+                if self.configuration.save and self.version >= self.configuration.version:
+                    self._context.hooks.save(self.replica)
+                    yield from self._until_reconfigured("the end of the run, saved at step")
+                if self._is_between_steps:
+                    self._between_steps()
+                if self._is_between_steps and self._may_not_begin:
+                    yield from self._until_prepare("the mesh epoch after step")
+                elif self.version == self._context.job.steps:
+                    self._send_weights()
+                    yield from self._until_prepare("the end of the run, after step")
+                else:
+                    yield from self._train_step(self.version + 1)
+            except ConfigurationChanged as change:
+                self.enter(change.configuration)
+            except RuntimeError as error:
+                if not self._recovers_from(error):
+                    raise
+
+    def _initialize_or_restore(self) -> None:
+        """Fill the state of the first mesh. A worker that joins later is sent its state by the others."""
+        if self.configuration.epoch:
+            return
+        if self.version == 0:
+            self.replica.initialize()
+        else:
+            assert self._saved is not None, "a first mesh beyond version 0 has a checkpoint"
+            self.replica.restore(self._saved)
+
+    def _train_step(self, step: int) -> Waits:
+        yield from self._steps.train_step(step)
+        # What other members have validated already is not validated again, unless the configuration says so.
+        if self._context.job.validates_at(step) and step > self.configuration.version:
+            self._validation_due = step
+
+    def _validate(self) -> Waits:
+        if self._prepare is not None and self._answers_at_once(self._prepare):
+            self._answer(self._prepare)
+        yield from self._steps.validate(self.version)
+        self._validation_due = -1
+
+    @property
+    def _is_between_steps(self) -> bool:
+        """True if no step is under way on this worker."""
+        return self._steps.step_under_way <= self.version
+
+    @property
+    def _may_not_begin(self) -> bool:
+        """True if this worker has reported that it has nothing of the next step."""
+        return self.commit.protocol.promised > self.configuration.epoch
+
+    def _between_steps(self) -> None:
+        """Send state to learners, and answer a Prepare for a planned change. Nothing is under way.
+
+        Raises:
+            Stopped: the controller is gone.
+        """
+        if self.is_orphaned:
+            raise Stopped
+        if self.version >= self.configuration.version:  # else this worker is behind: its state is not the newest
+            self.replica.send_state()
+        if self._prepare is not None:
+            nothing_comes = self.version == self._context.job.steps or self._may_not_begin
+            if nothing_comes or self._prepare.after <= self.version:
+                self._answer(self._prepare)
+
+    def _send_weights(self) -> None:
+        """Send the final values of all primary pages to the controller, once in every configuration."""
+        epoch = self.configuration.epoch
+        if self._weights_sent >= epoch:
+            return
+        self._weights_sent = epoch
+        channel = self._context.channel
+        for part in self.replica.state:
+            if part.run.primary == self.rank:
+                channel.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
+        sizes = self.state_bytes(), peak_bytes(self._context.device)
+        channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes))
+
+    # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter
+
+    def _answers_at_once(self, prepare: m.Prepare) -> bool:
+        """True if a Prepare is answered where this worker is; else it is answered between two steps.
+
+        A loss (`after` = -1) is answered at once. So is a planned change that this worker is past. A validation would
+        be in vain, if other members may have answered in the step before it and stay there.
+        """
+        in_vain = self._validation_due == self.version > prepare.after
+        begun = self._steps.step_under_way
+        return prepare.after < 0 or begun > max(prepare.after, self.version) or (in_vain and self._next is None)
+
+    def _answer(self, prepare: m.Prepare) -> None:
+        """Report everything that this worker has of steps that are not decided.
+
+        From now on nothing is decided in this epoch [rule 2 of a change]: the report stays true. Work goes on.
+        """
+        if not self.commit.protocol.promise(prepare.epoch):
+            return
+        self._prepare = None
+        self._next = None  # of an older epoch, which will not be entered by all
+        self._steps.hold()
+        found = (self._steps.held(self.version + 1), self._steps.held(self.version + 2))
+        held = tuple(h for h in found if h != m.StepHeld(h.step))
+        self._context.channel.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, held))
+
+    def enter(self, configuration: Configuration) -> None:
+        """Become a member of a configuration: a recovery, a planned change, or the first one.
+
+        Sums go to where the new replica map wants them, boundary tensors to where the recovery plan wants them,
+        parameters that are missing are asked for, and votes are sent again. Then the loop goes on with what is left of
+        the step.
+        """
+        self.replica.background.finish()  # copies read and write the buffers that there are now
+        if (recovery := self._context.hooks.device_recovery) is not None:
+            for rank in recovery.take_recovered() - {self.rank}:
+                # What was sent to a device that failed may not be there: as after a lost link, it is sent again.
+                self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
+        self.configuration = configuration
+        self._prepare = p if (p := self._prepare) is not None and p.epoch > configuration.epoch else None
+        self._next = None
+        self._failed_step = 0
+        self._validation_due = configuration.validate
+        self._steps.enter(configuration)
+        replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
+        self.commit.enter(self.placement, replica_map, configuration.version)
+        self._steps.resume(configuration)
+        self.commit.resume()
+
+    def _stages_of_interest(self) -> set[int] | None:
+        """This worker's stage, and the stages that own a parameter which a layer of it reads; None: all."""
+        placement, layout = self.placement, self._context.model.layout
+        if placement.replicas is not None:
+            return None
+        stage = placement.mesh.stage_of(self.rank)
+        readers = (block for layer in placement.layers_of_stage(stage) for block in layout.layers[layer].reader_blocks)
+        return {stage, *(placement.stage_of_layer(block.source[0]) for block in readers if block.source)}
+
+    # ---- messages
+
+    def handle_messages(self) -> None:
+        """Handle everything that has arrived. Deciding and applying a step may happen in here (StepCommit)."""
+        for incoming in self._context.channel.take():
+            self._handle(incoming)
+        self.replica.collect()
+
+    def _handle(self, incoming: Incoming) -> None:
+        message, payload = incoming.message, incoming.payload
+        match message:
+            case m.Activation() | m.ActivationGradient():
+                assert payload is not None
+                self._steps.receive(message, payload)
+            case m.Validated():
+                self._steps.validated(message.step)
+            case m.Prepare():
+                if self._answers_at_once(message):
+                    self._answer(message)
+                elif self._prepare is None or message.epoch > self._prepare.epoch:
+                    self._prepare = message
+            case m.Reconfigure():
+                self._reconfigure(message)
+            case m.LinkClosed(peer=peer) if peer == CONTROLLER:
+                self.is_orphaned = True
+            case _:
+                self.commit.handle(incoming.sender, message, payload)
+
+    def _reconfigure(self, message: m.Reconfigure) -> None:
+        """Note a new configuration; it is entered at the next wait, or after the action that runs."""
+        recovery = self._context.hooks.device_recovery
+        if recovery is not None and not recovery.accepts(message):
+            return
+        pending = self._next.epoch if self._next is not None else -1
+        if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
+            self._context.hooks.members_changed(message)
+            self._next = Configuration.of(self._context.placement, message)
+
+    # ---- waiting
+
+    def until(self, ready: Callable[[], bool], what: str, number: int) -> Waits:
+        """Handle messages, and do background copies, until `ready()`. See `Waiting`."""
+        self.handle_messages()
+        while not ready():
+            self.check_configuration()
+            if not self.replica.background.do_one():
+                yield f"{what} {number}"
+            self.handle_messages()
+
+    def check_configuration(self) -> None:
+        """Raise ConfigurationChanged if a new configuration has arrived."""
+        if self._next is not None:
+            raise ConfigurationChanged(self._next)
+
+    def _until_prepare(self, what: str) -> Waits:
+        yield from self.until(lambda: self._prepare is not None, what, self.version)
+
+    def _until_reconfigured(self, what: str) -> Waits:
+        number = self._failed_step or self.version
+        yield from self.until(lambda: False, what, number)
+
+    # ---- the option of devices that recover
+
+    def _recovers_from(self, error: RuntimeError) -> bool:
+        """True if the device caused the error and was brought back: what was on its way through it is given up."""
+        recovery = self._context.hooks.device_recovery
+        if recovery is None or self._failed_step or (damage := recovery.recover(error, self)) is None:
+            return False
+        self._failed_step = damage.step
+        self._next = None  # planned with what is lost
+        self._context.channel.send(CONTROLLER, damage)
+        return True
+
+    def forget(self) -> None:
+        """Give up everything of steps that are not decided."""
+        self._steps.forget()
+
+    @property
+    def values(self) -> dict[int, ValueBuffer]:
+        """Compute buffers of the layers that this worker computes."""
+        return self._values
+
+    # ---- reports
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of training state on this worker between steps; gradients at their peak within a step."""
+        return state_bytes(self.replica, self._values, self._context.job)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.replica import StateReplica
 from elaswave_spmd.worker.spec import Job
+from elaswave_spmd.worker.state_replica import StateReplica
 
 
 def state_bytes(replica: StateReplica, values: Mapping[int, ValueBuffer], job: Job) -> dict[str, int]:

@@ -1,109 +1,95 @@
-"""Micro-batches through the layers of one worker's stage: forward, backward, validation, with their data and their
-inputs.
-"""
+"""Micro-batches through the layers of one worker's stage: forward, backward and validation, with their inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.determinism.rng import WordSource
 from elaswave_spmd.models import Batch
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.profiling import LayerTimes, Row
-from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
-from elaswave_spmd.worker.spec import Job
+from elaswave_spmd.worker.programs.eager import Batches
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
-
-Waiting = str
-"""What a suspended executor waits for, in words."""
-
-Waits = Generator[Waiting, None, None]
-
-Until = Callable[[Callable[[], bool], str, int], Waits]
-"""(condition, what is waited for, its number); raises EpochChangedError when a PLACE comes instead."""
-
-Modules = Callable[[Iterable[int]], Mapping[int, nn.Module]]
-"""Layer numbers -> new modules of these layers."""
-
-Traced = Callable[[int, int, int, bool, float, float], None]
-"""(step, micro-batch, layer, backward, began, ended): told of a layer program that has run; by time.perf_counter()."""
+from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
 Peer = Callable[[], int | None]
-"""Who takes what an action makes; None: nobody has to, any more."""
-
-
-class EpochChangedError(Exception):
-    """A PLACE has come: what is under way is looked at anew. A turn of events inside an executor, no failure."""
+"""Returns the worker that takes what an action makes; None if no worker needs it any more. Asked when it is made: in
+between, messages are handled, and the answer may have changed."""
 
 
 class MicrobatchRunner:
     """Runs micro-batches through whatever layers this worker has at the time.
 
     Args:
-        programs: runs the layers.
-        device: where their parameters, inputs and outputs lie.
-        until, take: the executor's ways to wait for a condition, and to take messages in between.
+        context: of the worker.
+        values: compute buffers by layer, filled here; the same mapping that the worker's state publishes into.
+        reducer: gets the weight gradients.
+        boundaries: the tensors that come from, and go to, the stages before and after.
+        waiting: the worker's loop. Messages are handled between two layers, so that a Prepare is answered within the
+            time of one layer.
     """
-
-    reducer: GradientReducer
 
     def __init__(
         self,
-        job: Job,
-        layout: ModelLayout,
-        modules: Modules,
-        programs: StagePrograms,
-        device: Device,
-        train: Batches,
+        context: WorkerContext,
+        values: dict[int, ValueBuffer],
+        reducer: GradientReducer,
         boundaries: Boundaries,
-        until: Until,
-        take: Callable[[], None],
-        visit: OnFaultPoint,
+        waiting: Waiting,
     ) -> None:
-        self._job, self._layout, self._modules, self._train = job, layout, modules, train
-        self._boundaries, self._until, self._take, self._visit = boundaries, until, take, visit
-        self.values: dict[int, ValueBuffer] = {}
-        self.programs, self._device, self._place = programs, device, device.place
+        self._job = context.job
+        self._model = context.model
+        self._data = context.data
+        self._hooks = context.hooks
+        self._device = context.device
+        self._place = context.device.place
+        self._reducer = reducer
+        self._boundaries = boundaries
+        self._waiting = waiting
+        self.values = values
+        self.programs = context.model.programs
         self._times = LayerTimes()
-        # Programs whose time the device has to be asked for later; None: they are done when they return.
+        # Programs whose times the device has to be asked for later; None: a program is done when its call returns.
         self._unasked: list[tuple[tuple[int, int, int, bool], Any, Any]] | None = None
-        if device.kind.capabilities.streams:
+        if context.device.kind.capabilities.streams:
             self._unasked = []
-        self.traced: Traced | None = None
-        self.backward_of = -1  # the micro-batch in the middle of its backward
+        self.backward_of = -1
+        """The micro-batch in the middle of its backward, or -1."""
         self._batches: dict[int, Batch] = {}
         self._samples: dict[int, np.ndarray] = {}
-        self._seed, self._step_number = self._number(job.seed), self._number(0)
+        self._seed = self._number(context.job.seed)
+        self._step_number = self._number(0)
         self._words = WordSource()
 
     def _number(self, value: int) -> Tensor:
         return torch.tensor(value, device=self._place)
 
-    def take(self, placement: Placement, stage: int) -> bool:
-        """Makes buffers and programs of exactly the stage's layers. Returns whether they are others than before."""
+    def enter(self, placement: Placement, stage: int) -> bool:
+        """Make buffers and programs of exactly the stage's layers. Returns True if they are others than before."""
         layers = placement.layers_of_stage(stage)
-        self._placement, self._stage = placement, stage
-        self._is_first, self._is_last = stage == 0, stage == placement.num_stages - 1
+        self._placement = placement
+        self._stage = stage
+        self._is_first = stage == 0
+        self._is_last = stage == placement.num_stages - 1
         if tuple(self.values) == tuple(layers):
             return False
         wanted = [layer for layer in layers if layer not in self.values]
-        new = self._modules(wanted)
+        new = self._model.make_modules(wanted)
         kept = {layer: v for layer, v in self.values.items() if layer in layers}
-        layouts, dtype = self._layout.layers, self._job.torch_dtype
+        layouts, dtype = self._model.layout.layers, self._job.torch_dtype
         made = {layer: ValueBuffer(layouts[layer], new[layer], dtype, self._place) for layer in wanted}
-        self.values.clear()  # the dict is shared with the replica
+        self.values.clear()  # changed in place: the replica has the same dict
         self.values.update((layer, kept[layer] if layer in kept else made[layer]) for layer in layers)
         self._layers = layers
         self.programs.bind({layer: self.values[layer].module for layer in layers}, self.values)
@@ -112,7 +98,11 @@ class MicrobatchRunner:
         return True
 
     def begin_step(self, step: int, microbatches: Sequence[int]) -> None:
-        """The micro-batches that are to come in this step, as far as known."""
+        """Prepare the samples of a step.
+
+        Args:
+            microbatches: those that this worker runs as far as it knows; others may come when one is lost.
+        """
         self.programs.discard_all()  # forwards of the last step whose backward another worker did
         self._step_number = self._number(step)
         self._samples = {}
@@ -122,14 +112,18 @@ class MicrobatchRunner:
     def _sample(self, step: int, microbatches: Sequence[int]) -> None:
         size = self._job.microbatch_size
         slots = (np.array(microbatches, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
-        ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._train), slots)
+        ids = sample_ids(self._job.seed, step, self._job.global_batch, len(self._data.train), slots)
         self._samples |= dict(zip(microbatches, ids.reshape(-1, size), strict=True))
 
     # ---- actions
 
     def forward(self, step: int, microbatch: int, peer: Peer, *, saves: bool) -> Waits:
-        """A micro-batch forward; its output goes to `peer`. `saves`: its backward will be run here too."""
-        self._visit(FaultPoint.FORWARD, step)
+        """Run a micro-batch forward, and send its output to `peer`.
+
+        Args:
+            saves: its backward will be run here too.
+        """
+        self._hooks.on_point(FaultPoint.FORWARD, step)
         batch = self._microbatch_batch(step, microbatch)
         key = BoundaryKey(ACTIVATION, step, microbatch, self._layers.start)
         if self._is_first:
@@ -145,8 +139,8 @@ class MicrobatchRunner:
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
                 self._ran(step, microbatch, layer, False, started)
-                self._take()
-        except EpochChangedError:
+                self._waiting.handle_messages()
+        except ConfigurationChanged:
             self.programs.discard(microbatch)
             if not self._is_first:
                 self._boundaries.put_back(key, given)
@@ -158,23 +152,23 @@ class MicrobatchRunner:
             self._boundaries.send(peer(), message, x)
 
     def backward(self, step: int, microbatch: int, peer: Peer, *, weights: bool, alone: bool, drop: bool) -> Waits:
-        """A micro-batch backward; the gradient of its input goes to `peer`.
+        """Run a micro-batch backward, and send the gradient of its input to `peer`.
 
         Args:
             weights: its weight gradients are wanted; else only that of its input.
-            alone: the weight gradients are sent by themselves, not added to others here.
-            drop: the parameters are not needed any more in this step.
+            alone: its weight gradients are sent by themselves, not added to those of other micro-batches here.
+            drop: the parameters are not needed any more in this step, and their memory is freed layer by layer.
         """
         dy: Tensor | None = None
         if not self._is_last:
             dy = yield from self._receive(BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1))
-        self._visit(FaultPoint.BACKWARD, step)
+        self._hooks.on_point(FaultPoint.BACKWARD, step)
         alone = alone or not weights
         batch = self._batches.pop(microbatch, None)
         self.backward_of = microbatch
         for layer in reversed(self._layers):
             assert self.values[layer].is_at(step - 1), (layer, step)
-            buffer, add = self.reducer.begin_microbatch(layer, microbatch, alone=alone)
+            buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone)
             started = self._device.mark()
             dy = self.programs.backward(layer, microbatch, dy, buffer, add=add, batch=batch)
             self._ran(step, microbatch, layer, True, started)
@@ -182,19 +176,25 @@ class MicrobatchRunner:
                 self.values[layer].drop()
                 self.programs.dropped(layer)
             if weights:
-                self._visit(FaultPoint.REDUCE, step)
-                self.reducer.end_microbatch(step, layer, microbatch, alone=alone)
+                self._hooks.on_point(FaultPoint.REDUCE, step)
+                self._reducer.end_microbatch(step, layer, microbatch, alone=alone)
             else:
-                self.reducer.drop_microbatch(layer)
-            self._take()
+                self._reducer.drop_microbatch(layer)
+            self._waiting.handle_messages()
         self.backward_of = -1
         if not self._is_first:
             assert dy is not None
             message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dy.shape))
             self._boundaries.send(peer(), message, dy.contiguous())
 
-    def validate(self, version: int, microbatch: int, data: Batches) -> Generator[Waiting, None, Tensor]:
-        """A validation micro-batch at a version: its token-sum loss in the last stage, its output in others."""
+    def validate(self, version: int, microbatch: int) -> Generator[Reason, None, Tensor]:
+        """Run a validation micro-batch at a version.
+
+        Returns:
+            In the last stage the micro-batch's token-sum loss, fp32 scalar; in others its output.
+        """
+        data = self._data.validation
+        assert data is not None, "a run that validates has a validation split"
         size = self._job.microbatch_size
         ids = np.arange(microbatch * size, (microbatch + 1) * size)
         batch = to_batch(data, ids, self._place) if self._is_first or self._is_last else None
@@ -214,48 +214,53 @@ class MicrobatchRunner:
         return x
 
     def _microbatch_batch(self, step: int, microbatch: int) -> Batch | None:
-        """The micro-batch's data, where it is needed: tokens in the first stage, targets in the last."""
+        """The micro-batch's data in the first stage (tokens) and in the last (targets); None in others."""
         if microbatch not in self._samples:
             self._sample(step, [microbatch])
         if not self._is_first and not self._is_last:
             return None
-        batch = self._batches[microbatch] = to_batch(self._train, self._samples[microbatch], self._place)
+        batch = self._batches[microbatch] = to_batch(self._data.train, self._samples[microbatch], self._place)
         return batch
 
     def _ran(self, step: int, microbatch: int, layer: int, backward: bool, started: Any) -> None:
         ended = self._device.mark()
         if self._unasked is None:
-            self._took(step, microbatch, layer, backward, started, ended)
+            self._measured(step, microbatch, layer, backward, started, ended)
         else:
             self._unasked.append(((step, microbatch, layer, backward), started, ended))
 
-    def _took(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
+    def _measured(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
         self._times.add(layer, ended - began, backward=backward)
-        if self.traced is not None:
-            self.traced(step, microbatch, layer, backward, began, ended)
+        self._hooks.layer_ran(step, microbatch, layer, backward, began, ended)
 
     def take_times(self) -> tuple[Row, ...]:
-        """What layer programs took since the last call."""
+        """The times of the layer programs that have run since the last call."""
         if self._unasked:
             times = iter(self._device.times([mark for _, *marks in self._unasked for mark in marks]))
             for (program, _, _), began, ended in zip(self._unasked, times, times, strict=True):
-                self._took(*program, began, ended)
+                self._measured(*program, began, ended)
             self._unasked.clear()
         return self._times.take()
+
+    def forget(self) -> None:
+        """Give up every micro-batch that is under way."""
+        self.backward_of = -1
+        self.programs.discard_all()
 
     # ---- waiting
 
     def until_at(self, layer: int, version: int) -> Waits:
-        """Waits until every page of the layer's compute buffer is at this version, exactly."""
+        """Wait until every page of the layer's compute buffer is at exactly this version."""
         values = self.values[layer]
         if not values.is_at(version):
-            yield from self._until(lambda: values.is_at(version), "parameters of layer", layer)
+            yield from self._waiting.until(lambda: values.is_at(version), "parameters of layer", layer)
 
-    def _receive(self, key: BoundaryKey) -> Generator[Waiting, None, Tensor]:
-        yield from self._until(lambda: key in self._boundaries, f"{key.kind} of micro-batch", key.microbatch)
+    def _receive(self, key: BoundaryKey) -> Generator[Reason, None, Tensor]:
+        yield from self._waiting.until(lambda: key in self._boundaries, f"{key.kind} of micro-batch", key.microbatch)
         return self._boundaries.pop(key)
 
 
 def to_batch(data: Batches, ids: np.ndarray, place: torch.device) -> Batch:
+    """The samples with these ids as tensors at `place`: tokens and targets, int64 [samples, seq_len] each."""
     tokens, targets = (torch.from_numpy(np.ascontiguousarray(rows)).to(place) for rows in data.batch(ids))
     return Batch(tokens, targets)

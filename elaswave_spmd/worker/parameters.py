@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 
-import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.messages import Message, Need, Publish
+from elaswave_spmd.recovery.messages import Need, Publish
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.layout import Block, LayerLayout, ModelLayout
+from elaswave_spmd.sharding.layout import Block, LayerLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.parameter_broadcast import GroupedPublications, StageGroup
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.parameter_broadcast import GroupedPublications
 from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
-
-Send = Callable[[int, Message, Tensor | None], None]
 
 
 class Publisher:
@@ -28,19 +26,17 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        rank: int,
-        placement: Placement,
-        layout: ModelLayout,
-        values: Mapping[int, ValueBuffer],
-        state: HeldState,
-        dtype: torch.dtype,
-        send: Send,
+        self, context: WorkerContext, placement: Placement, values: Mapping[int, ValueBuffer], state: HeldState
     ) -> None:
-        self._rank, self._placement, self._layout = rank, placement, layout
-        self._values, self._state, self._dtype, self._send = values, state, dtype, send
+        self._rank = context.rank
+        self._placement = placement
+        self._layout = context.model.layout
+        self._values = values
+        self._state = state
+        self._dtype = context.job.torch_dtype
+        self._send = context.channel.send
         self._drops_params = bool(placement.shardings.params.axes)
-        self._readers = {part.run.key: self._readers_of(part.run) for part in state if part.run.primary == rank}
+        self._readers = {part.run.key: self._readers_of(part.run) for part in state if part.run.primary == self._rank}
 
     def _readers_of(self, run: ReplicaSet) -> tuple[int, ...]:
         block = self._layout.layers[run.layer].block_of(run.first)
@@ -162,34 +158,38 @@ class Parameters:
     """The ways of one worker's parameters.
 
     Args:
-        values: compute buffers of the layers that this worker computes; changed by the executor between epochs.
-        state: what it holds, bound to the same epochs.
-        place, dtype: of the compute buffers.
-        unsure: peers that may not get what is sent to them before the next mesh epoch; changed by the replica.
+        context: of the worker.
+        values: compute buffers of the layers that this worker computes; they change between configurations.
+        state: the pages that it holds, of the same configuration.
         protocol: knows the version.
-        group: of its stage; None: links alone.
+        unsure: peers that may not get what is sent to them before the next configuration; changed by the replica.
     """
 
     def __init__(
         self,
-        rank: int,
-        layout: ModelLayout,
+        context: WorkerContext,
         values: Mapping[int, ValueBuffer],
         state: HeldState,
-        place: torch.device,
-        dtype: torch.dtype,
-        send: Send,
-        unsure: Set[int],
         protocol: WorkerProtocol,
-        group: StageGroup | None,
+        unsure: Set[int],
     ) -> None:
-        self._rank, self._layout, self._values, self._state = rank, layout, values, state
-        self._dtype, self._send, self._unsure, self._protocol = dtype, send, unsure, protocol
+        self._context = context
+        self._values = values
+        self._state = state
+        self._protocol = protocol
+        self._unsure = unsure
         self._filed: dict[m.Publish, Tensor] = {}
         self._needs: list[tuple[int, m.Need]] = []
         self.layers: list[int] = []
         """Those that are computed or held here."""
-        self.grouped = GroupedPublications(rank, layout, place, dtype, send, group)
+        self.grouped = GroupedPublications(
+            context.rank,
+            context.model.layout,
+            context.device.place,
+            context.job.torch_dtype,
+            context.channel.send,
+            context.hooks.stage_group,
+        )
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
         """A new mesh epoch.
@@ -198,9 +198,7 @@ class Parameters:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
         """
         self._replica_map = replica_map
-        self._publisher = Publisher(
-            self._rank, placement, self._layout, self._values, self._state, self._dtype, self._send
-        )
+        self._publisher = Publisher(self._context, placement, self._values, self._state)
         self.layers = sorted({*self._values, *self._state.layers})
         self.grouped.bind(placement, replica_map)
 

@@ -1,4 +1,7 @@
-"""What one worker has to do of a step that was under way when the mesh changed."""
+"""What one worker has to do of a step that was under way when the mesh changed.
+
+The plan for all workers is made by the controller (`recovery.partial_step`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,34 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elaswave_spmd.recovery.messages import Recompute
-from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
+from elaswave_spmd.recovery.partial_step import FULL
 
-INPUT_ONLY = INPUT_GRADIENT
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """The controller's plan for an interrupted step: at most one line per stage and micro-batch."""
+
+    step: int
+    lines: tuple[Recompute, ...]
+
+    def lines_of(self, rank: int) -> list[Recompute]:
+        """The lines of one worker."""
+        return [line for line in self.lines if line.worker == rank]
+
+    def worker_of(self, stage: int, microbatch: int) -> int | None:
+        """The worker that runs a micro-batch through a stage; None if nobody has to any more."""
+        return next((ln.worker for ln in self.lines if (ln.stage, ln.microbatch) == (stage, microbatch)), None)
 
 
 @dataclass
 class RemainingWork:
-    """What is left of a micro-batch. `alone`: its gradient is not added to others here, but sent by itself."""
+    """What is left of a micro-batch on this worker.
+
+    Args:
+        forward: it has to run forward; else a saved forward serves.
+        backward: FULL, INPUT_GRADIENT, or 0 for none.
+        alone: its gradient is not added to others here, but sent by itself.
+    """
 
     forward: bool
     backward: int
@@ -25,10 +48,12 @@ class StepUnderWay:
     """The step that a worker has begun.
 
     Args:
-        assigned: micro-batches that it regards as its own; `first`: those that it began the step with, to be added up
-        here. alone: no micro-batch is added to others here: sums of another stage's layers are in the way.
+        number: of the step.
+        assigned: micro-batches that the worker regards as its own.
+        first: those that it began the step with: their gradients are added up here, as far as the tree allows.
+        alone: no micro-batch is added to others here. Sums of the layers of another stage are in the way.
         computed: micro-batches whose backward is done.
-        reported: those of `computed` when STATUS was last given.
+        reported: those of `computed` when the last StepReport was given.
         summed: those that were added up here.
     """
 
@@ -40,19 +65,32 @@ class StepUnderWay:
     reported: frozenset[int] = frozenset()
     summed: set[int] = field(default_factory=set)
 
+    def note(self, microbatch: int, *, alone: bool) -> None:
+        """A micro-batch's backward is done."""
+        self.computed.add(microbatch)
+        if not alone:
+            self.summed.add(microbatch)
 
-def todo_anew(lines: Sequence[Recompute]) -> dict[int, RemainingWork]:
-    """Of a step that this worker has not begun: its lines of the plan."""
+
+def remaining_of_new_step(lines: Sequence[Recompute]) -> dict[int, RemainingWork]:
+    """Micro-batch -> what this worker has to do of a step that it has not begun: all its lines of the plan."""
     return {line.microbatch: RemainingWork(line.forward, line.backward, alone=False) for line in lines}
 
 
-def todo_left(lines: Sequence[Recompute], step: StepUnderWay, forwarded: Collection[int]) -> dict[int, RemainingWork]:
-    """Of a step that this worker has begun: its lines of the plan, less what it has done since it gave its STATUS.
+def remaining_of_begun_step(
+    lines: Sequence[Recompute], step: StepUnderWay, forwarded: Collection[int]
+) -> dict[int, RemainingWork]:
+    """Micro-batch -> what this worker has to do of a step that it has begun.
 
-    Micro-batches that it had computed then, and that stand in the plan, have to be computed again: their sums went with
-    a primary. Notes in `step` what it regards as its own from now on.
+    Its lines of the plan, less what it has done since it gave its StepReport. Micro-batches that it had computed by
+    then, and that stand in the plan, have to be computed again: their sums were lost with a primary.
+
+    Args:
+        lines: of this worker.
+        step: notes here what the worker regards as its own from now on.
+        forwarded: micro-batches with a saved forward.
     """
-    todo: dict[int, RemainingWork] = {}
+    remaining: dict[int, RemainingWork] = {}
     for line in lines:
         if line.microbatch in step.computed - step.reported:
             continue  # done since, and kept
@@ -62,18 +100,23 @@ def todo_left(lines: Sequence[Recompute], step: StepUnderWay, forwarded: Collect
             step.assigned.add(line.microbatch)
             step.computed.discard(line.microbatch)
         if left.forward or left.backward:
-            todo[line.microbatch] = left
-    return todo
+            remaining[line.microbatch] = left
+    return remaining
 
 
 def next_ready(
-    todo: Mapping[int, RemainingWork], has_activation: Callable[[int], bool], has_gradient: Callable[[int], bool]
+    remaining: Mapping[int, RemainingWork],
+    has_activation: Callable[[int], bool],
+    has_gradient: Callable[[int], bool],
 ) -> int | None:
-    """A micro-batch whose next action has its input: a backward if there is one, the lowest micro-batch first."""
-    can_go = None
-    for microbatch, left in sorted(todo.items()):
+    """A micro-batch whose next action has its input, or None: a backward if there is one, then the lowest first.
+
+    Backwards go first because they free memory, and because other stages wait for them.
+    """
+    forward = None
+    for microbatch, left in sorted(remaining.items()):
         if not left.forward and has_gradient(microbatch):
             return microbatch
-        if left.forward and can_go is None and has_activation(microbatch):
-            can_go = microbatch
-    return can_go
+        if left.forward and forward is None and has_activation(microbatch):
+            forward = microbatch
+    return forward

@@ -15,7 +15,6 @@ from elaswave_spmd.data import PreparedData, open_split
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
 from elaswave_spmd.models import LayeredModel, build_model
-from elaswave_spmd.recovery.messages import Reconfigure
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.devices.xla_island import XlaIsland
@@ -25,19 +24,15 @@ from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.worker.channel import Channel
-from elaswave_spmd.worker.configuration import Epoch
-from elaswave_spmd.worker.device_fault import RecoveringExecutor
-from elaswave_spmd.worker.fault_points import OnFaultPoint
+from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
 from elaswave_spmd.worker.optimizers import make_optimizer
-from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
 from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedPrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 from elaswave_spmd.worker.programs.xla import XlaPrograms
 from elaswave_spmd.worker.spec import Job
-from elaswave_spmd.worker.state import Saved
 
 _ATOM_ELEMENTS = 1 << 16
 """Mirrors of a worker's pages of a layer are spread in pieces of at least this size: each is a message every step."""
@@ -207,46 +202,22 @@ def _job(settings: Settings, data: PreparedData) -> Job:
     )
 
 
-def make_executor(
-    plan: RunPlan,
-    rank: int,
-    port: Channel,
-    device: Device,
-    first: Epoch,
-    place_of: Callable[[Reconfigure], Epoch],
-    visit: OnFaultPoint,
-    saved: Saved | None,
-    programs: StagePrograms,
-    group: StageGroup | None,
-) -> RecoveringExecutor:
-    """The executor of one worker: only its own layers get memory.
+def make_context(
+    plan: RunPlan, rank: int, device: Device, channel: Channel, programs: StagePrograms, hooks: WorkerHooks
+) -> WorkerContext:
+    """What the parts of one worker share. Only the layers of its own stage will get memory.
 
     Args:
         device: that it computes with.
-        first: the mesh epoch in which it becomes a member.
-        place_of: what a later PLACE says, worked out; connects to whoever is new.
-        visit: told of the points that a step passes.
-        saved: the state that a resumed run begins with.
-        programs: as `make_programs` gives them.
-        group: of its stage, for new parameters; None: links alone.
+        channel: to the other workers and the controller.
+        programs: as `make_programs` makes them.
+        hooks: what is optional around the worker.
     """
-    return RecoveringExecutor(
-        rank,
-        plan.job,
-        plan.description.layout,
-        first,
-        _Layers(plan),
-        programs,
-        device,
-        plan.description.inits,
-        open_split(plan.data, "train"),
-        open_split(plan.data, "validation") if plan.job.validates else None,
-        port,
-        place_of=place_of,
-        visit=visit,
-        saved=saved,
-        group=group,
-    )
+    description = plan.description
+    model = LocalModel(description.layout, description.inits, _Layers(plan), programs)
+    validation = open_split(plan.data, "validation") if plan.job.validates else None
+    data = Datasets(open_split(plan.data, "train"), validation)
+    return WorkerContext(rank, plan.job, plan.placement, model, data, device, channel, hooks)
 
 
 def make_programs(

@@ -1,11 +1,16 @@
-"""What a worker needs to know of a run, besides its placement: plain values, the same on every worker."""
+"""What a worker is given when it starts: the arithmetic of the run, and the specification of its process."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.optimizers import PageOptimizer
 
@@ -67,3 +72,126 @@ class Job:
 
     def validates_at(self, step: int) -> bool:
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
+
+
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """How a worker reaches the others.
+
+    Args:
+        controller: address of the controller.
+        directory: of the sockets on the worker's machine.
+        token: secret of the run, 16 bytes; links without it are refused.
+        host: address of the worker's machine, for links between machines.
+    """
+
+    controller: str
+    directory: str
+    token: bytes
+    host: str
+
+    def __post_init__(self) -> None:
+        if len(self.token) != _TOKEN_BYTES:
+            raise ValueError(f"a token of {len(self.token)} bytes: it has {_TOKEN_BYTES}")
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """What is optional in a run; None where an option is off, and then no key of it is sent to a worker.
+
+    Args:
+        profile: JSON of a CostModel, by which layers are balanced (`schedule.profile`).
+        trace: the run's directory, for workers to write their part of a trace into (`run.trace`).
+        frequencies: directory of the cells that hold the frequencies of simulated devices (`schedule.frequency`).
+        groups: address of the TCPStore where process groups of stages meet (`runtime.collectives=group`).
+    """
+
+    profile: str | None = None
+    trace: str | None = None
+    frequencies: str | None = None
+    groups: str | None = None
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What all workers of a run are given alike.
+
+    Args:
+        settings: of the run.
+        data: the prepared data.
+        links: how to reach the others.
+        checkpoints: what is to be written, and what the run begins with.
+        options: what is optional.
+    """
+
+    settings: Settings
+    data: PreparedData
+    links: LinkSpec
+    checkpoints: CheckpointOrders
+    options: OptionSpec = OptionSpec()
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What one worker process is given: `to_dict` is what the controller sends, and a fork server passes on.
+
+    Args:
+        rank: of the worker.
+        run: the part that all workers have alike.
+        death_watch: (path, slot) of the robust mutex that the worker holds, by whose release its death is noticed; None
+            where there is none.
+        life_fd: read end of a pipe whose write end the controller alone holds; the fork server adds it.
+    """
+
+    rank: int
+    run: RunSpec
+    death_watch: tuple[str, int] | None = None
+    life_fd: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"a worker of rank {self.rank}: ranks are 0 or more")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types. An agent replaces `data`, `directory`, `host` and `latch` by those of its machine."""
+        run = self.run
+        options = {name: value for name, value in vars(run.options).items() if value is not None}
+        return {
+            "rank": self.rank,
+            "settings": run.settings.to_dict(),
+            "data": run.data.to_dict(),
+            "controller": run.links.controller,
+            "directory": run.links.directory,
+            "token": run.links.token.hex(),
+            "host": run.links.host,
+            "checkpoints": run.checkpoints.to_dict(),
+            "options": options,
+            "latch": None if self.death_watch is None else list(self.death_watch),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> WorkerSpec:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: keys that are missing or unknown, or a value that no worker can have.
+        """
+        if (keys := set(fields) - {"life_fd"}) != _KEYS:
+            raise ValueError(f"the specification of a worker lacks {sorted(_KEYS - keys)}, has {sorted(keys - _KEYS)}")
+        links = LinkSpec(fields["controller"], fields["directory"], bytes.fromhex(fields["token"]), fields["host"])
+        run = RunSpec(
+            Settings.from_dict(fields["settings"]),
+            PreparedData.from_dict(fields["data"]),
+            links,
+            CheckpointOrders(**fields["checkpoints"]),
+            OptionSpec(**fields["options"]),
+        )
+        latch = fields["latch"]
+        watch = None if latch is None else (str(latch[0]), int(latch[1]))
+        return cls(int(fields["rank"]), run, watch, fields.get("life_fd"))
+
+
+_KEYS = {"rank", "settings", "data", "controller", "directory", "token", "host", "checkpoints", "options", "latch"}

@@ -63,8 +63,8 @@ class Boundaries:
     def __contains__(self, key: BoundaryKey) -> bool:
         return key in self._received
 
-    def of(self, kind: str, step: int, layer: int) -> Callable[[int], bool]:
-        """Tells of a micro-batch whether its tensor of this kind has come."""
+    def arrived(self, kind: str, step: int, layer: int) -> Callable[[int], bool]:
+        """A function of a micro-batch: True if its tensor of this kind has come."""
         return lambda microbatch: BoundaryKey(kind, step, microbatch, layer) in self._received
 
     def pop(self, key: BoundaryKey) -> Tensor:

@@ -218,10 +218,10 @@ class HeldState:
         """Elements of the state of a run."""
         return (1 + len(part.optimizer_state)) * (part.stop - part.start)
 
-    def learn(
+    def receive(
         self, layer: int, first: int, stop: int, version: int, payload: Tensor, learned: Callable[[ReplicaSet], None]
     ) -> Iterator[None]:
-        """Takes the state of pages [first, stop), as `copy_state` gave it, in pieces.
+        """Copies in the state of pages [first, stop), laid out as `copy_state` does it, in pieces.
 
         Args:
             learned: told of each run that was waiting for it.
@@ -294,8 +294,8 @@ class HeldState:
 def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Copies the second of each pair to the first."""
     for target, source in pairs:
-        for at in range(0, len(source), CHORE_ELEMENTS):
-            target[at : at + CHORE_ELEMENTS].copy_(source[at : at + CHORE_ELEMENTS])
+        for at in range(0, len(source), COPY_ELEMENTS):
+            target[at : at + COPY_ELEMENTS].copy_(source[at : at + COPY_ELEMENTS])
             yield
 
 
@@ -318,48 +318,48 @@ def _cut_by_rule(layout: LayerLayout, held: list[HeldRange]) -> list[_Cut]:
     return list(cuts.values())
 
 
-# What a worker does while it waits: copies that nobody has to wait for, in small pieces.
-CHORE_ELEMENTS = 1 << 18
-"""Elements of fp32 that one piece copies: about a millisecond for the host, for which a message may have to wait."""
+COPY_ELEMENTS = 1 << 18
+"""fp32 elements that one piece of a background copy moves: about a millisecond on a host. A message may have to wait
+that long."""
 
 
-class Chores:
-    """Jobs in turn, each an iterator that does one piece whenever it is asked for its next item.
+class BackgroundCopies:
+    """Copies that the training thread makes while it waits for messages, one small piece at a time.
 
-    Whoever is about to change what a job reads, or needs what it makes, calls `finish` first. The training thread does
-    all of it, so a job sees what any other part of that thread would see between two messages.
+    Each copy is an iterator that does one piece whenever it is asked for its next item. Before anything changes what a
+    copy reads, or needs what it writes, `finish` is called. There is no second thread, so a copy sees what any other
+    part of the training thread would see between two messages.
     """
 
     def __init__(self) -> None:
-        self._jobs: deque[Iterator[None]] = deque()
+        self._copies: deque[Iterator[None]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether anything is left to do."""
-        return bool(self._jobs)
+        """True if anything is left to copy."""
+        return bool(self._copies)
 
-    def add(self, job: Iterator[None]) -> None:
-        self._jobs.append(job)
+    def add(self, copy: Iterator[None]) -> None:
+        self._copies.append(copy)
 
     def do_one(self) -> bool:
-        """One piece of the oldest job. Returns whether there was any."""
-        if not self._jobs:
+        """Do one piece of the oldest copy. Returns True if there was one."""
+        if not self._copies:
             return False
-        job = self._jobs[0]
-        if next(job, job) is job:
-            self._jobs.popleft()
+        copy = self._copies[0]
+        if next(copy, copy) is copy:
+            self._copies.popleft()
         return True
 
     def finish(self) -> None:
-        """All that is left."""
+        """Do everything that is left."""
         while self:
             self.do_one()
 
     def give_up(self) -> None:
-        """Leaves the rest undone."""
-        self._jobs.clear()
+        """Leave the rest undone."""
+        self._copies.clear()
 
 
-# Page ranges inside others: data that was sent for a longer run, in an older mesh epoch, is cut.
 def contains(whole: PageRange, part: PageRange) -> bool:
     """Whether all pages of `part` are pages of `whole`."""
     return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]

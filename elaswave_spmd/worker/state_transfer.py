@@ -1,4 +1,4 @@
-"""How state gets from a run's primary to those who learn it: copies in small pieces, chores of both sides."""
+"""How the state of a page range gets from its primary to its learners: copied in small pieces on both sides."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ from elaswave_spmd.worker.stage_boundary import Send
 from elaswave_spmd.worker.state import HeldRange, HeldState
 
 
-def teach(
-    state: HeldState, what: HeldRange | Tensor, message: m.PageState, learners: Sequence[int], send: Send
+def send_state(
+    state: HeldState, source: HeldRange | Tensor, message: m.PageState, learners: Sequence[int], send: Send
 ) -> Iterator[None]:
-    """Copies the state of a run and sends it; a tensor, what there is to learn of the loss page, as it is."""
-    if isinstance(what, Tensor):
-        payload = what
+    """Copy the state of a page range, then send the copy to all its learners. One item per piece.
+
+    The copy is what is sent because the state changes with the next step, while links may still be sending.
+
+    Args:
+        source: the page range, or the state of the loss page, which is sent as it is.
+    """
+    if isinstance(source, Tensor):
+        payload = source
     else:
-        payload = torch.empty(state.state_size(what), device=what.master.device)
-        yield from state.copy_state(what, payload)
+        payload = torch.empty(state.state_size(source), device=source.master.device)
+        yield from state.copy_state(source, payload)
     for learner in learners:
         send(learner, message, payload)
 
 
-def learn(
+def receive_state(
     state: HeldState, message: m.PageState, payload: Tensor, protocol: WorkerProtocol, done: Callable[[], None]
 ) -> Iterator[None]:
-    """Takes in what `teach` has sent."""
+    """Copy in what `send_state` has sent, for the ranges that wait for it. One item per piece.
+
+    The protocol gets the norms that came with it: a learner which becomes the primary votes with them.
+    """
     norms = np.frombuffer(message.norms, "<f4").tolist()
 
-    def learned(run: ReplicaSet) -> None:
-        own = norms[run.first - message.first : run.stop - message.first]
-        protocol.learned(message.step, run.key, own, None)
+    def received(pages: ReplicaSet) -> None:
+        own = norms[pages.first - message.first : pages.stop - message.first]
+        protocol.learned(message.step, pages.key, own, None)
 
-    yield from state.learn(message.layer, message.first, message.stop, message.step, payload, learned)
+    yield from state.receive(message.layer, message.first, message.stop, message.step, payload, received)
     done()

@@ -35,13 +35,14 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import all_runs
 from elaswave_spmd.worker.channel import Incoming
-from elaswave_spmd.worker.configuration import Epoch
+from elaswave_spmd.worker.configuration import Configuration
+from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
-from elaswave_spmd.worker.step import Executor
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, domain_of, victims
 from tests.cluster.stories import rebalance
@@ -168,23 +169,25 @@ class LocalCluster:
         def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
             return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
-        worker.executor = Executor(
+        programs = StagePrograms(**program_args(self._job, layout, model.loss))
+        context = WorkerContext(
             worker.rank,
             self._job,
-            layout,
-            Epoch.of(self._healthy, place),
-            modules,
-            StagePrograms(**program_args(self._job, layout, model.loss)),
+            self._healthy,
+            LocalModel(layout, self._description.inits, modules, programs),
+            Datasets(self._train, self._validation),
             self._device,
-            self._description.inits,
-            self._train,
-            self._validation,
             worker.port,
-            place_of=lambda message: Epoch.of(self._healthy, message),
-            visit=lambda point, step: self._visit(worker, point, step),
-            group=self._group_of(worker.rank),
+            self._hooks_of(worker),
         )
-        worker.running = worker.executor.run()
+        worker.executor = Executor(context, Configuration.of(self._healthy, place))
+        worker.running = worker.executor.train()
+
+    def _hooks_of(self, worker: Worker) -> WorkerHooks:
+        """What is optional around a worker."""
+        return WorkerHooks(
+            on_point=lambda point, step: self._visit(worker, point, step), stage_group=self._group_of(worker.rank)
+        )
 
     def _group_of(self, rank: int) -> StageGroup | None:
         """The group of a worker's stage, for new parameters; none: links alone."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.worker.state import Chores
+from elaswave_spmd.worker import state_replica
+from elaswave_spmd.worker.state import BackgroundCopies
 from tests.cluster.cluster import LocalCluster
 from tests.cluster.processes import Worker
 
 
-class PiecewiseChores(Chores):
-    """Chores of which a worker does one piece at a time, and then waits as if there were none."""
+class PiecewiseCopies(BackgroundCopies):
+    """Copies of which a worker does one piece at a time, and then waits as if there were none."""
 
     def do_one(self) -> bool:
         super().do_one()
@@ -17,12 +20,11 @@ class PiecewiseChores(Chores):
 
 
 class PiecewiseCluster(LocalCluster):
-    """A cluster in which each piece of a chore is a turn of its worker."""
+    """A cluster in which each piece of a background copy is a turn of its worker."""
 
     def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
-        super()._begin(worker, place)
-        assert worker.executor is not None
-        worker.executor.replica.chores = PiecewiseChores()
+        with mock.patch.object(state_replica, "BackgroundCopies", PiecewiseCopies):
+            super()._begin(worker, place)
 
     def _can_go(self, worker: Worker) -> bool:
-        return super()._can_go(worker) or bool(worker.executor and worker.executor.replica.chores)
+        return super()._can_go(worker) or bool(worker.executor and worker.executor.replica.background)

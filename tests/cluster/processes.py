@@ -11,7 +11,7 @@ from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.actions import EpochBegun, Save, Unrecoverable
 from elaswave_spmd.sharding.replicas import ReplicaSet
-from elaswave_spmd.worker.step import Executor
+from elaswave_spmd.worker.loop import Executor
 from tests.cluster.faults import ThenFault
 from tests.cluster.wires import SimulatedChannel
 

@@ -13,7 +13,7 @@ def work(spec: dict[str, Any]) -> int:
     """Entry of a worker process."""
     from unittest.mock import patch
 
-    from elaswave_spmd.worker import loop as worker
+    from elaswave_spmd.worker import process as worker
     from tests.cluster.made_up_device import MadeUp, register
 
     library = register()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,8 +15,10 @@ import torch
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, Remedy
-from elaswave_spmd.worker.device_fault import RecoveringExecutor
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.state import LEARNING
 from tests.cluster import cluster
 from tests.cluster.faults import AnyFault, Fault
@@ -41,11 +43,7 @@ class MadeUpDevice:
     def __init__(self, remedies: list[Remedy | None]) -> None:
         self._remedies = remedies
 
-    kind = SimpleNamespace(capabilities=SimpleNamespace(recovers=True))
-
     def synchronize(self) -> None: ...
-
-    def memory(self) -> None: ...
 
     def recover(self, error: BaseException) -> Remedy | None:
         return self._remedies.pop() if TEXT in str(error) else None
@@ -56,13 +54,14 @@ class MadeUpDevice:
 
 
 @pytest.fixture
-def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[RecoveringExecutor]]:
+def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
     """Has devices of a cluster fail; returns the executors that were made, in order."""
 
-    def prepare(hits: Hits) -> list[RecoveringExecutor]:
+    def prepare(hits: Hits) -> list[Executor]:
         left, made = dict(hits), []
 
-        def make(rank: int, *rest: Any, visit: Callable[[FaultPoint, int], None], **named: Any) -> RecoveringExecutor:
+        def make(context: WorkerContext, *rest: Any) -> Executor:
+            rank, visit = context.rank, context.hooks.on_point
             struck: list[Remedy | None] = []
 
             def visit_first(point: FaultPoint, step: int) -> None:
@@ -71,8 +70,9 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[RecoveringE
                     struck.append(left.pop((rank, step, point.value)))
                     raise RuntimeError(f"{TEXT}\nlook at the log")
 
-            executor = RecoveringExecutor(rank, *rest, visit=visit_first, **named)
-            executor.device = cast(Device, MadeUpDevice(struck))
+            recovery = DeviceRecovery(cast(Device, MadeUpDevice(struck)))
+            hooks = replace(context.hooks, on_point=visit_first, device_recovery=recovery)
+            executor = Executor(replace(context, hooks=hooks), *rest)
             made.append(executor)
             return executor
 
@@ -125,7 +125,7 @@ def train(
 @pytest.mark.parametrize(("mesh", "zero"), [("dp2", 0), ("dp3", 1), ("dp2_pp2", 2), ("pp2", 1), ("dp2", 3)])
 @one_thread()
 def test_the_step_is_done_again(
-    mesh: str, zero: int, point: str, remedy: Remedy, strike: Callable[[Hits], list[RecoveringExecutor]]
+    mesh: str, zero: int, point: str, remedy: Remedy, strike: Callable[[Hits], list[Executor]]
 ) -> None:
     run = Run(microbatches=5, steps=6, model="gpt_tied")
     executors = strike({(1, 3, point): remedy})
@@ -140,7 +140,7 @@ def test_the_step_is_done_again(
 
 @pytest.mark.parametrize("seed", range(12))
 @one_thread()
-def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits], list[RecoveringExecutor]]) -> None:
+def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits], list[Executor]]) -> None:
     draw = random.Random(seed)
     run = Run(
         microbatches=5, steps=8, model=draw.choice(["gpt", "mlp", "gpt_tied"]), dtype=draw.choice(["fp32", "bf16"])
@@ -168,7 +168,7 @@ def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits
 @pytest.mark.parametrize("step", range(3, 7))
 @one_thread()
 def test_who_learns_learns_all_though_a_teacher_fails(
-    rank: int, step: int, strike: Callable[[Hits], list[RecoveringExecutor]]
+    rank: int, step: int, strike: Callable[[Hits], list[Executor]]
 ) -> None:
     """A newcomer learns, and one of those who teach it has a fault in one of these steps."""
     run = Run(microbatches=5, steps=10, model="gpt_tied")
@@ -182,9 +182,7 @@ def test_who_learns_learns_all_though_a_teacher_fails(
 
 @pytest.mark.parametrize("point", ["forward", "apply", "publish"])
 @one_thread()
-def test_what_cannot_be_brought_back_ends_the_worker(
-    point: str, strike: Callable[[Hits], list[RecoveringExecutor]]
-) -> None:
+def test_what_cannot_be_brought_back_ends_the_worker(point: str, strike: Callable[[Hits], list[Executor]]) -> None:
     """No remedy; or a fault in an update, which may have changed half of the state."""
     strike({(1, 3, point): None if point == "forward" else Remedy.REDO})
     with pytest.raises(RuntimeError, match="UCE ERROR"):
@@ -199,7 +197,7 @@ class GroupedMachines(GroupedCluster, MadeUpMachines):
 @pytest.mark.parametrize("seed", range(6))
 @one_thread()
 def test_a_device_fails_whose_stage_publishes_through_a_group(
-    seed: int, remedy: Remedy, strike: Callable[[Hits], list[RecoveringExecutor]]
+    seed: int, remedy: Remedy, strike: Callable[[Hits], list[Executor]]
 ) -> None:
     run, point = Run(microbatches=5, steps=6), ("forward", "backward", "reduce")[seed % 3]
     strike({(1, 3 + seed % 2, point): remedy})

@@ -14,6 +14,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Effect, Save
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir.manifest import writers_of
+from elaswave_spmd.worker.context import WorkerHooks
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import Worker
 from tests.simulated.bits_cases import (
@@ -40,10 +41,8 @@ class Saved(MirroredCluster):
         policy = Policy(mirror_count=2, min_workers=least)
         super().__init__(RUN, mesh, zero, seed=seed, faults=faults, policy=policy)
 
-    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
-        super()._begin(worker, place)
-        assert worker.executor is not None
-        worker.executor.save = lambda: self._save(worker)
+    def _hooks_of(self, worker: Worker) -> WorkerHooks:
+        return replace(super()._hooks_of(worker), save=lambda replica: self._save(worker))
 
     def _save(self, worker: Worker) -> None:
         """What the writer of each page range has of it."""

@@ -112,7 +112,7 @@ def test_imports_without_torch(room: str) -> None:
 
 def test_bare_names_never_enter_sys_modules() -> None:
     code = (
-        "import sys, elaswave_spmd.controller.loop, elaswave_spmd.worker.loop\n"
+        "import sys, elaswave_spmd.controller.loop, elaswave_spmd.worker.process\n"
         "import elaswave_spmd.models, elaswave_spmd.conf\n"
         f"print(sorted(set(sys.modules) & set({LINKS})))"
     )

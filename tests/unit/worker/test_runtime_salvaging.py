@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery.messages import Recompute
+from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
 from elaswave_spmd.worker.partial_step import (
-    FULL,
-    INPUT_ONLY,
     RemainingWork,
     StepUnderWay,
     next_ready,
-    todo_anew,
-    todo_left,
+    remaining_of_begun_step,
+    remaining_of_new_step,
 )
 
 ME = 1
@@ -35,23 +34,23 @@ def under_way(assigned: set[int], computed: set[int] | None = None, reported: se
 
 
 def test_a_step_that_was_not_begun_is_the_plan() -> None:
-    todo = todo_anew([line(3), line(1, backward=0), line(2, forward=False, backward=INPUT_ONLY)])
+    todo = remaining_of_new_step([line(3), line(1, backward=0), line(2, forward=False, backward=INPUT_GRADIENT)])
     assert todo == {
         3: RemainingWork(True, FULL, False),
         1: RemainingWork(True, 0, False),
-        2: RemainingWork(False, INPUT_ONLY, False),
+        2: RemainingWork(False, INPUT_GRADIENT, False),
     }
 
 
 def test_what_was_done_since_the_status_is_not_done_twice() -> None:
     step = under_way({1, 2}, computed={1, 2}, reported={1})
-    assert todo_left([line(2)], step, ()) == {} and step.computed == {1, 2}
+    assert remaining_of_begun_step([line(2)], step, ()) == {} and step.computed == {1, 2}
 
 
 def test_a_microbatch_that_was_reported_and_stands_in_the_plan_is_computed_again_alone() -> None:
     """Its sum went with a primary; here it is in a sum already, to which it must not be added twice."""
     step = under_way({1, 2}, computed={1}, reported={1})
-    assert todo_left([line(1), line(2)], step, ()) == {
+    assert remaining_of_begun_step([line(1), line(2)], step, ()) == {
         1: RemainingWork(True, FULL, True),
         2: RemainingWork(True, FULL, False),
     }
@@ -61,7 +60,7 @@ def test_a_microbatch_that_was_reported_and_stands_in_the_plan_is_computed_again
 def test_a_microbatch_of_another_worker_is_sent_by_itself() -> None:
     """The tree's nodes of a worker's own micro-batches were opened without it."""
     step = under_way({1, 2})
-    assert todo_left([line(1), line(5)], step, ()) == {
+    assert remaining_of_begun_step([line(1), line(5)], step, ()) == {
         1: RemainingWork(True, FULL, False),
         5: RemainingWork(True, FULL, True),
     }
@@ -70,18 +69,18 @@ def test_a_microbatch_of_another_worker_is_sent_by_itself() -> None:
 
 def test_a_microbatch_taken_over_twice_is_still_alone() -> None:
     step = under_way({1})
-    todo_left([line(5)], step, ())
-    assert todo_left([line(5)], step, ())[5].alone, "assigned, but not from the beginning"
+    remaining_of_begun_step([line(5)], step, ())
+    assert remaining_of_begun_step([line(5)], step, ())[5].alone, "assigned, but not from the beginning"
 
 
 def test_where_sums_are_in_the_way_every_microbatch_is_alone() -> None:
     step = StepUnderWay(7, {1}, frozenset({1}), alone=True)
-    assert todo_left([line(1)], step, ())[1].alone
+    assert remaining_of_begun_step([line(1)], step, ())[1].alone
 
 
 def test_a_saved_forward_serves() -> None:
     step = under_way({1, 2})
-    assert todo_left([line(1), line(2)], step, {1}) == {
+    assert remaining_of_begun_step([line(1), line(2)], step, {1}) == {
         1: RemainingWork(False, FULL, False),
         2: RemainingWork(True, FULL, False),
     }
@@ -89,15 +88,17 @@ def test_a_saved_forward_serves() -> None:
 
 def test_a_microbatch_whose_output_is_all_that_is_wanted_and_is_there_is_nothing_to_do() -> None:
     step = under_way({1})
-    assert todo_left([line(1, backward=0)], step, {1}) == {}
-    assert todo_left([line(1, backward=0)], step, ()) == {1: RemainingWork(True, 0, False)}
+    assert remaining_of_begun_step([line(1, backward=0)], step, {1}) == {}
+    assert remaining_of_begun_step([line(1, backward=0)], step, ()) == {1: RemainingWork(True, 0, False)}
 
 
 def test_a_microbatch_for_the_gradient_of_its_input_is_nobodys_own() -> None:
     step = under_way({1}, computed={1}, reported={1})
-    assert todo_left([line(1, backward=INPUT_ONLY)], step, ()) == {1: RemainingWork(True, INPUT_ONLY, True)}
+    assert remaining_of_begun_step([line(1, backward=INPUT_GRADIENT)], step, ()) == {
+        1: RemainingWork(True, INPUT_GRADIENT, True)
+    }
     assert step.computed == {1}, "its weight gradients stay where they are"
-    todo_left([line(4, backward=INPUT_ONLY)], step, ())
+    remaining_of_begun_step([line(4, backward=INPUT_GRADIENT)], step, ())
     assert step.assigned == {1}
 
 
@@ -111,7 +112,7 @@ def test_a_microbatch_for_the_gradient_of_its_input_is_nobodys_own() -> None:
 def test_all_of_the_plan_is_done_or_to_do(assigned, computed, reported, planned, forwarded) -> None:
     computed &= assigned
     step = under_way(set(assigned), set(computed), set(reported))
-    todo = todo_left([line(microbatch) for microbatch in planned], step, forwarded)
+    todo = remaining_of_begun_step([line(microbatch) for microbatch in planned], step, forwarded)
     assert todo.keys() | (computed - reported) >= planned and todo.keys() <= planned
     assert step.computed.isdisjoint(todo) and step.assigned >= planned - (computed - reported)
     for microbatch, left in todo.items():
@@ -122,9 +123,9 @@ def test_all_of_the_plan_is_done_or_to_do(assigned, computed, reported, planned,
 def test_a_microbatch_that_has_to_be_computed_again_twice_is_alone_both_times() -> None:
     """Between the two it is not among those computed, but in the sum still."""
     step = under_way({1}, computed={1}, reported={1})
-    assert todo_left([line(1)], step, ())[1].alone
+    assert remaining_of_begun_step([line(1)], step, ())[1].alone
     step.reported = frozenset(step.computed)
-    assert todo_left([line(1)], step, ())[1].alone
+    assert remaining_of_begun_step([line(1)], step, ())[1].alone
 
 
 # ---- what can go next
@@ -155,6 +156,6 @@ def test_whatever_waits_does_not_keep_others_from_going() -> None:
     todo = {
         1: RemainingWork(False, FULL, False),
         2: RemainingWork(True, 0, False),
-        3: RemainingWork(False, INPUT_ONLY, True),
+        3: RemainingWork(False, INPUT_GRADIENT, True),
     }
     assert next_ready(todo, has(2), has()) == 2 and next_ready(todo, has(), has(3)) == 3

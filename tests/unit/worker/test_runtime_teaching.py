@@ -11,8 +11,8 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.worker import state as state_module
-from elaswave_spmd.worker.state import LEARNING, Chores, HeldState
-from elaswave_spmd.worker.state_transfer import learn, teach
+from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState
+from elaswave_spmd.worker.state_transfer import receive_state, send_state
 from tests.unit.worker.test_runtime_state import states, update
 
 LAYER = 1
@@ -20,7 +20,7 @@ LAYER = 1
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "CHORE_ELEMENTS", 24)  # no divisor of a page
+    monkeypatch.setattr(state_module, "COPY_ELEMENTS", 24)  # no divisor of a page
 
 
 def counted(said: list[str], name: str, pieces: int) -> Iterator[None]:
@@ -31,7 +31,7 @@ def counted(said: list[str], name: str, pieces: int) -> Iterator[None]:
 
 
 def test_chores_are_done_in_turn_and_in_pieces() -> None:
-    chores, said = Chores(), []
+    chores, said = BackgroundCopies(), []
     assert not chores.do_one()
     chores.add(counted(said, "a", 2))
     chores.add(counted(said, "b", 1))
@@ -49,7 +49,7 @@ def test_a_chore_that_fails_is_not_begun_again() -> None:
         yield
         raise OSError("no memory")
 
-    chores, said = Chores(), []
+    chores, said = BackgroundCopies(), []
     chores.add(failing())
     chores.add(counted(said, "b", 1))
     assert chores.do_one()
@@ -63,7 +63,7 @@ def taught(state: HeldState) -> tuple[m.PageState, Tensor]:
     """What the primary of a layer's first run sends of it."""
     part, sent = state.layers[LAYER][0], []
     message = m.PageState(1, *part.run.key, torch.arange(part.run.stop - part.run.first).float().numpy().tobytes())
-    job = teach(state, part, message, [4, 6], lambda *what: sent.append(what))
+    job = send_state(state, part, message, [4, 6], lambda *what: sent.append(what))
     pieces = sum(1 for _ in job)
     assert pieces > 3 and [peer for peer, _, _ in sent] == [4, 6] and sent[0][2] is sent[1][2]
     _, sent_message, payload = sent[0]
@@ -87,7 +87,7 @@ def test_what_is_learned_is_what_was_taught_and_goes_on_alike(separate: bool) ->
     update(state, 1, 1.3)
     message, payload = taught(state)
     other, protocol, done = unlearned(separate=separate), WorkerProtocol(4, 0, (), (), version=1), []
-    job = learn(other, message, payload, protocol, lambda: done.append(True))
+    job = receive_state(other, message, payload, protocol, lambda: done.append(True))
     (mine,), (theirs,) = other.layers[LAYER], state.layers[LAYER]
     for _ in job:
         assert mine.version == LEARNING and not done, "it counts when all of it is there"
@@ -107,7 +107,7 @@ def test_parameters_that_are_published_meanwhile_are_left_alone(at: int) -> None
     message, payload = taught(state)
     other = unlearned(separate=False)
     values, run = other._values[LAYER], other.layers[LAYER][0].run
-    job = learn(other, message, payload, WorkerProtocol(4, 0, (), (), version=1), lambda: None)
+    job = receive_state(other, message, payload, WorkerProtocol(4, 0, (), (), version=1), lambda: None)
     for _ in range(at) if at >= 0 else job:
         next(job, None)
     if at >= 0:
@@ -125,7 +125,7 @@ def test_only_runs_that_wait_for_it_take_state() -> None:
     message, payload = taught(state)
     (other,) = states(1, 1, separate=True, dtype=torch.float32).values()
     before = [part.master.clone() for part in other]
-    for _ in learn(other, message, payload * 0, WorkerProtocol(4, 0, (), (), version=1), lambda: None):
+    for _ in receive_state(other, message, payload * 0, WorkerProtocol(4, 0, (), (), version=1), lambda: None):
         pass
     assert all(torch.equal(part.master, b) and part.version == 0 for part, b in zip(other, before, strict=True))
 
@@ -134,5 +134,5 @@ def test_the_loss_page_is_sent_as_it_is() -> None:
     (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
     sent, loss = [], torch.tensor([1.0, 2.5])
     message = m.PageState(1, 2, 5, 6, b"")
-    assert not list(teach(state, loss, message, [3], lambda *what: sent.append(what)))
+    assert not list(send_state(state, loss, message, [3], lambda *what: sent.append(what)))
     assert sent == [(3, message, loss)]

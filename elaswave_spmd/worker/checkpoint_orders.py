@@ -1,0 +1,61 @@
+"""What a worker has to write of a run's checkpoints, and what it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaswave_spmd.run_dir.checkpoints import open_checkpoint
+from elaswave_spmd.sharding.replicas import PageRange
+
+
+@dataclass(frozen=True)
+class CheckpointOrders:
+    """The checkpoint settings of a run as a worker gets them: plain values, the same on every worker.
+
+    Args:
+        run_dir: the run's directory, absolute; the same path on all machines.
+        run: the run's id.
+        incarnation: the number of the controller that started this worker, counted over all starts of the run.
+        every: steps between checkpoints; 0 for none. The last step has none, since its weights are the result.
+        steps: number of steps of the run.
+        source: the directory of the checkpoint that the run begins with, or None.
+        committed: the last step that was committed before the run was resumed; 0 if it is not a resumed run.
+    """
+
+    run_dir: str
+    run: str
+    incarnation: int
+    every: int = 0
+    steps: int = 0
+    source: str | None = None
+    committed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain JSON types. `CheckpointOrders(**fields)` inverts it."""
+        return asdict(self)
+
+    def is_due(self, step: int) -> bool:
+        """True if the state after this step is to be written."""
+        return self.every > 0 and step % self.every == 0 and step < self.steps
+
+    def reader(self) -> Callable[[PageRange, str], Tensor] | None:
+        """Opens the checkpoint that the run begins with.
+
+        Its hashes are not verified again: the controller did so before it started the workers.
+
+        Returns:
+            (page range, kind of state) -> fp32 [elements]; None if the run begins with initial values.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read any more.
+        """
+        if self.source is None:
+            return None
+        checkpoint = open_checkpoint(Path(self.source), verify=False)
+        return lambda page_range, kind: torch.from_numpy(checkpoint.read(*page_range, kind))

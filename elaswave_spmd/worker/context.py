@@ -1,0 +1,110 @@
+"""What every part of a worker needs and none of them changes: one frozen value that is handed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from elaswave_spmd.determinism import Init
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.channel import Channel
+from elaswave_spmd.worker.fault_points import OnFaultPoint, no_op
+from elaswave_spmd.worker.profiling import MemoryRow, Row
+from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
+from elaswave_spmd.worker.spec import Job
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.device_fault import DeviceRecovery
+    from elaswave_spmd.worker.parameter_broadcast import StageGroup
+    from elaswave_spmd.worker.state_replica import StateReplica
+
+MakeModules = Callable[[Iterable[int]], Mapping[int, nn.Module]]
+"""Layer numbers -> new modules of these layers; their parameters are replaced by views of flat buffers."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model as this worker runs it.
+
+    Args:
+        layout: where each parameter lies in the flat state of its layer.
+        inits: name of an owned parameter -> its initial distribution.
+        make_modules: makes the layers that this worker is about to compute.
+        programs: run one layer at a time, on tensors of the worker's device.
+    """
+
+    layout: ModelLayout
+    inits: Mapping[str, Init]
+    make_modules: MakeModules
+    programs: StagePrograms
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The two splits; `validation` is None if the run never validates."""
+
+    train: Batches
+    validation: Batches | None
+
+
+def _ignore(*_: object) -> None:
+    """The default of hooks that only observe."""
+
+
+@dataclass(frozen=True)
+class WorkerHooks:
+    """Everything optional around a worker. Without arguments nothing is observed, injected or optional.
+
+    All of them are called by the training thread.
+
+    Args:
+        on_point: (point, step): a step passes one of its points. Progress is counted here, and faults are injected.
+        layer_ran: (step, micro-batch, layer, backward, began, ended): a layer program has run; times by
+            time.perf_counter(), or of the device.
+        step_measured: (step, times of layer programs, memory of layers that are new): after every step.
+        applied: (report, replica): a version is complete. The state may be copied now, and changes after the call.
+        save: (replica): the run is about to stop; the state is to be written as it is.
+        members_changed: (message): members of the new configuration; links are opened and closed to match.
+        stage_group: process group of the worker's stage, for new parameters (`runtime.collectives=group`).
+        device_recovery: brings a failed device back in the middle of a step, where the kind of device can be.
+    """
+
+    on_point: OnFaultPoint = no_op
+    layer_ran: Callable[[int, int, int, bool, float, float], None] = _ignore
+    step_measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = _ignore
+    applied: Callable[[m.Applied, StateReplica], None] = _ignore
+    save: Callable[[StateReplica], None] = _ignore
+    members_changed: Callable[[m.Reconfigure], None] = _ignore
+    stage_group: StageGroup | None = None
+    device_recovery: DeviceRecovery | None = None
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """One worker of a run.
+
+    Args:
+        rank: of this worker; ranks are never used twice in a run.
+        job: the arithmetic of the run.
+        placement: the first configuration of the mesh, without losses: what is the same in all configurations.
+        model: its layers.
+        data: the samples.
+        device: where parameters, state and sums lie, and layer programs run.
+        channel: the way to the other workers and the controller.
+        hooks: what is optional.
+    """
+
+    rank: int
+    job: Job
+    placement: Placement
+    model: LocalModel
+    data: Datasets
+    device: Device
+    channel: Channel
+    hooks: WorkerHooks = field(default_factory=WorkerHooks)

@@ -1,0 +1,290 @@
+"""A worker process: opens its links, waits for its place in the mesh, and resumes its executor from its mailbox."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.devices import Device, Island
+from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
+from elaswave_spmd.runtime.devices.process_group import group_of
+from elaswave_spmd.runtime.devices.selection import kind_of
+from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.child import keep_freed_memory
+from elaswave_spmd.runtime.transport.link_probe import LinkProbe
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
+from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
+from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.worker.channel import Channel, SocketChannel, Stopped
+from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
+from elaswave_spmd.worker.configuration import Configuration
+from elaswave_spmd.worker.context import WorkerHooks
+from elaswave_spmd.worker.device_fault import DeviceRecovery
+from elaswave_spmd.worker.fault_injection import FaultInjector
+from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
+from elaswave_spmd.worker.loop import Executor
+from elaswave_spmd.worker.parameter_broadcast import StageGroup
+from elaswave_spmd.worker.plan_run import RunPlan, make_context, make_programs, plan_run
+from elaswave_spmd.worker.profiling import MemoryRow, Row
+from elaswave_spmd.worker.programs.eager import StagePrograms
+from elaswave_spmd.worker.spec import WorkerSpec
+from elaswave_spmd.worker.tracing import TracedChannel, open_trace
+
+_CONNECT_TIMEOUT_S = 60.0
+_FAREWELL_MS = 2000
+_COPYING_S = 5e-5  # between two looks at payloads that are on their way to host memory
+_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between looks at broadcasts under way; the last one from then on
+
+
+def main(fields: dict[str, Any]) -> int:
+    """Entry of a worker process, called by the fork server.
+
+    Args:
+        fields: of a `WorkerSpec`.
+
+    Returns:
+        The exit code: 0 if the worker was told to stop, 1 after an exception, which is reported to the controller.
+    """
+    process = WorkerProcess(WorkerSpec.from_dict(fields))
+    try:
+        process.run()
+    except Stopped:
+        process.save_if_orphaned()
+    except BaseException:
+        process.report_failure(traceback.format_exc())
+        return 1
+    finally:
+        process.close()
+    return 0
+
+
+def open_device(settings: Settings, rank: int) -> Device:
+    """Open the device that the settings name, in this process."""
+    island = Island(settings.mesh.shape.island_size, settings.runtime.threads_per_worker)
+    return kind_of(settings).open(rank, island)
+
+
+class WorkerProcess:
+    """The life of the process, from its first link to the controller's Stop."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._rank = rank = spec.rank
+        self._settings = settings = spec.run.settings
+        self._device = open_device(settings, rank)
+        keep_freed_memory()
+        self._probe = LinkProbe(lambda peer, header, payloads: self._links.send(peer, header, payloads))
+        self._mailbox = mailbox = Mailbox(self._probe.tap)
+        if settings.elastic.enabled:
+            # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
+            signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
+        self._links = Links(
+            rank,
+            mailbox,
+            transport=cast(Transport, settings.runtime.transport),
+            directory=spec.run.links.directory,
+            token=spec.run.links.token,
+            host=spec.run.links.host,
+            life_fd=spec.life_fd,
+        )
+        self._trace = open_trace(spec.run.options.trace, rank)
+        self._frequency = _open_frequency(spec.run.options.frequencies, rank)
+        self._group = self._open_group()
+        self._progress = Progress(waiting=True, action="start")
+        self._step = 0
+        self._link_reported = False
+        self._deadline: float | None = None  # once the controller is gone
+        self._before_loss: Callable[[], None] = lambda: None
+        self._checkpoints: CheckpointWriter | None = None
+        self._faults: FaultInjector | None = None
+        self._executor: Executor | None = None
+
+    def _open_group(self) -> StageGroup | None:
+        """The process group of this worker's stage, if parameters are published through groups; else None."""
+        if (store := self._spec.run.options.groups) is None:
+            return None
+        return group_of(self._device, store, self._spec.run.links.host, self._settings.timeouts.group)
+
+    # ---- from the first link to the end
+
+    def run(self) -> None:
+        """Become ready, become a member of the mesh, and train until the controller says Stop.
+
+        Raises:
+            Stopped: always, unless something fails.
+        """
+        plan, programs = self._become_ready()
+        HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
+        first, early = self._until_member(plan)
+        channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
+        executor = self._make_executor(plan, programs, first, channel)
+        self._train(executor, channel)
+
+    def _become_ready(self) -> tuple[RunPlan, StagePrograms]:
+        """Connect to the controller, plan the run as it did, compile, and report Ready.
+
+        A worker compiles before it is ready: a member, or one about to become a member, has nothing left to compile.
+        """
+        spec = self._spec
+        self._links.connect(CONTROLLER, spec.run.links.controller)
+        profile = spec.run.options.profile
+        costs = CostModel.from_json(profile) if profile is not None else None
+        plan = plan_run(self._settings, spec.run.data, costs=costs)
+        if spec.death_watch is not None:
+            self._before_loss = death_watch.hold(*spec.death_watch)
+        compiled = itertools.count(1)
+
+        def layer_compiled(layer: str) -> None:
+            beat = m.Heartbeat(self._rank, next(compiled), False, f"compiling, {layer} done")
+            self._send(beat)
+
+        programs = make_programs(plan, self._rank, self._device.place, self._frequency, layer_compiled)
+        watched = spec.death_watch is not None
+        self._send(m.Ready(self._rank, self._links.address, watched, programs.num_compiled))
+        return plan, programs
+
+    def _until_member(self, plan: RunPlan) -> tuple[Configuration, list[Envelope]]:
+        """Wait for the configuration that makes this worker a member, and for the links to the others.
+
+        Returns:
+            The configuration, and what arrived before it from members that entered it earlier.
+        """
+        early: list[Envelope] = []
+        while True:
+            item = self._mailbox.get()
+            if isinstance(item, ControllerGone):
+                raise Stopped
+            if not isinstance(item, Envelope):
+                continue
+            message = m.decode(item.header)
+            if isinstance(message, m.Reconfigure):
+                break
+            if isinstance(message, m.Stop):
+                raise Stopped
+            early.append(item)
+        self._progress.waiting = False  # the first action may take long
+        self._members_changed(message)
+        others = [peer for peer in message.addresses if peer != self._rank]
+        self._links.wait_connected(others, _CONNECT_TIMEOUT_S)  # the channel will report those that are closed
+        if others:
+            # Each worker measures the link to the next one in the ring of ranks.
+            self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))
+        return Configuration.of(plan.placement, message), early
+
+    def _make_executor(
+        self, plan: RunPlan, programs: StagePrograms, first: Configuration, channel: SocketChannel
+    ) -> Executor:
+        orders, trace = self._spec.run.checkpoints, self._trace
+        self._checkpoints = checkpoints = CheckpointWriter(
+            self._rank, orders, plan.description.layout, self._device, self._send
+        )
+        # A fault is injected at the first attempt of its step only, not when a resumed run comes to the step again.
+        version = max(first.version, orders.committed)
+        self._faults = FaultInjector(self._rank, self._settings.chaos, self._links, self._before_loss, version)
+        hooks = WorkerHooks(
+            on_point=self._on_point,
+            step_measured=lambda step, rows, memory: self._send_costs(step, rows, memory, programs.num_compiled),
+            applied=checkpoints.applied,
+            save=checkpoints.save,
+            members_changed=self._members_changed,
+            stage_group=self._group,
+            device_recovery=DeviceRecovery(self._device) if self._device.kind.capabilities.recovers else None,
+            **({"layer_ran": trace.action} if trace is not None else {}),
+        )
+        way: Channel = channel if trace is None else TracedChannel(channel, trace)
+        context = make_context(plan, self._rank, self._device, way, programs, hooks)
+        # A newcomer gets its state from the others: the checkpoint that they began with may be gone by then.
+        saved = orders.reader() if first.epoch == 0 else None
+        self._executor = Executor(context, first, saved)
+        return self._executor
+
+    def _train(self, executor: Executor, channel: SocketChannel) -> None:
+        """Resume the training loop whenever something has come."""
+        progress = self._progress
+        for reason in executor.train():
+            progress.waiting = True
+            progress.action = reason
+            if executor.is_orphaned and self._deadline is None:
+                self._deadline = time.monotonic() + self._settings.timeouts.controller
+            began = time.perf_counter()
+            if not self._wait(executor, channel):
+                raise Stopped
+            if self._trace is not None:
+                self._trace.wait(reason, began, time.perf_counter())
+            progress.waiting = False
+        raise RunError(f"worker {self._rank} has nothing left to do, and was not told to stop")
+
+    def _wait(self, executor: Executor, channel: SocketChannel) -> bool:
+        """Wait until something has come. False: nothing did, and without a controller the wait was long enough."""
+        pauses, grouped = iter(_GROUP_S), executor.replica.parameters.grouped
+        while (copying := channel.is_copying()) or not grouped.idle:
+            if grouped.has_news or self._mailbox.wait(_COPYING_S if copying else next(pauses, _GROUP_S[-1])):
+                return True
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                return False
+        return self._mailbox.wait(None if self._deadline is None else self._deadline - time.monotonic())
+
+    def save_if_orphaned(self) -> None:
+        """The worker was stopped: without a controller, its state is written for the next one."""
+        executor = self._executor
+        if executor is not None and executor.is_orphaned and self._checkpoints is not None:
+            self._checkpoints.write_now(executor.replica)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    def report_failure(self, report: str) -> None:
+        """Send the controller the traceback of an exception that ends this worker."""
+        self._send(m.Failed(self._rank, report, self._step))
+
+    def close(self) -> None:
+        """Close the trace, then the links once what was sent has left."""
+        if self._trace is not None:
+            self._trace.close()
+        self._links.close(_FAREWELL_MS)
+
+    # ---- hooks
+
+    def _send(self, message: m.Message) -> None:
+        self._links.send(CONTROLLER, m.encode(message))
+
+    def _on_point(self, point: FaultPoint, step: int) -> None:
+        """A step passes a point: count progress, and let faults happen that are injected here."""
+        progress = self._progress
+        progress.count += 1
+        if point is FaultPoint.FORWARD or point is FaultPoint.BACKWARD:
+            progress.action = point.value
+        self._step = step
+        if point is FaultPoint.APPLY and self._trace is not None:
+            self._trace.mark(f"step {step} applied")
+        if self._executor is not None and self._faults is not None:
+            self._faults.visit(point, step, self._executor.placement.mesh.members, self._executor.replica.state)
+
+    def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...], num_compiled: int) -> None:
+        """Report what was measured in a step, and once the link to a neighbour."""
+        link = () if self._link_reported else self._probe.found or ()
+        if rows or memory or link:
+            self._link_reported = self._link_reported or bool(link)
+            self._send(m.Measured(self._rank, step, rows, memory, num_compiled, link))
+
+    def _members_changed(self, message: m.Reconfigure) -> None:
+        """Open links to members that are new, and close those to workers that are members no more."""
+        if self._trace is not None:
+            self._trace.mark(f"mesh epoch {message.epoch}")
+        for peer in set(self._links.peers) - {CONTROLLER} - message.addresses.keys():
+            self._links.drop(peer)
+        for peer, address in message.addresses.items():
+            if peer != self._rank:
+                self._links.connect(peer, address)
+
+
+def _open_frequency(cells: str | None, rank: int) -> Callable[[], float]:
+    """The present frequency of a simulated device, as a fraction of its highest; 1 where frequencies are not set."""
+    return FrequencyCell(cells, rank) if cells is not None else lambda: 1.0

@@ -1,0 +1,368 @@
+"""One worker's replica of the training state: the pages that it holds, and the reduced gradients that change them.
+
+A page has a primary and mirrors (*replicas*), which all apply the same reduced gradient to the same state and so stay
+equal bit for bit; a *learner*, as in Raft, gets the gradients as well but does not have the state yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elaswave_spmd.determinism import materialize
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.worker_protocol import Apply, WorkerProtocol
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.layout import LOSS
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.gradient_reduction import GradientReducer
+from elaswave_spmd.worker.optimizers import clip_divisor
+from elaswave_spmd.worker.page_norms import page_norm_values
+from elaswave_spmd.worker.parameters import Parameters
+from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
+from elaswave_spmd.worker.state_transfer import receive_state, send_state
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.step_commit import StepCommit
+
+
+class StateReplica:
+    """The pages of state that one worker holds, from configuration to configuration, and the gradients on their way.
+
+    It decides nothing: `StepCommit` says when a step's reduced gradients are applied.
+
+    Args:
+        context: of the worker.
+        values: compute buffers of the layers that this worker computes; they change between configurations.
+        protocol: knows the version, the epoch and which reduced gradients are complete; only read here, except that
+            state which is received brings the norms to vote with.
+        commit: told of every reduced gradient that is complete.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        values: Mapping[int, ValueBuffer],
+        protocol: WorkerProtocol,
+        commit: StepCommit,
+    ) -> None:
+        job, shardings = context.job, context.placement.shardings
+        self.rank = context.rank
+        self.protocol = protocol
+        self.placement = context.placement
+        self._context = context
+        self._job = job
+        self._layout = context.model.layout
+        self._values = values
+        self._commit = commit
+        self._send = context.channel.send
+        self.drops_params = bool(shardings.params.axes)
+        """Sharded parameters are dropped after this worker's last micro-batch of a step, and published anew."""
+        separate = self.drops_params or job.torch_dtype != torch.float32
+        self.state = HeldState(self._layout, job.optimizer, context.device, separate_master=separate)
+        self.reducer = GradientReducer(
+            self.rank,
+            self._layout,
+            job.num_microbatches,
+            context.device.place,
+            sharded=bool(shardings.grads.axes),
+            add_in_place=job.torch_dtype == torch.float32,
+            send=self._send,
+            entry_done=self._gradient_reduced,
+        )
+        self.reducer.step_decided(protocol.version)
+        self._unsure: set[int] = set()  # peers that may not have got what was sent to them: a link was lost
+        self.parameters = Parameters(context, values, self.state, protocol, self._unsure)
+        self.background = BackgroundCopies()
+        """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
+        self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
+        self._forwarded: set[tuple[int, PageRange, int]] = set()  # (step, pages, receiver) of reduced gradients sent
+        self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
+        self._early: list[tuple[int, m.Message, Tensor]] = []
+        self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
+        self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
+        self._held: dict[PageRange, ReplicaSet] = {}
+        self._since: dict[PageRange, int] = {}  # the version at which it began to hold or learn a page range
+        self._loss_range: PageRange | None = None
+        self._loss_received = False  # the primary of the loss page, which this worker learns, has sent its loss
+
+    # ---- configurations
+
+    def enter(
+        self,
+        placement: Placement,
+        replica_map: ReplicaMap,
+        held: Sequence[ReplicaSet],
+        highest_version: int,
+        previous_epoch: int,
+    ) -> None:
+        """Become a member of a newer configuration, which the protocol has entered already.
+
+        Args:
+            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
+            held: the page ranges whose reduced gradients this worker gets: those of before, parts of them, or new ones.
+            highest_version: of any member.
+            previous_epoch: the epoch that this worker was a member of before, or -1.
+        """
+        self.placement = placement
+        self._written.clear()
+        before = self._held
+        self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
+        self._loss_received = self._loss_received and self._loss_range is not None
+        self._held = {r.key: r for r in held}
+        self._since = {key: self._since_when(key, highest_version) for key in self._held}
+        # If this worker missed an epoch it does not know who was a learner in it: they may have to begin again.
+        known = self._sent_state if placement.mesh.epoch == previous_epoch + 1 else ()
+        learning = {(key, rank) for key, pages in self._held.items() for rank in pages.learners - self._unsure}
+        self._sent_state = learning.intersection(known)
+        # A worker that ceased to hold or learn a range has dropped its gradients, and may learn the range again later.
+        sure = (sent for sent in self._forwarded if sent[2] not in self._unsure)
+        self._forwarded = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
+        self._split_gradients()
+        self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
+        self.parameters.bind(placement, replica_map)
+        layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
+        self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
+        for step, gradients in self._gradients.items():
+            for key, gradient in gradients.items():
+                self.reducer.entry_known(step, key)
+                pages, was = self._held[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
+                was = self.rank if pages.primary in self._unsure else was
+                self._forward(step, pages, gradient, self.protocol.norms_at(step, key), was)
+        self._unsure.clear()
+
+    def _since_when(self, key: PageRange, now: int) -> int:
+        if key in self._since:
+            return self._since[key]
+        return next((since for whole, since in self._since.items() if contains(whole, key)), now)
+
+    def _split_gradients(self) -> None:
+        """Cut reduced gradients as page ranges were cut; those of ranges that are not held here any more go."""
+        for step, gradients in self._gradients.items():
+            found: dict[PageRange, Tensor] = {}
+            for key, gradient in gradients.items():
+                found |= cut(self._layout, self._held, key, gradient)
+            self._gradients[step] = found
+
+    def is_loss(self, pages: ReplicaSet) -> bool:
+        """True for the page that carries the loss: it has a reduced value like a gradient, and no state."""
+        return self._layout.layers[pages.layer].block_of(pages.first).kind == LOSS
+
+    # ---- the state at the start
+
+    def initialize(self) -> None:
+        """Draw the initial values of all held pages, version 0, and publish them."""
+        inits, seed = self._context.model.inits, self._job.seed
+
+        def draw(name: str, first: int, stop: int) -> Tensor:
+            return torch.from_numpy(materialize(inits[name], seed, name, first, stop))
+
+        self.state.initialise(draw)
+        for layer in self.parameters.layers:
+            self.parameters.publish(layer, 0)
+
+    def restore(self, saved: Saved) -> None:
+        """Read all held pages from the checkpoint that the run goes on from, and publish them."""
+        self.state.restore(saved, self.protocol.version)
+        for layer in self.parameters.layers:
+            self.parameters.publish(layer, self.protocol.version)
+
+    # ---- messages
+
+    def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
+        """Handle a message about state that is neither a vote nor a published page."""
+        match message:
+            case m.PartialSum():
+                assert payload is not None
+                self.reducer.node_received(message, payload)
+            case m.ReducedGradient():
+                assert payload is not None
+                self._gradient_received(sender, message, payload)
+            case m.Need():
+                self.parameters.needed(sender, message)
+            case m.GroupLost():
+                self.parameters.group_lost(message)
+            case m.PageState():
+                assert payload is not None
+                self._state_received(sender, message, payload)
+            case m.LinkClosed():  # what the peer may lack is sent again in the next configuration
+                self._unsure.add(message.peer)
+            case _:
+                raise AssertionError(f"worker {self.rank} got {message}")
+
+    def take_early(self) -> list[tuple[int, m.Message, Tensor]]:
+        """(sender, message, payload) of messages that were for pages which this worker did not hold yet."""
+        early, self._early = self._early, []
+        return early
+
+    def collect(self) -> None:
+        """Install what has come through the process group of the stage, if there is one."""
+        self.parameters.collect()
+        self.protocol.group_ready = self.parameters.grouped.ready
+
+    # ---- reduced gradients
+
+    def _gradient_reduced(self, step: int, pages: ReplicaSet, gradient: Tensor) -> None:
+        """The gradient of a page range that this worker is the primary of is summed up to the root of the tree.
+
+        Called by the reducer. The step can be ahead of this worker's own: all of its micro-batches may be others'.
+        """
+        key = pages.key
+        if step <= self.protocol.version or self.protocol.has_entry(step, key):
+            return
+        self._gradients.setdefault(step, {})[key] = gradient
+        loss = self._loss_in(key, gradient)
+        norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
+        self._context.hooks.on_point(FaultPoint.NORM, step)
+        self._forward(step, pages, gradient, norms)
+        self._commit.gradient_complete(step, key, norms, loss)
+
+    def _gradient_received(self, sender: int, message: m.ReducedGradient, payload: Tensor) -> None:
+        if message.step <= self.protocol.version:
+            return
+        parts = cut(self._layout, self._held, (message.layer, message.first, message.stop), payload)
+        if sum(stop - first for _, first, stop in parts) < message.stop - message.first:
+            # Sent by a peer that is an epoch ahead, in which this worker may hold more: kept until it gets there.
+            self._early.append((sender, message, payload))
+        norms = np.frombuffer(message.norms, "<f4").tolist()
+        for key, gradient in parts.items():
+            # Kept even if this epoch needs none of the step any more: the next one may fall back to the version before.
+            if key not in self._gradients.setdefault(message.step, {}):
+                self._gradients[message.step][key] = gradient
+                own = norms[key[1] - message.first : key[2] - message.first]
+                self.reducer.entry_known(message.step, key)
+                # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
+                self._forward(message.step, self._held[key], gradient, own)
+                self._commit.gradient_complete(message.step, key, own, self._loss_in(key, gradient))
+
+    def _forward(
+        self, step: int, pages: ReplicaSet, gradient: Tensor, norms: Sequence[float], was: int | None = None
+    ) -> None:
+        """Send a reduced gradient to the other replicas and learners; a mirror sends it to a primary that is new.
+
+        Args:
+            was: the primary in the older epoch, if it may be another one now, or may have missed what it was sent.
+        """
+        if pages.primary == self.rank:
+            receivers = pages.receivers
+        else:
+            receivers = () if was in (None, pages.primary) else (pages.primary,)
+        for receiver in receivers:
+            if (step, pages.key, receiver) not in self._forwarded:
+                self._forwarded.add((step, pages.key, receiver))
+                self._send(receiver, m.ReducedGradient(step, *pages.key, np.array(norms, "<f4").tobytes()), gradient)
+
+    def _loss_in(self, key: PageRange, gradient: Tensor) -> float | None:
+        return float(gradient[0]) if key == self._loss_range else None
+
+    def gradients_held(self, step: int) -> tuple[PageRange, ...]:
+        """The page ranges whose reduced gradient of this step is here."""
+        return tuple(sorted(self._gradients.get(step, {})))
+
+    # ---- the update
+
+    def update(self, decided: Apply) -> None:
+        """Apply a step's reduced gradients to all held pages, and publish the new parameters layer by layer."""
+        step = decided.step
+        self.background.finish()
+        lr = self._job.learning_rate.at(step)
+        divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
+        gradients = self._gradients.pop(step, {})
+        if damaged := self.state.disown_damaged(self._written):
+            self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
+        for layer in self.parameters.layers:
+            if decided.finite:
+                self.state.apply(layer, gradients, step=step, lr=lr, divisor=divisor)
+            else:
+                self.state.keep(layer, step)
+            self.parameters.publish(layer, step, grouped=decided.grouped)
+            self._context.hooks.on_point(FaultPoint.PUBLISH, step)
+        self.parameters.published(step, grouped=decided.grouped)
+        self._fingerprint(step)
+        self.reducer.step_decided(step)
+        self._forwarded = {sent for sent in self._forwarded if sent[0] > step}
+        self._early = [early for early in self._early if getattr(early[1], "step", 0) >= step]
+
+    def _fingerprint(self, version: int) -> None:
+        """Hash the state as it was written, if the next update is to verify it; the controller compares the copies."""
+        every = self._job.verify_every
+        self._written = self.state.fingerprints() if every and (version + 1) % every == 0 else {}
+        if self._written:
+            rows = tuple((*key, digest) for key, digest in sorted(self._written.items()))
+            self._send(CONTROLLER, m.Fingerprints(self.rank, version, rows), None)
+
+    def forget(self) -> None:
+        """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
+        self.background.give_up()
+        self.parameters.grouped.give_up()
+        self.reducer.forget()
+        self._gradients.clear()
+        self._early.clear()
+        self._forwarded = {sent for sent in self._forwarded if sent[0] <= self.protocol.version}
+
+    # ---- state transfer
+
+    def send_state(self) -> None:
+        """Between two steps: begin to send the state of primary pages to the workers that learn them.
+
+        The copies are made in the background, and are done before this worker's next vote.
+        """
+        version = self.protocol.version
+        state = {part.run.key: part for part in self.state}
+        for key, pages in self._held.items():
+            if pages.primary != self.rank:
+                continue
+            learners = [rank for rank in sorted(pages.learners) if (key, rank) not in self._sent_state]
+            if learners:
+                self._sent_state.update((key, learner) for learner in learners)
+                norms = np.array(self.protocol.norms_at(version, key), "<f4").tobytes()
+                message = m.PageState(version, *key, norms)
+                source = state[key] if key in state else self._loss_state()
+                self.background.add(send_state(self.state, source, message, learners, self._send))
+
+    def _loss_state(self) -> Tensor:
+        """The state of the loss page, fp32 [2]: 1 and the loss of this version, or 0 and 0 before the first step."""
+        loss = self.protocol.loss_at(self.protocol.version)
+        return torch.tensor([0.0, 0.0] if loss is None else [1.0, loss], dtype=torch.float32)
+
+    def _state_received(self, sender: int, message: m.PageState, payload: Tensor) -> None:
+        layer, first, stop = message.layer, message.first, message.stop
+        inside = [k for k in self._held if k[0] == layer and first <= k[1] < stop]
+        if not inside:
+            self._early.append((sender, message, payload))  # for an epoch in which this worker learns it
+            return
+        # State that is too old is ignored. Either this worker learned the range before, ceased to, and learns it again:
+        # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring
+        # it up to date have been used: the new primary sends it anew. (The state that a living primary sends comes
+        # before its next vote, and so is never behind.)
+        if message.step < max(self.protocol.version, *(self._since[key] for key in inside)):
+            return
+        if (layer, first, stop) == self._loss_range:
+            known, loss = payload.tolist()
+            self.protocol.learned(message.step, (layer, first, stop), (), loss if known else None)
+            self._loss_received = True
+            self.report_caught_up()
+            return
+        self.background.add(receive_state(self.state, message, payload, self.protocol, self.report_caught_up))
+
+    def report_caught_up(self) -> None:
+        """Report to the controller, once an epoch, that the state of all pages which this worker learns is here."""
+        epoch = self.protocol.epoch
+        learns = any(self.rank in pages.learners for pages in self._held.values())
+        complete = all(part.version != LEARNING for part in self.state) and not self._lacks_loss()
+        if learns and self._reported_epoch < epoch and complete:
+            self._reported_epoch = epoch
+            self._send(CONTROLLER, m.CaughtUp(self.rank, epoch), None)
+
+    def _lacks_loss(self) -> bool:
+        """True if this worker could not vote with the loss of its version, as primary of the loss page."""
+        learns = self._loss_range is not None and self.rank in self._held[self._loss_range].learners
+        return learns and not self._loss_received and self.protocol.loss_at(self.protocol.version) is None

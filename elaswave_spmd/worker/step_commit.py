@@ -1,0 +1,137 @@
+"""When a step is applied: drives the worker's half of the step protocol, and carries out what the protocol decides.
+
+`recovery.WorkerProtocol` knows ids and norms and never a tensor; `StateReplica` has the tensors and decides nothing.
+This is between them. Facts ("the reduced gradient of these pages is complete") and messages (votes, published pages) go
+into the protocol; what it returns is carried out before the next message is looked at. So deciding a step and applying
+it are one transition (rule 2 of docs/protocol.md), whichever message happens to be the last one that was missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_runs
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap
+from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.configuration import Configuration
+from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.state_replica import StateReplica
+
+
+class StepCommit:
+    """Votes for steps, and applies those that all members have voted for.
+
+    Args:
+        context: of the worker.
+        values: compute buffers of the layers that this worker computes; they change between configurations.
+        first: the configuration in which the worker becomes a member.
+    """
+
+    def __init__(self, context: WorkerContext, values: Mapping[int, ValueBuffer], first: Configuration) -> None:
+        self._context = context
+        # All members of the first mesh begin at the version of the checkpoint, if there is one: nobody is behind it.
+        restored = first.version if first.epoch == 0 else 0
+        # Epoch -1 precedes all: the first configuration is entered like every later one.
+        self.protocol = WorkerProtocol(context.rank, -1, (), (), version=first.version, restored=restored)
+        self.replica = StateReplica(context, values, self.protocol, self)
+
+    @property
+    def version(self) -> int:
+        """The step last applied."""
+        return self.protocol.version
+
+    # ---- configurations
+
+    def enter(self, placement: Placement, replica_map: ReplicaMap, highest_version: int) -> None:
+        """Become a member of a newer configuration. No background copy is left from the one before.
+
+        Args:
+            replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
+            highest_version: of any member.
+        """
+        held = held_runs(replica_map, self._context.rank)
+        previous_epoch = self.protocol.epoch
+        loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
+        self.protocol.enter(placement.mesh.epoch, placement.mesh.members, held, loss_range, highest_version)
+        self.replica.enter(placement, replica_map, held, highest_version, previous_epoch)
+
+    def resume(self) -> None:
+        """Once everything else is in place: handle what came early for this configuration, and vote again in it.
+
+        Votes of an older epoch are void. Whoever has not applied the step that others have completes it by the new
+        votes, by the normal rule.
+        """
+        for sender, message, payload in self.replica.take_early():
+            self.handle(sender, message, payload)
+        self.replica.parameters.answer()
+        self._perform(self.protocol.votes_again())
+        self.replica.report_caught_up()
+
+    # ---- facts and messages
+
+    def vote(self, step: int) -> None:
+        """This worker has done its part of the step. Votes at once if all reduced gradients it gets are here."""
+        self._perform(self.protocol.computed(step))
+
+    def gradient_complete(self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None) -> None:
+        """A reduced gradient of this worker's replica is here, summed up or received."""
+        self._perform(self.protocol.entry_complete(step, pages, norms, loss))
+
+    def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
+        """Handle a message about state. Data is valid in any epoch; what is of no use yet is kept."""
+        match message:
+            case m.Vote():
+                self._perform(self.protocol.vote_received(message))
+            case m.Publish():
+                assert payload is not None
+                self.replica.parameters.file(message, payload)
+                self._perform(self.protocol.publish_received(message))
+            case _:
+                self.replica.handle(sender, message, payload)
+
+    def forget(self) -> None:
+        """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
+        self.protocol.forget()
+        self.replica.forget()
+
+    # ---- what the protocol decided
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendVote(vote):
+                    self._send_vote(vote)
+                case Apply():
+                    self._apply(effect)
+                case Install(publish):
+                    self.replica.parameters.install(publish)
+
+    def _send_vote(self, vote: m.Vote) -> None:
+        # State is copied to learners at the version before: once the step is applied, that version is gone.
+        self.replica.background.finish()
+        for peer in self.replica.placement.mesh.members:
+            if peer != self._context.rank:
+                self._context.channel.send(peer, vote, None)
+
+    def _apply(self, decided: Apply) -> None:
+        """Apply a decided step and report it. It cannot be undone, and cannot wait: nothing yields in here."""
+        hooks, step = self._context.hooks, decided.step
+        hooks.on_point(FaultPoint.APPLY, step)
+        self.replica.update(decided)
+        report = m.Applied(
+            step,
+            self.protocol.epoch,
+            self._context.rank,
+            decided.loss,
+            decided.norm,
+            decided.finite,
+            decided.grouped,
+        )
+        self._context.channel.send(CONTROLLER, report, None)
+        hooks.applied(report, self.replica)

@@ -1,0 +1,50 @@
+"""Waiting inside the training thread: a worker is a generator that yields whenever it can only go on after a message.
+
+The process resumes it from its mailbox. The simulated cluster resumes many of them in one process, in an order drawn
+from a seed, which is why nothing in this room blocks, sleeps or starts a thread while it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Protocol
+
+from elaswave_spmd.worker.configuration import Configuration
+
+Reason = str
+"""What a suspended worker waits for, in words: shown in heartbeats, the trace and timeouts."""
+
+Waits = Generator[Reason, None, None]
+"""A computation of the training thread that may have to wait for messages on the way."""
+
+
+class ConfigurationChanged(Exception):  # noqa: N818  (control flow, not an error)
+    """A new configuration arrived: the current step must be re-planned. Control flow, not an error."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__(configuration)
+        self.configuration = configuration
+
+
+class Waiting(Protocol):
+    """What the parts of a worker need of its loop in order to wait."""
+
+    def until(self, ready: Callable[[], bool], what: str, number: int) -> Waits:
+        """Handle messages, and do background copies, until `ready()`.
+
+        Args:
+            ready: a condition that handling a message can make true.
+            what, number: what is waited for, in words, and its step, layer or micro-batch.
+
+        Raises:
+            ConfigurationChanged: a new configuration arrived before the condition held.
+        """
+        ...
+
+    def handle_messages(self) -> None:
+        """Handle everything that has arrived. Deciding and applying a step may happen in here."""
+        ...
+
+    def check_configuration(self) -> None:
+        """Raise ConfigurationChanged if a new configuration has arrived."""
+        ...
