@@ -309,8 +309,9 @@ class GroupWatch:
 
     def committed(self, applied: m.Applied) -> None:
         """A step is published in the one way or the other."""
-        if applied.grouped != self._serves and applied.epoch > self._told:
-            self._serves = applied.grouped
+        grouped = applied.extension == m.GROUPED
+        if grouped != self._serves and applied.epoch > self._told:
+            self._serves = grouped
             self._tell(applied.step, applied.epoch, "" if self._serves else "a new mesh epoch has none yet")
 
     def _tell(self, step: int, epoch: int, reason: str) -> None:

@@ -1,16 +1,17 @@
 """The worker's half of the step protocol: a state machine without I/O.
 
-It takes facts ("this entry is complete") and messages (votes, published pages) and returns actions for whoever drives
-it: real links, or the virtual-time engine. It knows ids and norm values, never tensors. The rules marked [m] in
-protocol.md are the asserts and the conditions of this file.
+It is given facts ("this reduced gradient is complete") and messages (votes, published pages), and returns effects for
+the caller to carry out, in order, before it gives the protocol anything else. It knows ids and norm values, never
+tensors. The rules of docs/protocol.md are the asserts and the conditions of this file; those marked [m] have a mutant
+in tests/simulated that breaks just this rule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.recovery.messages import Publish, Vote
@@ -26,25 +27,28 @@ class SendVote:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the step's entries to every held page, then publish. The step is decided: it cannot be undone.
+    """Apply the step's reduced gradients to every held page, then publish. The step is decided: it cannot be undone.
 
-    `finite` False: the gradient's norm is not finite; the version advances and the state stays. `grouped`: all members
-    know that all publish it through the groups of their stages.
+    Args:
+        loss: of the step.
+        norm: of the whole gradient.
+        extension: that all votes carried, or empty: all members know that it takes effect in all of them.
     """
 
     step: int
     loss: float
     norm: float
-    grouped: bool = False
+    extension: str = ""
 
     @property
     def finite(self) -> bool:
+        """False if the norm is not finite: the version advances, and the state stays."""
         return math.isfinite(self.norm)
 
 
 @dataclass(frozen=True)
 class Install:
-    """Copy published pages, received as `publish`, into the compute buffers."""
+    """Copy published pages, which were received as `publish`, into the compute buffers."""
 
     publish: Publish
 
@@ -52,29 +56,40 @@ class Install:
 Effect: TypeAlias = SendVote | Apply | Install
 
 
+class VoteExtension(Protocol):
+    """An option that takes effect in a step if all members offer it in their votes. Without options there is none."""
+
+    def offered(self) -> str:
+        """The value that this worker's next vote carries; empty if it cannot offer it now."""
+        ...
+
+
 @dataclass
 class WorkerProtocol:
-    """One worker, from mesh epoch to mesh epoch.
+    """The protocol's state on one worker, from mesh epoch to mesh epoch.
 
     Args:
         rank: this worker.
         epoch: the mesh epoch that fences control messages.
         members: all workers of the epoch.
-        held: the page ranges whose entries this worker gets: as primary, mirror or learner.
-        loss_run: the run of the loss page, if among them.
+        held: the page ranges whose reduced gradients this worker gets: as primary, mirror or learner.
+        loss_range: the page range of the loss page, if among them.
         version: the step last applied.
+        restored: the version of the checkpoint that all members began with, or 0. Nobody is behind it, so nobody votes
+            for it again.
+        extension: of an option that is on; None without.
     """
 
     rank: int
     epoch: int
     members: Sequence[int]
     held: Sequence[ReplicaSet]
-    loss_run: PageRange | None = None
+    loss_range: PageRange | None = None
     version: int = 0
-    restored: int = 0  # the version of the checkpoint that all began with: nobody is behind it, nobody votes for it
-    promised: int = -1  # the highest epoch whose PREPARE was answered
-    group_ready: bool = False  # the driver has a group of its stage in this epoch
-    _computed: int = 0
+    restored: int = 0
+    extension: VoteExtension | None = None
+    promised: int = -1  # the highest epoch whose Prepare was answered
+    _computed: int = 0  # the step whose micro-batches are done here
     _entered_at: int = 0  # the highest version of any member when this epoch began
     _missing: dict[int, set[PageRange]] = field(default_factory=dict)
     _norms: dict[int, dict[PageRange, tuple[float, ...]]] = field(default_factory=dict)
@@ -85,9 +100,9 @@ class WorkerProtocol:
 
     def __post_init__(self) -> None:
         self._computed = self._entered_at = self.version
-        self._take_place()
+        self._index_held()
 
-    def _take_place(self) -> None:
+    def _index_held(self) -> None:
         self._primary = frozenset(r.key for r in self.held if r.primary == self.rank)
         self._holds = frozenset(r.key for r in self.held)
         self._members = frozenset(self.members)
@@ -97,47 +112,52 @@ class WorkerProtocol:
     def computed(self, step: int) -> list[Effect]:
         """This worker has done its micro-batches of the step, and its compute buffers are all at step - 1.
 
-        A vote says that too: only then may a primary overwrite, at its next Apply, memory that a published page is
-        still being sent from. It matters for workers that have no micro-batch and would not have waited for parameters.
+        A vote says the latter too. Only then may a primary overwrite, at its next Apply, memory that a published page
+        is still being sent from. It matters to workers without micro-batches, which have not waited for parameters.
         """
         assert step == self.version + 1, (step, self.version)
         self._computed = step
         return self._vote_if_complete(step)
 
-    def entry_complete(
-        self, step: int, run: PageRange, norms: Sequence[float], loss: float | None = None
+    def gradient_complete(
+        self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None = None
     ) -> list[Effect]:
-        """A held run's entry is here: reduced to the root, or received from its primary. Duplicates are ignored."""
-        assert run in self._holds, (run, "is not held by worker", self.rank)
+        """The reduced gradient of a held page range is here, summed up or received. Duplicates are ignored.
+
+        Args:
+            norms: the norm value of each page; none of the loss page.
+            loss: of the step, if it is the loss page.
+        """
+        assert pages in self._holds, (pages, "is not held by worker", self.rank)
         if step <= self.version:
             return []
-        self._norms.setdefault(step, {})[run] = tuple(norms)
+        self._norms.setdefault(step, {})[pages] = tuple(norms)
         if loss is not None:
             self._losses[step] = loss
-        self._missing_of(step).discard(run)
+        self._missing_of(step).discard(pages)
         return self._vote_if_complete(step)
 
-    def has_entry(self, step: int, run: PageRange) -> bool:
-        """Whether the entry of a held run is here."""
-        return run not in self._missing_of(step)
+    def has_gradient(self, step: int, pages: PageRange) -> bool:
+        """True if the reduced gradient of a held page range is here."""
+        return pages not in self._missing_of(step)
 
-    def norms_at(self, step: int, run: PageRange) -> tuple[float, ...]:
-        """Norm values of a held run's entry; empty where there is none: before the first step, or of the loss page."""
-        return self._norms.get(step, {}).get(run, ())
+    def norms_at(self, step: int, pages: PageRange) -> tuple[float, ...]:
+        """Norm values of a held range's reduced gradient. Empty for the loss page, and before the first step."""
+        return self._norms.get(step, {}).get(pages, ())
 
     def loss_at(self, step: int) -> float | None:
-        """The loss of a step whose loss page is held here."""
+        """The loss of a step whose loss page is held here; None if it is not known."""
         return self._losses.get(step)
 
-    def learned(self, step: int, run: PageRange, norms: Sequence[float], loss: float | None) -> None:
-        """A learner got the state of a run at `step`, and with it what it needs to vote for that step as primary."""
+    def state_received(self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None) -> None:
+        """A learner got the state of a page range at `step`, and what it needs to vote for that step as primary."""
         if step:
-            self._norms.setdefault(step, {}).setdefault(run, tuple(norms))
+            self._norms.setdefault(step, {}).setdefault(pages, tuple(norms))
         if loss is not None:
             self._losses.setdefault(step, loss)
 
     def vote_received(self, vote: Vote) -> list[Effect]:
-        """Fenced by the epoch: older votes are void, those of a future epoch are kept for it [m]."""
+        """Count a vote of this epoch. Older votes are void, and those of a future epoch are kept for it [m]."""
         if vote.epoch > self.epoch:
             self._later_epochs.append(vote)
             return []
@@ -148,7 +168,10 @@ class WorkerProtocol:
         return self._decide()
 
     def publish_received(self, publish: Publish) -> list[Effect]:
-        """Filed; installed only once this worker has itself applied that step [m]."""
+        """File a published page; it is installed only once this worker has itself applied that step [m].
+
+        Before that, a micro-batch of this step may still need the values of the version before.
+        """
         if publish.step < self.version:
             return []
         if publish.step == self.version:
@@ -158,11 +181,11 @@ class WorkerProtocol:
 
     @property
     def may_forget(self) -> bool:
-        """Whether nobody can have decided a step beyond the version: this worker has not voted for one in its epoch."""
+        """True if no member can have decided a step beyond the version: this worker has not voted in its epoch."""
         return self.rank not in self._votes.get(self.version + 1, {})
 
     def forget(self) -> None:
-        """Nothing of undecided steps is here any more: every entry is to come again."""
+        """Nothing of undecided steps is here any more: every reduced gradient has to come again."""
         assert self.may_forget, self
         for table in (self._norms, self._losses, self._missing):
             for step in [s for s in table if s > self.version]:
@@ -172,9 +195,10 @@ class WorkerProtocol:
     # ---- a change of the mesh epoch
 
     def promise(self, epoch: int) -> bool:
-        """A PREPARE is about to be answered: from now on no vote and no Apply in an older epoch [m].
+        """A Prepare is about to be answered: from now on no vote and no Apply in an older epoch [m].
 
-        Returns: False when an answer was given for this epoch or a later one already.
+        Returns:
+            False if this epoch, or a later one, was answered already.
         """
         if epoch <= self.promised:
             return False
@@ -182,7 +206,7 @@ class WorkerProtocol:
         return True
 
     def accepts(self, epoch: int) -> bool:
-        """Whether a PLACE of this epoch may be followed: a newer one than the present, and none promised beyond it."""
+        """True if a Reconfigure of this epoch may be followed: it is newer, and no later epoch was promised."""
         return epoch > self.epoch and epoch >= self.promised
 
     def enter(
@@ -190,31 +214,33 @@ class WorkerProtocol:
         epoch: int,
         members: Sequence[int],
         held: Sequence[ReplicaSet],
-        loss_run: PageRange | None,
+        loss_range: PageRange | None,
         highest_version: int,
     ) -> None:
-        """Takes its place in a newer epoch. The driver asks for `votes_again` when everything else is in place.
+        """Become a member of a newer epoch. The caller asks for `votes_again` when everything else is in place.
 
         Args:
-            held: runs are those of the older epoch or parts of them; one that was not held before has no entry.
-            highest_version: of any member. A worker that is behind had voted for it: its entries are all here.
+            held: page ranges of the older epoch or parts of them, whose reduced gradients stay; or new ones without.
+            highest_version: of any member. A worker that is behind it had voted for it, or it could not have been
+                decided: its reduced gradients are all here.
         """
         assert self.accepts(epoch) and self.version <= highest_version <= self.version + 1, (epoch, self)
         self.epoch, self.promised = epoch, max(epoch, self.promised)
-        self.members, self.held, self.loss_run = members, held, loss_run
-        self._take_place()
+        self.members = members
+        self.held = held
+        self.loss_range = loss_range
+        self._index_held()
         self._norms = {step: _resplit(norms, self._holds) for step, norms in self._norms.items()}
         self._missing = {step: set(self._holds - norms.keys()) for step, norms in self._norms.items()}
         if self.version < highest_version:
-            self._missing[highest_version] = set()  # what it lacks are runs that it learns: their state comes later
+            self._missing[highest_version] = set()  # what it lacks are pages that it learns: their state comes later
         self._votes.clear()
         self._computed = self._entered_at = highest_version
-        self.group_ready = False
 
     def votes_again(self) -> list[Effect]:
-        """Sends its votes for the step last applied and the step last voted for, now in this epoch; takes early ones.
+        """Vote in this epoch for the step last applied and the step last voted for, and count votes that came early.
 
-        Whoever has not applied that step completes it by the normal rule; there is no other message for it.
+        A member that has not applied that step completes it by the normal rule. There is no roll-forward message.
         """
         effects: list[Effect] = []
         if self.version > self.restored and not self._is_ahead():
@@ -227,12 +253,12 @@ class WorkerProtocol:
         return effects
 
     def _is_ahead(self) -> bool:
-        """Whether it is the primary of a run that it learned at the step after its version.
+        """True if this worker is the primary of pages whose state it received at the step after its version.
 
-        Then somebody had applied that step, and so everybody its version: nobody needs this worker's vote for it.
+        Then some member had applied that step, and so all members have this worker's version: none needs its vote.
         """
         norms, next_norms = (self._norms.get(step, {}) for step in (self.version, self.version + 1))
-        lacking = self._primary - norms.keys() - {self.loss_run}
+        lacking = self._primary - norms.keys() - {self.loss_range}
         return bool(lacking) and lacking <= next_norms.keys()
 
     # ---- rules
@@ -250,11 +276,11 @@ class WorkerProtocol:
 
     def _vote(self, step: int) -> Vote:
         norms = self._norms.get(step, {})
-        own = (value for run in sorted(self._primary) if run != self.loss_run for value in norms[run])
-        loss = self._losses.get(step) if self.loss_run in self._primary else None
-        # In a step that somebody has applied already, not all would be there to publish.
-        grouped = self.group_ready and step > self._entered_at
-        return Vote(step, self.epoch, self.rank, expansion(own), loss, grouped)
+        own = (value for pages in sorted(self._primary) if pages != self.loss_range for value in norms[pages])
+        loss = self._losses.get(step) if self.loss_range in self._primary else None
+        # A step that some member has applied in an older epoch is not applied by all in this one.
+        offered = self.extension.offered() if self.extension is not None and step > self._entered_at else ""
+        return Vote(step, self.epoch, self.rank, expansion(own), loss, offered)
 
     def _decide(self) -> list[Effect]:
         """With all votes of the epoch the step is decided: advance the version and apply, in one transition."""
@@ -267,12 +293,15 @@ class WorkerProtocol:
         self.version = step
         self._losses[step] = loss
         self._forget(step)
-        norm, grouped = math.sqrt(total) if total >= 0 else math.nan, all(v.grouped for v in votes.values())
-        effects: list[Effect] = [Apply(step, loss, norm, grouped)]
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        effects: list[Effect] = [Apply(step, loss, norm, _agreed(votes.values()))]
         return [*effects, *map(Install, self._filed.pop(step, ()))]
 
     def _forget(self, step: int) -> None:
-        """Norm values and losses are kept for two versions: a promoted mirror votes with them. Votes are done with."""
+        """Drop the votes of a decided step.
+
+        Norm values and losses are kept for two versions: a mirror that is promoted votes again with them.
+        """
         for table in (self._missing, self._votes):
             table.pop(step, None)
         for table in (self._norms, self._losses):
@@ -280,10 +309,16 @@ class WorkerProtocol:
                 del table[old]
 
 
+def _agreed(votes: Iterable[Vote]) -> str:
+    """The extension that all votes carry; empty if they differ."""
+    offered = {vote.extension for vote in votes}
+    return offered.pop() if len(offered) == 1 else ""
+
+
 def _resplit(
     norms: dict[PageRange, tuple[float, ...]], held: frozenset[PageRange]
 ) -> dict[PageRange, tuple[float, ...]]:
-    """The norm values of the held runs, each of which is one of those known, or a part of one, or not known."""
+    """The norm values of the held page ranges, each of which is one of those known, or a part of one, or not known."""
     found = {key: norms[key] for key in held if key in norms}
     for key in held - found.keys():
         layer, first, stop = key
@@ -294,7 +329,7 @@ def _resplit(
 
 
 def held_runs(replica_map: ReplicaMap, rank: int) -> tuple[ReplicaSet, ...]:
-    """The runs whose entries a worker gets, as replica or learner, in layer and page order."""
+    """The page ranges whose reduced gradients a worker gets, as replica or learner, in layer and page order."""
     return tuple(
         run for _, runs in sorted(replica_map.items()) for run in runs if rank in run.replicas or rank in run.learners
     )

@@ -1,10 +1,10 @@
-"""New parameters of a stage's pages through a process group of its workers, instead of one link after the other.
+"""The option `runtime.collectives=group`: new parameters of a stage through a process group of its workers.
 
-A group only copies: sums have an order of their own (see devices/groups.py). It is used for what is published in a step
-that all members of the mesh epoch have voted for with the mark `grouped`. Then every worker of the stage applies the
-step in this epoch, or nobody goes on in it, and all issue the same broadcasts in the same order: by step, layer and
-page. What a broadcast brings lies in memory of its own until it is complete, as one that a dead peer has left half done
-may still write. A new mesh epoch gives up all that is under way; what is missing then is asked for, over links.
+A group only copies: sums have an order of their own. It is used for the parameters of a step for which all votes
+carried the extension GROUPED. Then every worker of the stage applies the step in this epoch, or no worker goes on in
+it, and all issue the same broadcasts in the same order: by step, layer and page. Received values lie in memory of their
+own until the broadcast is complete, since one that a dead peer has left half done may still write. A new epoch gives up
+everything that is under way, and pages that are missing then are asked for over links.
 """
 
 from __future__ import annotations
@@ -17,54 +17,58 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
+from elaswave_spmd.recovery.messages import GROUPED, GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 
-class Recompute(Protocol):
+class BroadcastWork(Protocol):
     """A broadcast under way, as c10d has it."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, in success or failure; does not wait."""
+        """True if it has ended, in success or failure; does not wait."""
         ...
 
     def wait(self) -> object:
-        """Of one that has ended: raises RuntimeError if it failed; else what is queued from now on sees its values."""
+        """Called once it has ended: raises RuntimeError if it failed. Work queued on the device afterwards sees the
+        values."""
         ...
 
 
 class StageGroup(Protocol):
-    """The group of one worker's stage, made anew for every mesh epoch while links serve."""
+    """The process group of one worker's stage, made anew for every epoch; until it is there, links are used."""
 
     def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
-        """The members in a newer epoch; one alone has no group. The one before is given up. Returns at once."""
+        """Begin to make the group of a newer epoch, and give up the one before. Returns at once.
+
+        A single member has no group.
+        """
         ...
 
     @property
     def ready(self) -> int | None:
-        """The newest epoch if its group is made: all members have met."""
+        """The newest epoch if its group is made, that is if all members have met; else None."""
         ...
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the newest epoch's group could not be made."""
+        """The error for which the newest epoch's group could not be made, if any."""
         ...
 
-    def broadcast(self, values: Tensor, root: int) -> Recompute:
-        """Worker `root` sends `values`, contiguous; all other members receive into theirs. All call it alike.
+    def broadcast(self, values: Tensor, root: int) -> BroadcastWork:
+        """Begin a broadcast: worker `root` sends `values`, contiguous; the other members receive into theirs.
 
         The group keeps the memory as long as it may be written, whatever becomes of the work.
 
         Raises:
-            RuntimeError: the library refuses.
+            RuntimeError: the library refuses, for example since it knows that a peer is gone.
         """
         ...
 
     def give_up(self) -> None:
-        """It has failed: what is under way in it ends, and it is not used again."""
+        """The group has failed: what is under way in it ends, and it is not used again."""
         ...
 
 
@@ -72,17 +76,46 @@ class StageGroup(Protocol):
 class _UnderWay:
     publish: Publish
     values: Tensor
-    work: Recompute
+    work: BroadcastWork
     sent: bool
 
 
-class GroupedPublications:
-    """One worker's broadcasts.
+class NoBroadcasts:
+    """The option is off: parameters go over links, nothing is ever under way, and votes carry nothing."""
+
+    idle = True
+    has_news = False
+    serves = False
+    epoch = -1
+
+    def bind(self, placement: Placement, replica_map: ReplicaMap) -> None: ...
+
+    def check(self) -> None: ...
+
+    def update_offer(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+    def arrived(self) -> list[tuple[Publish, Tensor]]:
+        return []
+
+    def reached(self, pages: PageRange) -> frozenset[int]:
+        return frozenset()
+
+    def broadcast(self, layer: int, version: int, payloads: dict[PageRange, Tensor]) -> None:
+        raise AssertionError("no vote has offered a broadcast")
+
+
+class StageBroadcasts:
+    """One worker's broadcasts through the group of its stage, from epoch to epoch.
 
     Args:
-        group: of its stage; None: links serve always.
+        rank: of the worker.
+        layout: of the model.
         place: where parameters lie.
-        dtype: that they travel in.
+        dtype: in which they travel.
+        send: to another worker or the controller.
+        group: of the worker's stage.
     """
 
     def __init__(
@@ -92,97 +125,111 @@ class GroupedPublications:
         place: torch.device,
         dtype: torch.dtype,
         send: Callable[[int, Message, Tensor | None], None],
-        group: StageGroup | None,
+        group: StageGroup,
     ) -> None:
-        self._rank, self._layout, self._place, self._dtype, self._send = rank, layout, place, dtype, send
+        self._rank = rank
+        self._layout = layout
+        self._place = place
+        self._dtype = dtype
+        self._send = send
         self._group = group
         self._under_way: deque[_UnderWay] = deque()
-        self._runs: dict[int, tuple[ReplicaSet, ...]] = {}
-        self.epoch, self._lost = -1, False
-        self._members: frozenset[int] = frozenset()
+        self._ranges: dict[int, tuple[ReplicaSet, ...]] = {}  # layer -> page ranges that are broadcast, in page order
         self._keys: frozenset[PageRange] = frozenset()
+        self._members: frozenset[int] = frozenset()
+        self.epoch = -1
+        self._lost = False
+        self._offer = ""
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
-        """A new mesh epoch. What is under way is given up.
+        """Begin a new epoch: what is under way is given up, and a group of the stage's members is made.
 
         Args:
             replica_map: of the layers of this worker's stage, at least.
         """
         self._under_way.clear()
-        self.epoch, self._lost = placement.mesh.epoch, False
+        self.epoch = placement.mesh.epoch
+        self._lost = False
+        self._offer = ""
         stage = placement.mesh.stage_of(self._rank)
         members = placement.mesh.stages[stage]
         self._members = frozenset(members)
-        layers = placement.layers_of_stage(stage) if self._group is not None else ()
-        runs = {layer: tuple(filter(self._is_for_all, replica_map[layer])) for layer in layers}
-        self._runs = {layer: found for layer, found in runs.items() if found}
-        self._keys = frozenset(run.key for found in self._runs.values() for run in found)
-        if self._group is not None:
-            self._group.change(self.epoch, members if self._runs else (self._rank,), self._rank)
+        layers = placement.layers_of_stage(stage)
+        ranges = {layer: tuple(filter(self._is_broadcast, replica_map[layer])) for layer in layers}
+        self._ranges = {layer: found for layer, found in ranges.items() if found}
+        self._keys = frozenset(pages.key for found in self._ranges.values() for pages in found)
+        self._group.change(self.epoch, members if self._ranges else (self._rank,), self._rank)
 
-    def _is_for_all(self, run: ReplicaSet) -> bool:
-        """Whether the run comes from a member of the stage, and another one does not hold it. All of them agree."""
-        if self._layout.layers[run.layer].block_of(run.first).kind == LOSS:
+    def _is_broadcast(self, pages: ReplicaSet) -> bool:
+        """True if the range's primary is in this stage and some member has no replica. All members agree on that."""
+        if self._layout.layers[pages.layer].block_of(pages.first).kind == LOSS:
             return False
-        return run.primary in self._members and not self._members <= run.replicas
+        return pages.primary in self._members and not self._members <= pages.replicas
 
-    def reached(self, run: PageRange) -> frozenset[int]:
-        """The workers that a run comes to through the group; a reader of a tie may belong to another stage."""
-        return self._members if run in self._keys else frozenset()
+    def reached(self, pages: PageRange) -> frozenset[int]:
+        """The workers that get a page range through the group; a reader of a tie may belong to another stage."""
+        return self._members if pages in self._keys else frozenset()
 
     @property
     def ready(self) -> bool:
-        """Whether this worker can publish through the group, or has nothing to, in this epoch."""
-        if self._group is None or self._lost:
+        """True if this worker can publish through the group in this epoch, or has nothing to publish in it."""
+        if self._lost:
             return False
-        return not self._runs or self._group.ready == self.epoch
+        return not self._ranges or self._group.ready == self.epoch
 
-    def look(self) -> None:
-        """Gives up a group that could not be made."""
-        if self._group is not None and self._runs and not self._lost and self._group.failure is not None:
+    def check(self) -> None:
+        """Give up a group that could not be made."""
+        if self._ranges and not self._lost and self._group.failure is not None:
             self.lose(str(self._group.failure))
+
+    def update_offer(self) -> None:
+        """Note whether the next vote offers a broadcast. Called when messages have been handled."""
+        self._offer = GROUPED if self.ready else ""
+
+    def offered(self) -> str:
+        """The extension of this worker's next vote (recovery.worker_protocol.VoteExtension)."""
+        return self._offer
 
     @property
     def serves(self) -> bool:
-        """Whether a step for which all were ready is published through the group here; else it has failed since."""
+        """True if a step that all offered to broadcast is broadcast here; False if the group has failed since."""
         return not self._lost
 
     @property
     def has_news(self) -> bool:
-        """Whether `arrived` would tell of something."""
+        """True if the oldest broadcast under way has ended."""
         return bool(self._under_way) and self._under_way[0].work.is_completed()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way. Who votes says so: roots overwrite what they have sent when all have voted."""
+        """True if nothing is under way. A vote says so: roots overwrite what they have sent once all have voted."""
         return not self._under_way
 
     def broadcast(self, layer: int, version: int, payloads: dict[PageRange, Tensor]) -> None:
-        """Begins the broadcasts of one layer.
+        """Begin the broadcasts of one layer.
 
         Args:
-            payloads: values, in the dtype they travel in, of the runs that this worker is the primary of.
+            payloads: values, in the dtype they travel in, of the page ranges that this worker is the primary of.
         """
-        for run in self._runs.get(layer, ()):
+        for pages in self._ranges.get(layer, ()):
             if self._lost:
                 return
-            values, sent = payloads.get(run.key), run.primary == self._rank
+            values, sent = payloads.get(pages.key), pages.primary == self._rank
             if not sent:
-                first, stop = self._layout.layers[layer].span(run.first, run.stop)
+                first, stop = self._layout.layers[layer].span(pages.first, pages.stop)
                 values = torch.empty(stop - first, dtype=self._dtype, device=self._place)
-            if values is None:  # given up as damaged: the others must not take the next run for this one
-                self.lose("this worker has no state of a run that it is the primary of")
+            if values is None:  # given up as damaged: the others must not take the next range for this one
+                self.lose("this worker has no state of pages that it is the primary of")
                 return
-            assert self._group is not None
             try:
-                work = self._group.broadcast(values, run.primary)
-            except RuntimeError as error:  # a backend may refuse at once, once it knows that a peer is gone
+                work = self._group.broadcast(values, pages.primary)
+            except RuntimeError as error:  # a backend may refuse at once, when it knows that a peer is gone
                 self.lose(str(error))
                 return
-            self._under_way.append(_UnderWay(Publish(version, *run.key), values, work, sent))
+            self._under_way.append(_UnderWay(Publish(version, *pages.key), values, work, sent))
 
     def arrived(self) -> list[tuple[Publish, Tensor]]:
-        """What others have sent and is complete since the last call, in order."""
+        """(page, values) of the broadcasts received completely since the last call, in order."""
         found = []
         while self.has_news:
             done = self._under_way[0]
@@ -197,14 +244,14 @@ class GroupedPublications:
         return found
 
     def lose(self, reason: str) -> None:
-        """The group has failed here: all others of the stage give it up too, for the rest of the epoch."""
+        """The group has failed here: all other members of the stage give it up too, for the rest of the epoch."""
         for peer in (*sorted(self._members - {self._rank}), CONTROLLER) if not self._lost else ():
             self._send(peer, GroupLost(self.epoch, self._rank, reason), None)
         self.give_up()
 
     def give_up(self) -> None:
-        """Links serve for the rest of the epoch."""
-        if self._group is not None and not self._lost and self._runs:
+        """Use links for the rest of the epoch."""
+        if not self._lost and self._ranges:
             self._group.give_up()
         self._lost = True
         self._under_way.clear()

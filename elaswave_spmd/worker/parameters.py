@@ -1,4 +1,8 @@
-"""PUBLISH: after a step is applied, its new parameters go to whoever computes with them and does not hold them."""
+"""Parameters after a step: they go to the workers that compute with them and do not hold their state.
+
+`Publisher` sends and installs pages in one configuration. `Parameters` lives from configuration to configuration: it
+asks for pages that are missing, answers those that ask, and keeps pages that came early.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.messages import Need, Publish
+from elaswave_spmd.recovery.messages import GROUPED, Need, Publish
 from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import Block, LayerLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
-from elaswave_spmd.worker.parameter_broadcast import GroupedPublications
+from elaswave_spmd.worker.parameter_broadcast import NoBroadcasts, StageBroadcasts
 from elaswave_spmd.worker.state import LEARNING, HeldRange, HeldState
 
 
 class Publisher:
-    """Sends a worker's primary pages and installs those of others.
+    """Sends a worker's primary pages and installs those of other primaries, in one configuration.
 
     A page goes to the workers of its stage and, if its parameter is tied, of the stages that read it. Replicas have
     applied the step themselves and receive nothing.
+
+    Args:
+        context: of the worker.
+        placement: of the configuration.
+        values: compute buffers of the layers that this worker computes.
+        state: the pages that it holds.
     """
 
     def __init__(
@@ -45,8 +55,8 @@ class Publisher:
         workers = [worker for stage in stages for worker in self._placement.mesh.stages[stage]]
         return tuple(worker for worker in dict.fromkeys(workers) if worker not in run.replicas)
 
-    def asks(self, replica_map: ReplicaMap, layer: int, version: int) -> None:
-        """Asks the primaries for the pages of a layer's compute buffer that are not at this version."""
+    def ask(self, replica_map: ReplicaMap, layer: int, version: int) -> None:
+        """Ask the primaries for the pages of a layer's compute buffer that are not at this version."""
         layout = self._layout.layers[layer]
         for first, stop in self._values[layer].missing(version):
             for block in _blocks_of(layout, first, stop):
@@ -61,12 +71,13 @@ class Publisher:
     def publish(
         self, layer: int, version: int, reached: Callable[[PageRange], Collection[int]] = lambda key: ()
     ) -> dict[PageRange, Tensor]:
-        """Sends the layer's new values, in the compute dtype; copies them to this worker's own readers of a tie.
+        """Send the layer's new values, in the compute dtype, and copy them to this worker's own readers of a tie.
 
         Args:
-            reached: who gets the values of a run in another way, and is not sent them.
+            reached: the workers that get the values of a page range in another way, and are not sent them.
 
-        Returns: the values of the runs that this worker is the primary of and others read.
+        Returns:
+            The values of the page ranges that this worker is the primary of and other workers read.
         """
         payloads: dict[PageRange, Tensor] = {}
         for part in self._state.layers.get(layer, ()):
@@ -88,7 +99,7 @@ class Publisher:
         return payloads
 
     def refresh(self, layers: Collection[int]) -> None:
-        """Brings what is held here to the compute buffers of these layers, after they or their replicas changed."""
+        """Copy what is held here to the compute buffers of these layers, after they or their replicas changed."""
         for layer in layers:
             self._state.to_compute(layer)
         for part in self._state:
@@ -97,12 +108,12 @@ class Publisher:
                 self._install_readers(message, self._payload(part), layers)
 
     def answer(self, peer: int, need: Need) -> bool:
-        """Publishes again to one worker what it lacks. Returns whether all was here, at that version or the next."""
+        """Publish again to one worker what it lacks. Returns True if all was here, at that version or the next."""
         layout, answered = self._layout.layers[need.layer], 0
         for part in self._state.layers.get(need.layer, ()):
             first, stop = max(part.run.first, need.first), min(part.run.stop, need.stop)
-            # State that was learned of somebody ahead may be a step ahead of this worker: of no use for computing, but
-            # then all entries of that step are there, and nobody has to.
+            # State that came from a primary which was ahead may be a step ahead of this worker. It is of no use to
+            # compute with; but then all reduced gradients of that step are there, and no worker has to compute it.
             if part.version in (need.step, need.step + 1) and first < stop:
                 a, b = layout.span(first, stop)
                 values = self._payload(part)[a - part.start : b - part.start]
@@ -111,7 +122,7 @@ class Publisher:
         return answered == need.stop - need.first
 
     def _payload(self, part: HeldRange) -> Tensor:
-        """The run's values, in the compute dtype, in memory that stays as it is until everybody has received them.
+        """The values of a page range, in the compute dtype, in memory that stays as it is until all have received them.
 
         That holds for memory that only an update overwrites, but not for a compute buffer that is dropped in between.
         """
@@ -126,7 +137,7 @@ class Publisher:
         self._install_readers(publish, payload)
 
     def will_reach(self, layer: int, version: int, filed: Iterable[Publish]) -> bool:
-        """Whether each page of a layer's compute buffer is at this version or later, or will be by one of these."""
+        """True if each page of a layer's compute buffer is at this version or later, or will be by a filed page."""
         versions = self._values[layer].versions.copy()
         for publish in filed:
             if publish.layer == layer:
@@ -142,7 +153,7 @@ class Publisher:
                 self._values[layer].install(publish.first + shift, publish.stop + shift, values, publish.step)
 
     def _readers_in(self, publish: Publish) -> Iterator[tuple[int, int]]:
-        """Layers that read these pages, and by how much the pages of each lie further on there."""
+        """(layer, shift) of the layers that read these pages: a page p lies at p + shift there."""
         block = self._layout.layers[publish.layer].block_of(publish.first)
         for layer, reader in self._layout.readers.get((publish.layer, block.first_page), ()):
             yield layer, reader.first_page - block.first_page
@@ -153,9 +164,16 @@ def _blocks_of(layout: LayerLayout, first: int, stop: int) -> list[Block]:
     return [b for b in layout.blocks if b.first_page < stop and first < b.first_page + b.num_pages]
 
 
-# New parameters, from mesh epoch to mesh epoch: what this worker publishes, asks for, keeps for later and installs.
+def broadcasts_of(context: WorkerContext) -> StageBroadcasts | None:
+    """The broadcasts through the process group of a worker's stage; None with the option off."""
+    if (group := context.hooks.stage_group) is None:
+        return None
+    job, place = context.job, context.device.place
+    return StageBroadcasts(context.rank, context.model.layout, place, job.torch_dtype, context.channel.send, group)
+
+
 class Parameters:
-    """The ways of one worker's parameters.
+    """The parameters that one worker publishes, asks for, keeps for later and installs.
 
     Args:
         context: of the worker.
@@ -163,6 +181,7 @@ class Parameters:
         state: the pages that it holds, of the same configuration.
         protocol: knows the version.
         unsure: peers that may not get what is sent to them before the next configuration; changed by the replica.
+        broadcasts: through the process group of the worker's stage; None: links alone.
     """
 
     def __init__(
@@ -172,6 +191,7 @@ class Parameters:
         state: HeldState,
         protocol: WorkerProtocol,
         unsure: Set[int],
+        broadcasts: StageBroadcasts | None,
     ) -> None:
         self._context = context
         self._values = values
@@ -181,18 +201,11 @@ class Parameters:
         self._filed: dict[m.Publish, Tensor] = {}
         self._needs: list[tuple[int, m.Need]] = []
         self.layers: list[int] = []
-        """Those that are computed or held here."""
-        self.grouped = GroupedPublications(
-            context.rank,
-            context.model.layout,
-            context.device.place,
-            context.job.torch_dtype,
-            context.channel.send,
-            context.hooks.stage_group,
-        )
+        """The layers that are computed or held here."""
+        self.grouped: StageBroadcasts | NoBroadcasts = broadcasts if broadcasts is not None else NoBroadcasts()
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
-        """A new mesh epoch.
+        """A new configuration.
 
         Args:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
@@ -204,26 +217,30 @@ class Parameters:
 
     # ---- out
 
-    def publish(self, layer: int, version: int, *, grouped: bool = False) -> None:
-        """Sends a layer's new values, through the group of the stage if all have agreed to and it still serves."""
-        if not (grouped and self.grouped.serves):
+    def publish(self, layer: int, version: int, *, extension: str = "") -> None:
+        """Send a layer's new values: through the group of the stage if all members agreed to and it has not failed.
+
+        Args:
+            extension: that all votes carried.
+        """
+        if not (extension == GROUPED and self.grouped.serves):
             self._publisher.publish(layer, version)
             return
         payloads = self._publisher.publish(layer, version, self.grouped.reached)
         self.grouped.broadcast(layer, version, payloads)
 
-    def published(self, version: int, *, grouped: bool) -> None:
+    def published(self, version: int, *, extension: str) -> None:
         """This worker is at a version now, and has published it."""
         self.answer()
-        if grouped and not self.grouped.serves:
+        if extension == GROUPED and not self.grouped.serves:
             self._ask_for_rest()  # who knew less has sent it through the group alone
         self._filed = {publish: payload for publish, payload in self._filed.items() if publish.step >= version}
 
     def needed(self, sender: int, need: m.Need) -> None:
-        """Somebody asks for pages.
+        """A worker asks for pages.
 
-        What cannot be answered yet, in this version or mesh epoch, will be: who asks in the next mesh epoch, in which a
-        lost link is made again, may be there first.
+        If they are not here yet, at this version or in this epoch, the answer is given later: the worker may have
+        entered the next epoch first, in which a lost link is made again.
         """
         if need.step < self._protocol.version:
             return
@@ -231,7 +248,7 @@ class Parameters:
             self._needs.append((sender, need))
 
     def answer(self) -> None:
-        """What was asked for before, and can be answered now."""
+        """Give the answers that could not be given before."""
         needs, self._needs = self._needs, []
         for sender, need in needs:
             self.needed(sender, need)
@@ -239,45 +256,45 @@ class Parameters:
     # ---- in
 
     def refresh(self, layers: Collection[int], version: int) -> None:
-        """Has these layers' compute buffers brought to a version: from what is held here, and from the primaries."""
+        """Bring the compute buffers of these layers to a version: from the pages held here, and from the primaries."""
         self._publisher.refresh(layers)
         self._ask_for(layers, version)
 
     def _ask_for(self, layers: Iterable[int], version: int) -> None:
         for layer in layers:
             if not self._values[layer].is_at(version):
-                self._publisher.asks(self._replica_map, layer, version)
+                self._publisher.ask(self._replica_map, layer, version)
 
     def _ask_for_rest(self) -> None:
-        """Asks the primaries for what has not come through the group. What was dropped since had come."""
+        """Ask the primaries for what has not come through the group. Buffers that were dropped since were complete."""
         version = self._protocol.version
         self._ask_for((layer for layer, values in self._values.items() if values.dropped_at != version), version)
 
     def file(self, publish: m.Publish, payload: Tensor) -> None:
-        """Keeps what came over a link until the protocol has it installed."""
+        """Keep a page that came over a link until the protocol says that it may be installed."""
         self._filed[publish] = payload
 
     def install(self, publish: m.Publish) -> None:
-        """Takes what was filed into the compute buffers; nothing, when it came twice."""
+        """Copy a filed page into the compute buffers; a page that came twice is filed no more."""
         if (payload := self._filed.pop(publish, None)) is not None:
             self._publisher.install(publish, payload)
 
     def collect(self) -> None:
-        """Installs what has come through the group. If the group has failed, asks for the rest over links."""
-        self.grouped.look()
-        if self.grouped.idle:
-            return
-        for publish, values in self.grouped.arrived():
-            self._publisher.install(publish, values)
-        if not self.grouped.serves:
-            self._ask_for_rest()
+        """Install what has come through the group. If the group has failed, ask for the rest over links."""
+        self.grouped.check()
+        if not self.grouped.idle:
+            for publish, values in self.grouped.arrived():
+                self._publisher.install(publish, values)
+            if not self.grouped.serves:
+                self._ask_for_rest()
+        self.grouped.update_offer()
 
     def group_lost(self, lost: m.GroupLost) -> None:
-        """Another worker of the stage says that their group has failed."""
+        """Another worker of the stage reports that their group has failed."""
         if lost.epoch == self.grouped.epoch and self.grouped.serves:
             self.grouped.give_up()
             self._ask_for_rest()
 
     def needs_no_more(self, layer: int, version: int) -> bool:
-        """Whether nothing at `version` is to come for a layer's compute buffer: all is there, or a step ahead."""
+        """True if nothing at `version` is to come for a layer's compute buffer: all is there, or a step ahead."""
         return self._values[layer].is_at(version) or self._publisher.will_reach(layer, version, self._filed)

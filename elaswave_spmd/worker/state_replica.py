@@ -26,6 +26,7 @@ from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.optimizers import clip_divisor
 from elaswave_spmd.worker.page_norms import page_norm_values
+from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
 from elaswave_spmd.worker.parameters import Parameters
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
@@ -44,6 +45,7 @@ class StateReplica:
         values: compute buffers of the layers that this worker computes; they change between configurations.
         protocol: knows the version, the epoch and which reduced gradients are complete; only read here, except that
             state which is received brings the norms to vote with.
+        broadcasts: the way of parameters through a process group, if that option is on.
         commit: told of every reduced gradient that is complete.
     """
 
@@ -52,6 +54,7 @@ class StateReplica:
         context: WorkerContext,
         values: Mapping[int, ValueBuffer],
         protocol: WorkerProtocol,
+        broadcasts: StageBroadcasts | None,
         commit: StepCommit,
     ) -> None:
         job, shardings = context.job, context.placement.shardings
@@ -80,7 +83,7 @@ class StateReplica:
         )
         self.reducer.step_decided(protocol.version)
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them: a link was lost
-        self.parameters = Parameters(context, values, self.state, protocol, self._unsure)
+        self.parameters = Parameters(context, values, self.state, protocol, self._unsure, broadcasts)
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
@@ -206,7 +209,6 @@ class StateReplica:
     def collect(self) -> None:
         """Install what has come through the process group of the stage, if there is one."""
         self.parameters.collect()
-        self.protocol.group_ready = self.parameters.grouped.ready
 
     # ---- reduced gradients
 
@@ -216,7 +218,7 @@ class StateReplica:
         Called by the reducer. The step can be ahead of this worker's own: all of its micro-batches may be others'.
         """
         key = pages.key
-        if step <= self.protocol.version or self.protocol.has_entry(step, key):
+        if step <= self.protocol.version or self.protocol.has_gradient(step, key):
             return
         self._gradients.setdefault(step, {})[key] = gradient
         loss = self._loss_in(key, gradient)
@@ -283,9 +285,9 @@ class StateReplica:
                 self.state.apply(layer, gradients, step=step, lr=lr, divisor=divisor)
             else:
                 self.state.keep(layer, step)
-            self.parameters.publish(layer, step, grouped=decided.grouped)
+            self.parameters.publish(layer, step, extension=decided.extension)
             self._context.hooks.on_point(FaultPoint.PUBLISH, step)
-        self.parameters.published(step, grouped=decided.grouped)
+        self.parameters.published(step, extension=decided.extension)
         self._fingerprint(step)
         self.reducer.step_decided(step)
         self._forwarded = {sent for sent in self._forwarded if sent[0] > step}
@@ -347,7 +349,7 @@ class StateReplica:
             return
         if (layer, first, stop) == self._loss_range:
             known, loss = payload.tolist()
-            self.protocol.learned(message.step, (layer, first, stop), (), loss if known else None)
+            self.protocol.state_received(message.step, (layer, first, stop), (), loss if known else None)
             self._loss_received = True
             self.report_caught_up()
             return

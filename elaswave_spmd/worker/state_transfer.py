@@ -45,7 +45,7 @@ def receive_state(
 
     def received(pages: ReplicaSet) -> None:
         own = norms[pages.first - message.first : pages.stop - message.first]
-        protocol.learned(message.step, pages.key, own, None)
+        protocol.state_received(message.step, pages.key, own, None)
 
     yield from state.receive(message.layer, message.first, message.stop, message.step, payload, received)
     done()

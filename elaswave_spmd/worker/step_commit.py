@@ -21,6 +21,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.parameters import broadcasts_of
 from elaswave_spmd.worker.state_replica import StateReplica
 
 
@@ -38,8 +39,11 @@ class StepCommit:
         # All members of the first mesh begin at the version of the checkpoint, if there is one: nobody is behind it.
         restored = first.version if first.epoch == 0 else 0
         # Epoch -1 precedes all: the first configuration is entered like every later one.
-        self.protocol = WorkerProtocol(context.rank, -1, (), (), version=first.version, restored=restored)
-        self.replica = StateReplica(context, values, self.protocol, self)
+        broadcasts = broadcasts_of(context)
+        self.protocol = WorkerProtocol(
+            context.rank, -1, (), (), version=first.version, restored=restored, extension=broadcasts
+        )
+        self.replica = StateReplica(context, values, self.protocol, broadcasts, self)
 
     @property
     def version(self) -> int:
@@ -81,7 +85,7 @@ class StepCommit:
 
     def gradient_complete(self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None) -> None:
         """A reduced gradient of this worker's replica is here, summed up or received."""
-        self._perform(self.protocol.entry_complete(step, pages, norms, loss))
+        self._perform(self.protocol.gradient_complete(step, pages, norms, loss))
 
     def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
         """Handle a message about state. Data is valid in any epoch; what is of no use yet is kept."""
@@ -131,7 +135,7 @@ class StepCommit:
             decided.loss,
             decided.norm,
             decided.finite,
-            decided.grouped,
+            decided.extension,
         )
         self._context.channel.send(CONTROLLER, report, None)
         hooks.applied(report, self.replica)

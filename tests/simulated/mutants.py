@@ -117,10 +117,10 @@ def _applies_twice() -> Patches:
 
 def _votes_two_ahead() -> Patches:
     """A worker that has all entries of the step after next votes for it, without having applied the one before."""
-    entry_complete = WorkerProtocol.entry_complete
+    gradient_complete = WorkerProtocol.gradient_complete
 
-    def _entry_complete(self: WorkerProtocol, step: int, *rest: Any) -> list[Effect]:
-        effects = entry_complete(self, step, *rest)
+    def _gradient_complete(self: WorkerProtocol, step: int, *rest: Any) -> list[Effect]:
+        effects = gradient_complete(self, step, *rest)
         ahead = step == self.version + 2 and self._computed >= self.version + 1 and not self._missing_of(step)
         if ahead and self.rank not in self._votes.get(step, {}) and self.promised <= self.epoch:
             vote = self._vote(step)
@@ -128,7 +128,7 @@ def _votes_two_ahead() -> Patches:
             effects = [*effects, SendVote(vote)]
         return effects
 
-    return {(WorkerProtocol, "entry_complete"): _entry_complete}
+    return {(WorkerProtocol, "gradient_complete"): _gradient_complete}
 
 
 def _no_fence() -> Patches:

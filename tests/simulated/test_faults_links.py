@@ -69,7 +69,7 @@ class Broken(MirroredCluster):
             return ""
         key, protocol = (message.layer, message.first, message.stop), there.executor.replica.protocol
         runs = {run.key: run for run in here.placement.replica_map(self._description.layout)[message.layer]}
-        lacks = message.step > protocol.version and not protocol.has_entry(message.step, key)
+        lacks = message.step > protocol.version and not protocol.has_gradient(message.step, key)
         return TO_PRIMARY if key in runs and runs[key].primary == peer and lacks else ""
 
     def _epoch_of(self, rank: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.events import GroupWatch
-from elaswave_spmd.recovery.messages import Applied, GroupLost
+from elaswave_spmd.recovery.messages import GROUPED, Applied, GroupLost
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 
 
@@ -27,7 +27,7 @@ def watch(observer: RunObserver, collectives: str = "group") -> GroupWatch:
 
 
 def applied(step: int, epoch: int, grouped: bool) -> Applied:
-    return Applied(step, epoch, 0, 1.0, 1.0, True, grouped)
+    return Applied(step, epoch, 0, 1.0, 1.0, True, GROUPED if grouped else "")
 
 
 def told(folder: Path) -> list[tuple[Any, ...]]:

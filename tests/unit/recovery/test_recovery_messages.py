@@ -62,8 +62,8 @@ EXAMPLES: list[m.AnyMessage] = [
     m.LinkClosed(3, 1),
     m.GroupLost(3, 1),
     m.GroupLost(3, 1, "Connection closed by peer"),
-    m.Vote(7, 3, 1, (0.5, 2.0**-60), 1.25, True),
-    m.Applied(9, 0, 1, 0.1, 0.2, True, True),
+    m.Vote(7, 3, 1, (0.5, 2.0**-60), 1.25, m.GROUPED),
+    m.Applied(9, 0, 1, 0.1, 0.2, True, m.GROUPED),
     m.Leaving(3),
     m.Wanted(3, 2),
     m.Heartbeat(3, 2**40, True, "votes of step 7"),
@@ -92,6 +92,29 @@ def test_no_plan_and_an_empty_plan_are_two_things() -> None:
     """None: nothing of the step was begun. Empty: all of it was done, and nobody has anything left to do."""
     places = [m.decode(m.encode(m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {}, work=work))) for work in (None, ())]
     assert [place.work for place in places if isinstance(place, m.Reconfigure)] == [None, ()]
+
+
+OPTIONS_OFF: list[tuple[m.Message, int]] = [
+    (m.Vote(7, 3, 1, (0.5,), 1.25), 5),
+    (m.Applied(9, 0, 1, 0.1, 0.2, True), 6),
+    (m.Damaged(3, 5, 8, ((0, 0, 3),)), 4),
+    (m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, ()), 10),
+]
+"""(a message of a run without options, the number of its other fields)."""
+
+
+@pytest.mark.parametrize(("message", "num_fields"), OPTIONS_OFF, ids=lambda it: type(it).__name__)
+def test_nothing_of_an_option_that_is_off_is_in_the_bytes(message: m.Message, num_fields: int) -> None:
+    """Process groups extend votes and their result, recovery of devices the report of damage and what follows it."""
+    kind, *fields = msgspec.msgpack.decode(m.encode(message))
+    assert kind == type(message).__name__ and len(fields) == num_fields
+    assert len(msgspec.structs.fields(message)) == num_fields + type(message).NUM_OPTIONS
+    assert b"grouped" not in m.encode(message) and m.decode(m.encode(message)) == message
+
+
+def test_an_option_that_is_on_is_the_last_field() -> None:
+    *_, extension = msgspec.msgpack.decode(m.encode(m.Vote(7, 3, 1, (0.5,), 1.25, m.GROUPED)))
+    assert extension == m.GROUPED
 
 
 def test_every_kind_of_message_has_an_example() -> None:

@@ -28,7 +28,7 @@ def worker(version: int = 0) -> WorkerProtocol:
 def entries(protocol: WorkerProtocol, step: int, *runs: ReplicaSet) -> list[Effect]:
     effects: list[Effect] = []
     for run in runs or tuple(NORMS):
-        effects += protocol.entry_complete(step, run.key, NORMS[run], 2.5 if run is LOSS else None)
+        effects += protocol.gradient_complete(step, run.key, NORMS[run], 2.5 if run is LOSS else None)
     return effects
 
 
@@ -98,7 +98,7 @@ def test_data_is_taken_after_the_promise_too() -> None:
     protocol = worker()
     protocol.promise(NEW)
     entries(protocol, 1)
-    assert protocol.has_entry(1, OWN.key) and protocol.publish_received(Publish(0, 0, 5, 6)) != []
+    assert protocol.has_gradient(1, OWN.key) and protocol.publish_received(Publish(0, 0, 5, 6)) != []
     enter(protocol, 0)
     assert [v.step for v in sent(protocol.computed(1))] == [1]
 
@@ -187,8 +187,8 @@ def test_a_promoted_mirror_votes_with_the_norms_of_its_new_pages() -> None:
 def test_a_promoted_mirror_votes_with_the_loss() -> None:
     mirrored = ReplicaSet(*LOSS.key, THIRD, frozenset({ME, THIRD}))
     protocol = WorkerProtocol(ME, OLD, (OTHER, ME, THIRD), [OWN, mirrored], LOSS.key)
-    protocol.entry_complete(1, OWN.key, [1.0, 1.0])
-    protocol.entry_complete(1, LOSS.key, [], 2.5)
+    protocol.gradient_complete(1, OWN.key, [1.0, 1.0])
+    protocol.gradient_complete(1, LOSS.key, [], 2.5)
     (before,) = sent(protocol.computed(1))
     protocol.enter(NEW, (OTHER, ME), [OWN, LOSS], LOSS.key, 1)
     (after,) = sent(protocol.votes_again())
@@ -200,7 +200,7 @@ def test_norms_follow_a_run_that_was_cut() -> None:
     halves = [ReplicaSet(0, 0, 1, OTHER, frozenset({OTHER, ME})), ReplicaSet(0, 1, 2, ME, frozenset({ME, OTHER}))]
     (again,) = sent(enter(protocol, 1, [*halves, MIRRORED, LOSS]))
     assert math.fsum(again.norm) == 7.0 and protocol.norms_at(1, (0, 0, 1)) == (9.0,)
-    assert protocol.has_entry(1, (0, 1, 2)) and protocol.norms_at(1, OWN.key) == ()
+    assert protocol.has_gradient(1, (0, 1, 2)) and protocol.norms_at(1, OWN.key) == ()
 
 
 def test_entries_of_a_step_under_way_stay_and_new_ones_are_missing() -> None:
@@ -208,11 +208,11 @@ def test_entries_of_a_step_under_way_stay_and_new_ones_are_missing() -> None:
     entries(protocol, 1, OWN, LOSS)
     new = ReplicaSet(0, 7, 9, OTHER, frozenset({OTHER}), frozenset({ME}))
     enter(protocol, 0, [OWN, MIRRORED, LOSS, new])
-    assert protocol.has_entry(1, OWN.key) and protocol.has_entry(1, LOSS.key)
-    assert not protocol.has_entry(1, MIRRORED.key) and not protocol.has_entry(1, new.key)
+    assert protocol.has_gradient(1, OWN.key) and protocol.has_gradient(1, LOSS.key)
+    assert not protocol.has_gradient(1, MIRRORED.key) and not protocol.has_gradient(1, new.key)
     protocol.computed(1)
-    assert protocol.entry_complete(1, MIRRORED.key, [5.0]) == [], "a learner waits for the entries of what it learns"
-    assert len(sent(protocol.entry_complete(1, new.key, [1.0, 1.0]))) == 1
+    assert protocol.gradient_complete(1, MIRRORED.key, [5.0]) == [], "a learner waits for the entries of what it learns"
+    assert len(sent(protocol.gradient_complete(1, new.key, [1.0, 1.0]))) == 1
 
 
 def test_entries_of_what_it_does_not_hold_any_more_are_not_waited_for() -> None:
@@ -231,14 +231,14 @@ def test_a_learner_that_is_behind_does_not_wait_for_entries_that_nobody_sends_an
 
 def test_what_a_learner_was_told_it_votes_with_as_primary() -> None:
     protocol = WorkerProtocol(ME, OLD, (OTHER, ME), [], version=5)
-    protocol.learned(5, OWN.key, [9.0, 7.0], None)
-    protocol.learned(5, LOSS.key, (), 2.5)
+    protocol.state_received(5, OWN.key, [9.0, 7.0], None)
+    protocol.state_received(5, LOSS.key, (), 2.5)
     assert sent(enter(protocol, 5, [OWN, LOSS])) == [vote(5, ME, NEW, 16.0, loss=2.5)]
 
 
 def test_what_it_knows_itself_is_not_replaced_by_what_it_is_told() -> None:
     protocol = voted()
-    protocol.learned(1, OWN.key, [0.0, 0.0], 0.0)
+    protocol.state_received(1, OWN.key, [0.0, 0.0], 0.0)
     assert protocol.norms_at(1, OWN.key) == (9.0, 7.0) and protocol.loss_at(1) == 2.5
 
 

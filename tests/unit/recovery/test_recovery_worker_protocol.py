@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ def entries(protocol: WorkerProtocol, step: int, runs: Sequence[ReplicaSet] = (O
     norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: [99.0]}  # the loss page is no part of the norm
     effects: list[object] = []
     for run in runs:
-        effects += protocol.entry_complete(step, run.key, norms[run], 2.5 if run is LOSS else None)
+        effects += protocol.gradient_complete(step, run.key, norms[run], 2.5 if run is LOSS else None)
     return effects
 
 
@@ -84,7 +85,7 @@ def test_computing_ahead_of_the_version_is_a_bug() -> None:
 
 def test_an_entry_that_is_not_held_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="not held"):
-        worker().entry_complete(1, (7, 0, 1), [1.0])
+        worker().gradient_complete(1, (7, 0, 1), [1.0])
 
 
 def test_all_votes_decide_and_the_version_advances_in_the_same_call() -> None:
@@ -174,7 +175,7 @@ def test_a_norm_that_is_not_finite_is_seen_by_all_and_advances_the_version() -> 
 def test_a_page_that_is_not_finite_travels_in_the_vote(value: float) -> None:
     protocol = worker()
     protocol.computed(1)
-    protocol.entry_complete(1, OWN.key, [1.0, value])
+    protocol.gradient_complete(1, OWN.key, [1.0, value])
     (sent,) = entries(protocol, 1, [MIRRORED, LOSS])
     assert isinstance(sent, SendVote) and len(sent.vote.norm) == 1 and not math.isfinite(sent.vote.norm[0])
 
@@ -185,12 +186,12 @@ def test_the_norm_is_exactly_rounded_whoever_holds_which_page() -> None:
     for own in range(1, len(values)):
         mine = ReplicaSet(0, 0, own, ME, frozenset({ME}))
         protocol = WorkerProtocol(ME, 0, (OTHER, ME), [mine, LOSS], LOSS.key)
-        protocol.entry_complete(1, mine.key, values[:own])
-        protocol.entry_complete(1, LOSS.key, [], 1.0)
+        protocol.gradient_complete(1, mine.key, values[:own])
+        protocol.gradient_complete(1, LOSS.key, [], 1.0)
         (sent,) = protocol.computed(1)
         other = ReplicaSet(0, 0, len(values) - own, OTHER, frozenset({OTHER}))
         peer = WorkerProtocol(OTHER, 0, (OTHER, ME), [other])
-        peer.entry_complete(1, other.key, values[own:])
+        peer.gradient_complete(1, other.key, values[own:])
         (theirs,) = peer.computed(1)
         assert isinstance(sent, SendVote) and isinstance(theirs, SendVote)
         (apply,) = protocol.vote_received(theirs.vote)
@@ -204,7 +205,7 @@ def test_the_sum_over_workers_is_exactly_rounded_too() -> None:
     members = tuple(range(9))
     run = ReplicaSet(0, 0, 1, ME, frozenset({ME}))
     protocol = WorkerProtocol(ME, 0, members, [run])
-    protocol.entry_complete(1, run.key, [1.0])
+    protocol.gradient_complete(1, run.key, [1.0])
     protocol.computed(1)
     effects: list[object] = []
     for sender in members:
@@ -215,7 +216,7 @@ def test_the_sum_over_workers_is_exactly_rounded_too() -> None:
 
 def test_a_worker_alone_decides_by_its_own_vote() -> None:
     protocol = WorkerProtocol(ME, 0, (ME,), [LOSS], LOSS.key)
-    protocol.entry_complete(1, LOSS.key, [], 1.5)
+    protocol.gradient_complete(1, LOSS.key, [], 1.5)
     assert [type(e) for e in protocol.computed(1)] == [SendVote, Apply]
 
 
@@ -244,42 +245,45 @@ def test_held_runs_are_in_layer_and_page_order() -> None:
     assert keys == [(0, 0, 1), (1, 0, 1)]
 
 
-# ---- groups of stages
+# ---- an option that all members have to agree on
 
 
-def grouped(sender: int, step: int = 1) -> Vote:
-    return Vote(step, 3, sender, (9.0,), None, True)
+class Offer:
+    """A vote extension that offers what a test says."""
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def offered(self) -> str:
+        return self._value
 
 
 @pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_step_is_published_through_groups_if_all_have_voted_so(here: bool, there: bool) -> None:
-    protocol = worker()
-    protocol.group_ready = here
+def test_an_extension_takes_effect_if_all_votes_carry_it(here: bool, there: bool) -> None:
+    protocol = replace(worker(), extension=Offer("grouped" if here else ""))
     entries(protocol, 1)
     sent, *_ = protocol.computed(1)
-    assert isinstance(sent, SendVote) and sent.vote.grouped is here
-    found = protocol.vote_received(grouped(OTHER) if there else vote(1))
-    assert [effect.grouped for effect in found if isinstance(effect, Apply)] == [here and there]
+    assert isinstance(sent, SendVote) and sent.vote.extension == ("grouped" if here else "")
+    found = protocol.vote_received(Vote(1, 3, OTHER, (9.0,), None, "grouped") if there else vote(1))
+    assert [e.extension for e in found if isinstance(e, Apply)] == ["grouped" if here and there else ""]
 
 
-def test_a_step_that_somebody_has_applied_in_an_older_epoch_is_not_published_through_a_group() -> None:
-    """Whoever applied it then has published it, and does not again: the group would wait for it."""
-    protocol = worker()
+def test_a_step_that_a_member_has_applied_in_an_older_epoch_is_not_extended() -> None:
+    """That member has published it, and does not again: a group would wait for it."""
+    protocol = replace(worker(), extension=Offer("grouped"))
     entries(protocol, 1)
     protocol.computed(1)
     protocol.vote_received(vote(1))
     protocol.promise(4)
     protocol.enter(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 1)
-    protocol.group_ready = True
-    assert [effect.vote.grouped for effect in protocol.votes_again() if isinstance(effect, SendVote)] == [False]
+    assert [effect.vote.extension for effect in protocol.votes_again() if isinstance(effect, SendVote)] == [""]
     entries(protocol, 2)
     sent, *_ = protocol.computed(2)
-    assert isinstance(sent, SendVote) and sent.vote.grouped, "the first step that nobody had applied"
+    assert isinstance(sent, SendVote) and sent.vote.extension == "grouped", "the first step that nobody had applied"
 
 
-def test_a_group_belongs_to_an_epoch() -> None:
+def test_without_the_option_votes_carry_nothing() -> None:
     protocol = worker()
-    protocol.group_ready = True
-    protocol.promise(4)
-    protocol.enter(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 0)
-    assert not protocol.group_ready
+    entries(protocol, 1)
+    sent, *_ = protocol.computed(1)
+    assert isinstance(sent, SendVote) and sent.vote.extension == ""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.models import GPT
-from elaswave_spmd.recovery.messages import GroupLost, Message, Publish
+from elaswave_spmd.recovery.messages import GROUPED, GroupLost, Message, Publish
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.model_layout import describe
-from elaswave_spmd.worker.parameter_broadcast import GroupedPublications
+from elaswave_spmd.worker.parameter_broadcast import NoBroadcasts, StageBroadcasts
 
 ME = 1
 with torch.device("meta"):
@@ -85,9 +85,9 @@ def replicas(runs: tuple[ReplicaSet, ...] = RUNS) -> ReplicaMap:
     return {layer: runs if layer == LAYER else () for layer in range(len(LAYOUT.layers))}
 
 
-def make(runs: tuple[ReplicaSet, ...] = RUNS) -> tuple[GroupedPublications, ListedGroup, list[tuple[int, Message]]]:
+def make(runs: tuple[ReplicaSet, ...] = RUNS) -> tuple[StageBroadcasts, ListedGroup, list[tuple[int, Message]]]:
     group, sent = ListedGroup(), []
-    grouped = GroupedPublications(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
+    grouped = StageBroadcasts(ME, LAYOUT, CPU, torch.float32, lambda p, m, _: sent.append((p, m)), group)
     grouped.bind(placement(), replicas(runs))
     group.ready = 0
     return grouped, group, sent
@@ -98,7 +98,7 @@ def values(of: ReplicaSet, number: float) -> Tensor:
     return torch.full((stop - first,), number)
 
 
-def broadcast(grouped: GroupedPublications, version: int = 1) -> None:
+def broadcast(grouped: StageBroadcasts, version: int = 1) -> None:
     grouped.broadcast(LAYER, version, {RUNS[1].key: values(RUNS[1], 10.0)})
 
 
@@ -154,15 +154,15 @@ def test_a_primary_without_state_does_not_let_others_take_one_run_for_the_next()
     grouped, group, sent = make()
     grouped.broadcast(LAYER, 1, {})
     assert [root for _, root, _ in group.calls] == [0]
-    assert sent == lost("this worker has no state of a run that it is the primary of") and not grouped.serves
+    assert sent == lost("this worker has no state of pages that it is the primary of") and not grouped.serves
 
 
 def test_a_group_that_cannot_be_made_is_given_up() -> None:
     grouped, group, sent = make()
     group.ready, group.failure = None, RuntimeError("timed out")
     assert not grouped.ready
-    grouped.look()
-    grouped.look()
+    grouped.check()
+    grouped.check()
     assert sent == lost("timed out") and not grouped.serves
 
 
@@ -199,8 +199,21 @@ def test_a_run_from_another_stage_comes_over_links() -> None:
     assert group.changes == [(0, (ME,))] and not grouped.reached((LAYER, 0, LAST))
 
 
-def test_without_a_group_links_serve() -> None:
-    grouped = GroupedPublications(ME, LAYOUT, CPU, torch.float32, lambda peer, message, _: None, None)
-    grouped.bind(placement(), replicas())
-    assert not grouped.ready and grouped.idle and not grouped.has_news
-    grouped.look()
+def test_a_vote_offers_a_broadcast_once_the_group_is_there_and_messages_were_handled() -> None:
+    grouped, _, _ = make()
+    assert grouped.offered() == ""
+    grouped.update_offer()
+    assert grouped.offered() == GROUPED
+    grouped.bind(placement(1), replicas())
+    assert grouped.offered() == "", "a group belongs to an epoch"
+
+
+def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_broadcast() -> None:
+    none = NoBroadcasts()
+    none.bind(placement(), replicas())
+    none.check()
+    none.update_offer()
+    assert none.idle and not none.has_news and not none.serves
+    assert none.arrived() == [] and not none.reached(RUNS[1].key)
+    with pytest.raises(AssertionError, match="no vote"):
+        none.broadcast(LAYER, 1, {})
