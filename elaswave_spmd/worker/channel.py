@@ -1,4 +1,4 @@
-"""What the executor needs of the outside: send a message, take those that came."""
+"""The way of a worker to the others: send a message, take those that have arrived."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FP32 = (m.PartialSum, m.ReducedGradient, m.PageState, m.FinalPages)
 
 @dataclass(frozen=True)
 class Incoming:
-    """A message that arrived. `payload` is flat, in the dtype that its kind implies."""
+    """A message that has arrived; its payload, if it has one, is flat, in the dtype of `payload_dtype`."""
 
     sender: int
     message: m.AnyMessage
@@ -28,26 +28,28 @@ class Incoming:
 
 
 class Channel(Protocol):
-    """The executor's only way out. Sending never blocks; what is sent must not change until the step is decided.
+    """A worker's only connection to other processes.
 
-    A payload leaves from wherever it lies, and arrives in host memory; sums, which are added to others as they come, at
-    the device's `place`.
+    Sending never blocks, and the memory that was sent from must not change until the step is decided. A payload leaves
+    from wherever it lies and arrives in host memory; sums, which are added to others, arrive at the device's `place`.
     """
 
-    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None: ...
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        """Send to a worker, or to the controller. What is sent to one peer arrives in order, or not at all."""
+        ...
 
     def take(self) -> list[Incoming]:
-        """Everything that has arrived since the last call, in order of arrival; never waits."""
+        """Everything that has arrived since the last call, in the order of arrival; never waits."""
         ...
 
 
 def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
-    """Reduced gradients and masters travel in fp32; activations and published parameters in the compute dtype."""
+    """The dtype of a message's payload: fp32 for sums, gradients and state, the compute dtype for everything else."""
     return torch.float32 if isinstance(message, _FP32) else compute
 
 
 def tensor_of(buffer: memoryview, dtype: torch.dtype) -> Tensor:
-    """A received payload as a flat tensor that may be overwritten, without a copy where the link gave such memory."""
+    """A received payload as a flat tensor that may be overwritten; copied only where the memory is read-only."""
     return torch.frombuffer(bytearray(buffer) if buffer.readonly else buffer, dtype=dtype)
 
 
@@ -57,30 +59,35 @@ def frame_of(payload: Tensor) -> memoryview:
 
 
 def arrived(message: m.AnyMessage, payload: Tensor, device: Device) -> Tensor:
-    """A payload in host memory, where a worker wants it: what is not a sum is copied from there to its place later."""
+    """A payload where a worker wants it: sums at the device's place, others in host memory until they are used."""
     return device.to_place(payload) if isinstance(message, (m.PartialSum, m.ReducedGradient)) else payload
 
 
-class Stopped(Exception):  # noqa: N818  (an end, no error)
-    """The controller told this worker to end, or is gone."""
+class Stopped(Exception):  # noqa: N818  (the regular end of a worker, not an error)
+    """The controller told this worker to end, or is gone and there is nothing left to complete."""
 
 
 class SocketChannel:
-    """A port over real links. Messages are encoded; payloads are sent from, and read where, they lie.
+    """A channel over real links. Messages are encoded; payloads are sent from the memory that they lie in.
 
-    Payloads of a device with pinned copies are copied to host memory while it goes on computing. They leave when they
-    are there, and what is sent to the same peer after them leaves after them: links deliver in order.
+    Where the device has pinned copies, a payload is copied to host memory while the device goes on computing. It leaves
+    when it is there, and everything that is sent to the same peer after it leaves after it.
 
     Args:
+        links: to the peers.
+        mailbox: what the links have received.
         compute: dtype of activations and published parameters.
         device: of the payloads.
-        early: messages that arrived before this port existed.
+        early: messages that arrived before this channel was made.
     """
 
     def __init__(
         self, links: Links, mailbox: Mailbox, compute: torch.dtype, device: Device, early: Sequence[Envelope] = ()
     ) -> None:
-        self._links, self._mailbox, self._compute, self._device = links, mailbox, compute, device
+        self._links = links
+        self._mailbox = mailbox
+        self._compute = compute
+        self._device = device
         self._early: list[Item] = list(early)
         self._copies = device.kind.capabilities.pinned_copies
         self._leaving: dict[int, deque[tuple[bytes, HostCopy | None]]] = {}
@@ -95,7 +102,7 @@ class SocketChannel:
             self._links.send(peer, header, frames, lend=isinstance(message, m.PageState))  # a copy made to be taught
 
     def is_copying(self) -> bool:
-        """Sends what lies in host memory by now. Returns whether copies are still under way; never waits."""
+        """Send what has been copied to host memory. Returns True if copies are still under way; never waits."""
         for peer, queue in list(self._leaving.items()):
             while queue and (queue[0][1] is None or queue[0][1].done()):
                 header, copy = queue.popleft()

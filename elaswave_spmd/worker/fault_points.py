@@ -1,4 +1,4 @@
-"""The points that a step passes on one worker, by name: where faults are injected and progress is seen."""
+"""Named points of a step on one worker: progress is counted there, and faults can be injected."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from enum import Enum
 
 
 class FaultPoint(str, Enum):
-    """Where a worker is in a step.
+    """A point of a step.
 
-    FORWARD, BACKWARD: before a micro-batch's forward or backward. REDUCE: a micro-batch's gradient is made, and not yet
-    sent.
-    NORM: an entry is complete, and nobody knows. APPLY: the step is decided, nothing is changed yet. PUBLISH: a layer
-    is updated and on its way.
+    FORWARD, BACKWARD: before a micro-batch's forward or backward. REDUCE: a micro-batch's gradient of a layer is made,
+    and not sent yet. NORM: a reduced gradient is complete, and no other worker knows. APPLY: the step is decided, and
+    nothing is changed yet. PUBLISH: a layer is updated, and its parameters are on their way.
     """
 
     FORWARD = "forward"
@@ -24,8 +23,8 @@ class FaultPoint(str, Enum):
 
 
 OnFaultPoint = Callable[[FaultPoint, int], None]
-"""(point, step): called by the training thread, each time that it passes."""
+"""(point, step): called by the training thread each time that it passes a point."""
 
 
 def no_op(point: FaultPoint, step: int) -> None:
-    """A visit that does nothing."""
+    """The default: nothing happens at a point."""

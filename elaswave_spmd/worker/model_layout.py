@@ -1,4 +1,4 @@
-"""From a model in the layer contract to what planners and workers need of it: shapes, update rules, initial values."""
+"""What planners and workers need of a model: shapes, update rules and initial values of its parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelDescription:
 
 
 def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
-    """Reads names, shapes, ties and rules off a model; its parameters may be on the meta device.
+    """Describe a model by its names, shapes, ties and rules; its parameters may be on the meta device.
 
     Raises:
         LayoutError: a page size or parameter that cannot be laid out.
@@ -37,6 +37,6 @@ def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
 
 
 def has_constants(model: nn.Module) -> bool:
-    """Whether modules keep tensors besides parameters, as buffers or attributes: meta tensors have no values."""
+    """True if modules keep tensors besides parameters, as buffers or attributes (without values on the meta device)."""
     kept = (value for module in model.modules() for value in vars(module).values())
     return next(model.buffers(), None) is not None or any(isinstance(value, Tensor) for value in kept)

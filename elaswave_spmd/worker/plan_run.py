@@ -1,4 +1,4 @@
-"""From settings to the values of a run: model, layout, placement, job. Controller and workers call the same."""
+"""The plan of a run, made from its settings: model, layout, placement, job. Controller and workers make the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,16 @@ _ATOM_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that is decided before the first worker starts."""
+    """Everything that is decided before the first worker starts.
+
+    Args:
+        settings: of the run.
+        data: the prepared data.
+        job: the arithmetic.
+        description: layout and initial values of the model.
+        placement: the first configuration of the mesh.
+        costs: of layers and links: measured in an earlier run, or estimates.
+    """
 
     settings: Settings
     data: PreparedData
@@ -51,7 +60,7 @@ class RunPlan:
 
 
 def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
-    """The model that the settings name; on the meta device it has shapes and no memory."""
+    """Build the model that the settings name. On the meta device it has shapes and no memory."""
     m = settings.model
     sizes = {
         "vocab_size": vocab_size,
@@ -68,11 +77,11 @@ def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> 
 def plan_run(
     settings: Settings, data: PreparedData, topology: Topology | None = None, costs: CostModel | None = None
 ) -> RunPlan:
-    """Plans a run, and refuses what cannot be run.
+    """Plan a run.
 
     Args:
         topology: the failure domains of the workers; None: all on one host.
-        costs: of an earlier run; layers are balanced by them, else by their elements.
+        costs: of an earlier run, by which layers are balanced; None: by their numbers of elements.
 
     Raises:
         UserError: a model, mesh, spec or size that contradicts another.
@@ -105,7 +114,7 @@ def plan_run(
 
 
 def _check_islands(model: LayeredModel, settings: Settings) -> None:
-    """Refuses a model that the devices inside a worker cannot run.
+    """Check that the devices inside a worker can run the model.
 
     Raises:
         SpecError: an axis that does not divide what it splits, or that splits nothing.
@@ -118,37 +127,38 @@ def _check_islands(model: LayeredModel, settings: Settings) -> None:
     for axis in ISLAND_AXES:
         if shape.axis_size(axis) > 1 and axis not in used:
             raise SpecError(
-                f"mesh axis {axis!r} splits parameters over the devices of a worker; this model has none to split",
-                got=f"{axis}={shape.axis_size(axis)}",
+                f"mesh.{axis}={shape.axis_size(axis)} splits no parameter of this model",
+                rule=f"mesh axis {axis!r} splits parameters over the devices of a worker",
                 where=f"mesh.{axis}={shape.axis_size(axis)}",
                 exists=f"axes in this model's specs: {', '.join(sorted(used)) or 'none'}",
                 fix=f'leave mesh.{axis} out, or declare it in the model: shard(self.up, weight=P("{axis}", None))',
             )
     if kind_of(settings).capabilities.compiles and has_constants(model):
         raise ModelError(
-            "a layer that is compiled keeps no tensors besides parameters",
-            got=settings.model.target,
+            f"layers of model.target={settings.model.target} keep tensors besides parameters",
+            rule="a layer that is compiled has parameters only",
             where=f"runtime.device={settings.runtime.device}",
             fix="compute them in forward(), or use runtime.device=cpu",
         )
 
 
 def read_profile(path: str) -> CostModel:
-    """The costs in costs.json of an earlier run, without the speeds of its workers.
+    """Read the costs in costs.json of an earlier run, without the speeds of its workers.
 
     Raises:
-        UserError: it cannot be read, or is no profile.
+        UserError: the file cannot be read, or is no profile.
     """
     where = f"schedule.profile={path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ConfigError("a profile can be read", got=str(error), where=where, fix="costs.json of a run") from None
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"cannot read {where} ({reason})", where=where, fix="name the costs.json of a run") from None
     return replace(CostModel.from_json(text, where), speeds=())
 
 
 def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
-    """Layers and links before anything is measured: a nanosecond for each element; 1 GB/s and 0.1 ms."""
+    """Costs before anything is measured: a nanosecond for each element of a layer, links of 1 GB/s and 0.1 ms."""
     copies = 1 + len(job.optimizer.state_names)
     layers = tuple(
         LayerCost(
@@ -165,7 +175,7 @@ def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
 
 
 def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:
-    """With a replica map of the first mesh that has mirrors, if a loss is to be survived."""
+    """The placement with mirrors in its replica map, if the settings ask for losses to be survived."""
     if not settings.elastic.enabled or not settings.mirror.count:
         return placement
     sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
@@ -177,8 +187,9 @@ def _job(settings: Settings, data: PreparedData) -> Job:
     t, o = settings.train, settings.optim
     if data.num_train_samples < t.global_batch:
         raise DataError(
-            "the training split holds at least one global batch",
-            got=f"{data.num_train_samples} samples of {t.seq_len} tokens, for train.global_batch={t.global_batch}",
+            f"the training split has {data.num_train_samples} samples of {t.seq_len} tokens, fewer than "
+            f"train.global_batch={t.global_batch}",
+            rule="the training split holds at least one global batch",
             where=f"data {data.corpus}",
             fix="more data, or a smaller train.global_batch or train.seq_len",
         )
@@ -227,12 +238,14 @@ def make_programs(
     frequency: Callable[[], float],
     compiled: Callable[[str], None],
 ) -> StagePrograms:
-    """What runs the layers of one worker; compiled, for all layers of the model, where that is wanted or has to be.
+    """Make the programs that run the layers of one worker.
+
+    Where layers are compiled, all layers of the model are, so that a worker is ready for any stage.
 
     Args:
-        place: where parameters and what programs take and give lie.
-        frequency: of an emulated device; asked before every program.
-        compiled: told the name of each layer when its programs are there.
+        place: where parameters, inputs and outputs lie.
+        frequency: of an emulated device, as a fraction of its highest; asked before every program.
+        compiled: called with the name of each layer when its programs are there.
     """
     settings, layout = plan.settings, plan.description.layout
     model = make_model(settings, plan.data.vocab_size)
@@ -258,9 +271,9 @@ def make_programs(
 
 
 class _Layers:
-    """New modules of layers, for an executor to fill: copies of a model that is made once, without its parameters.
+    """Makes modules of layers: copies of a model that is made once, without memory for its parameters.
 
-    Making one takes tens of milliseconds, and everybody would wait for that whenever layers move.
+    Making the model takes tens of milliseconds, and all workers would wait for it whenever layers move.
     """
 
     def __init__(self, plan: RunPlan) -> None:

@@ -1,7 +1,7 @@
-"""Tensors that cross from one stage to another: those that came, and those that were sent.
+"""Activations and their gradients that cross from one stage to another: those received, and those sent.
 
-A sender keeps what it sent until the step is decided: when the receiver is lost, the worker that takes its
-micro-batches over gets them again, and nobody has to run forward or backward a second time to make them.
+A sender keeps what it sent until the step is decided. If the receiver is lost, the tensors are sent again to the worker
+that takes over its micro-batches, and no forward or backward runs a second time to make them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Crossing = m.Activation | m.ActivationGradient
 
 
 class BoundaryKey(NamedTuple):
-    """Names a tensor that crosses, whoever sends it: `layer` is the consumer's first, or last for a gradient."""
+    """The id of a tensor, whichever worker sends it: `layer` is the consumer's first, or its last for a gradient."""
 
     kind: str
     step: int
@@ -30,24 +30,34 @@ class BoundaryKey(NamedTuple):
 
 
 class Send(Protocol):
+    """Sends a message to a peer; never blocks."""
+
     def __call__(self, peer: int, message: m.Message, payload: Tensor | None = None, /) -> None: ...
 
 
 class Boundaries:
-    """The boundary tensors of one worker. What was sent is kept until its step is decided.
+    """The boundary tensors of one worker.
 
     Args:
-        device: where they lie, those that came too.
+        rank: of the worker.
+        send: to the other workers.
+        device: where the tensors lie, received ones too.
     """
 
     def __init__(self, rank: int, send: Send, device: Device) -> None:
-        self._rank, self._send, self._device = rank, send, device
+        self._rank = rank
+        self._send = send
+        self._device = device
         self._received: dict[BoundaryKey, Tensor] = {}
         self._kept: dict[BoundaryKey, Tensor] = {}
-        self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since STATUS
+        self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since the last StepReport
 
     def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
-        """To the micro-batch's worker on the next stage; None: nobody needs it now, but somebody may later."""
+        """Send a tensor to the micro-batch's worker on the other stage, and keep it.
+
+        Args:
+            peer: the worker; None: no worker needs it now, but after a loss one may.
+        """
         key = _key(message)
         if key.kind != VALIDATION:
             self._kept[key] = tensor
@@ -57,7 +67,7 @@ class Boundaries:
             self._send(peer, message, tensor)
 
     def receive(self, message: Crossing, payload: Tensor) -> None:
-        """Files what came, in memory aligned as if it had been made here."""
+        """File a received tensor, in memory that is aligned as if it had been made here."""
         self._received[_key(message)] = self._device.from_host(payload.view(message.shape))
 
     def __contains__(self, key: BoundaryKey) -> bool:
@@ -74,29 +84,30 @@ class Boundaries:
         return tensor
 
     def hold(self) -> None:
-        """From a STATUS to the PLACE after it, what is taken is not lost.
+        """From a StepReport to the configuration after it, keep what is taken.
 
-        A peer that has its PLACE already may have sent it for the new plan, and does not send it again.
+        A peer that has entered the new configuration already may have sent it for the new plan, and does not send it
+        again.
         """
         self._used = {} if self._used is None else self._used
 
     def let_go(self) -> None:
-        """The PLACE is here: what was taken meanwhile is there again."""
+        """The new configuration is entered: what was taken since the report is there again."""
         self._received |= self._used or {}
         self._used = None
 
     def forget_all(self) -> None:
-        """Nothing of what came or was sent is to be used any more."""
+        """Drop all tensors: those received and those kept."""
         self._received.clear()
         self._kept.clear()
         self._used = None if self._used is None else {}
 
     def put_back(self, key: BoundaryKey, tensor: Tensor) -> None:
-        """What was taken for an action that could not be finished."""
+        """Put a tensor back that was taken for an action which could not be finished."""
         self._received[key] = tensor
 
     def kept(self, kind: str, step: int) -> tuple[tuple[int, int], ...]:
-        """(layer, micro-batch) of what is kept."""
+        """(layer, micro-batch) of the tensors of this kind and step that are kept."""
         return tuple(sorted((key.layer, key.microbatch) for key in self._kept if (key.kind, key.step) == (kind, step)))
 
     def send_again(self, step: int, work: Sequence[m.Recompute], placement: Placement) -> None:
@@ -116,7 +127,7 @@ class Boundaries:
         self.send(peer, make(key.step, key.microbatch, key.layer, tuple(tensor.shape)), tensor)
 
     def forget(self, step: int) -> None:
-        """The step is decided: nobody can ask for its tensors again. Validation tensors of older versions go too."""
+        """The step is decided: no recovery needs its tensors. Validation tensors of older versions go too."""
         for table in (self._received, self._kept):
             for key in [k for k in table if k.step < step or (k.step == step and k.kind != VALIDATION)]:
                 del table[key]
