@@ -329,8 +329,8 @@ def test_rule_9_learners_catch_up_while_training_goes_on(order: int) -> None:
     """
     run = training("dp3", steps=6).worker(1, "kill", step=2, at="norm").run(order)
     loss, caught_up = run.changes
-    assert loss.learners > 0 and run.messages(m.PageState) and run.messages(m.CaughtUp)
-    assert (caught_up.kinds, caught_up.learners) == ({}, 0)
+    assert loss.num_copies > 0 and run.messages(m.PageState) and run.messages(m.CaughtUp)
+    assert (caught_up.kinds, caught_up.num_copies) == ({}, 0)
     held = replicas_by_page(caught_up.placement).values()
     assert all(len(pages.replicas) == 2 and not pages.learners for pages in held)
     assert caught_up.version > loss.version, "steps were committed meanwhile"
