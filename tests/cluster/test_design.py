@@ -1,6 +1,6 @@
 """The example in docs/design.md, "A reshard plan, from the kill to the last message", is what the code does.
 
-    python -m tests.cluster.test_design     prints the example's block, to be put into the document after a change
+`python -m tests.cluster.test_design` prints the example's block, to be put into the document after a change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def example() -> str:
     lines = [
         "old mesh and specs",
         f"  {old.state_sharding(mirror_count=1)}",
-        f"  batch {specs.batch}, layers {specs.layers}, params {specs.params}, grads {specs.grads}, optim {specs.optim}",
+        f"  batch {specs.batch}, layers {specs.layers}",
+        f"  params {specs.params}, grads {specs.grads}, optim {specs.optim}",
         "replicas before",
         *(f"  {pages}" for pages in all_runs(old.replicas or {})),
     ]
