@@ -178,7 +178,8 @@ class Runner:
             RunError: the run failed.
         """
         from elaswave_spmd.conf.schema import Settings
-        from elaswave_spmd.controller.loop import Controller, data_spec
+        from elaswave_spmd.controller.events import Stopped
+        from elaswave_spmd.controller.startup import data_spec, make_controller
         from elaswave_spmd.data import prepare_data
         from elaswave_spmd.run_dir import RunDir, RunObserver
         from elaswave_spmd.runtime.transport.links import socket_directory
@@ -191,7 +192,9 @@ class Runner:
         try:
             files = RunDir.create(settings.run.dir, settings.to_yaml(), model="bits", mesh=settings.mesh.shape.name)
             with RunObserver(files, display=_Silent(), board=False) as observer:
-                Controller(plan, data, self._fork_server, observer, scratch).run()
+                outcome = make_controller(plan, self._fork_server, observer, scratch).run()
+            if isinstance(outcome, Stopped):
+                raise outcome.error
             self._wait_for_exits(settings.mesh.shape.num_workers)
             return read(run_dir)
         finally:
@@ -247,7 +250,7 @@ def reference(identity: Identity) -> Outcome | None:
     import torch
 
     from elaswave_spmd.conf.schema import Settings
-    from elaswave_spmd.controller.loop import data_spec
+    from elaswave_spmd.controller.startup import data_spec
     from elaswave_spmd.data import open_split, prepare_data
     from elaswave_spmd.worker.plan_run import make_model, plan_run
 

@@ -21,8 +21,8 @@ from unittest import mock
 
 from benchmarks.gate import Gate
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller import loop as controller
 from elaswave_spmd.controller import startup
+from elaswave_spmd.controller import startup as controller
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver
@@ -111,7 +111,7 @@ def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
             settings.run.dir, settings.to_yaml(), model=settings.model.label, mesh=settings.mesh.shape.name
         )
         with RunObserver(run_dir, board=settings.run.tensorboard) as observer:
-            controller.Controller(plan, data, fork_server, observer, scratch).run()
+            controller.make_controller(plan, fork_server, observer, scratch).run()
     finally:
         fork_server.stop(0.0)
         shutil.rmtree(scratch, ignore_errors=True)

@@ -128,7 +128,7 @@ def _run(settings: Settings) -> int:
     from elaswave_spmd.runtime.devices.selection import worker_start
 
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
-    from elaswave_spmd.controller import loop as controller  # imports torch: only now that the settings are good
+    from elaswave_spmd.controller import startup as controller  # imports torch: only now that the settings are good
 
     return controller.run(settings, here=True)
 

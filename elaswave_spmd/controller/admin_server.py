@@ -1,7 +1,7 @@
 """The controller's side of `ctl`: a socket in the run's directory, and the answers.
 
-One thread waits at the socket, reads a line, files it in the controller's mailbox and writes the answer back. What is
-asked is done by the controller's own thread, as everything is.
+One thread waits at the socket, reads a line, files it in the controller's mailbox and writes the answer back. The
+controller's own thread decides about requests, as about every event.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
+from elaswave_spmd.controller.events import Action, Reply, Spawn
+from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
-from elaswave_spmd.recovery.actions import Effect
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.runtime.transport.links import has_room
@@ -32,58 +33,33 @@ _PAUSE_S = 0.1  # after a failed accept
 _LONGEST = 1 << 16  # bytes of a request
 
 
-class Control:
-    """Answers what is asked of a run. All but the thread behind the socket is the controller's thread.
+class Administration:
+    """The answers to what administrators ask of a run.
 
     Args:
-        workers: those that have been started and are neither lost nor let go: rank -> process id, None: elsewhere.
-        spawn: starts so many newcomers; returns their ranks.
-        perform: does what the protocol says.
+        observer: what is known of the run's progress.
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        protocol: ControllerProtocol,
-        observer: RunObserver,
-        elastic: ElasticSettings,
-        workers: Mapping[int, int | None],
-        spawn: Callable[[int], Sequence[int]],
-        perform: Callable[[Sequence[Effect]], None],
+        self, protocol: ControllerProtocol, roster: Roster, observer: RunObserver, elastic: ElasticSettings
     ) -> None:
-        self._mailbox, self._protocol, self._observer, self._elastic = mailbox, protocol, observer, elastic
-        self._workers, self._spawn, self._perform = workers, spawn, perform
-        self._socket: ControlSocket | None = None
+        self._protocol = protocol
+        self._roster = roster
+        self._observer = observer
+        self._elastic = elastic
 
-    def open(self) -> None:
-        """From now on the run can be asked. Where its file system has no sockets it goes on without, and says so."""
+    def answer(self, request: Request) -> list[Action]:
+        """What follows from a request, and the reply to it."""
         try:
-            self._socket = ControlSocket(self._observer.run_dir.path, self._mailbox.put)
-        except OSError as error:
-            message = f"the run cannot be asked: no {SOCKET} in its directory ({error.strerror or error})"
-            self._observer.on_event("no_ctl", message=message)
-
-    def close(self) -> None:
-        """Removes the socket; who still waits is told that the run ends. Closing again is allowed."""
-        if self._socket is not None:
-            self._socket.close()
-
-    def answer(self, request: Request) -> None:
-        """Does what is asked, and replies.
-
-        Raises:
-            RunError: what was asked ends the run.
-        """
-        try:
-            answer = self._follow(request.body)
+            actions, answer = self._decide(request.body)
         except ControlError as error:
-            answer = _error(error)
-        request.reply(answer)
+            actions, answer = [], _error(error)
+        return [*actions, Reply(request, answer)]
 
-    def _follow(self, body: Mapping[str, Any]) -> dict[str, object]:
+    def _decide(self, body: Mapping[str, Any]) -> tuple[list[Action], dict[str, object]]:
         command = body.get("command")
         if command == "status":
-            return self.status()
+            return [], self.status()
         if command not in _COMMANDS:
             raise ControlError("a request has a command", got=command, exists=", ".join(_COMMANDS))
         self._refuse_changes()
@@ -94,7 +70,7 @@ class Control:
         protocol, observer = self._protocol, self._observer
         mesh, last = protocol.placement.mesh, observer.last
         replicas = protocol.placement.replica_map(protocol.layout)
-        pids = self._workers
+        pids = self._roster.pids
         return {
             "run_dir": str(observer.run_dir.path),
             "starting": not protocol.started,
@@ -135,25 +111,26 @@ class Control:
         if protocol.version >= protocol.steps:
             raise ControlError("the workers of a run change before its last step", got=f"step {protocol.version}")
 
-    def _add(self, number: object) -> dict[str, object]:
+    def _add(self, number: object) -> tuple[list[Action], dict[str, object]]:
         if not _is_whole(number) or number < 1:
             raise ControlError("at least 1 worker is added", got=number, fix="ctl RUN add 1")
-        if not has_room(len(self._workers) + number):
+        if not has_room(len(self._roster) + number):
             raise ControlError(
                 "every worker has a link to every other, within its limit of open files",
-                got=f"{number} beside {len(self._workers)} workers",
+                got=f"{number} beside {len(self._roster)} workers",
                 fix="a higher `ulimit -n` before the run starts",
             )
-        return {"added": list(self._spawn(number))}
+        newcomers = self._roster.allocate(number)
+        return [Spawn(newcomers)], {"added": list(newcomers)}
 
-    def _drain(self, ranks: object) -> dict[str, object]:
+    def _drain(self, ranks: object) -> tuple[list[Action], dict[str, object]]:
         protocol = self._protocol
         if not isinstance(ranks, list) or not ranks or not all(map(_is_whole, ranks)):
             raise ControlError("workers are drained by their ranks", got=ranks, fix="ctl RUN drain 3")
         if unknown := [rank for rank in ranks if rank not in protocol.members]:
             raise ControlError(
                 "only a member of the mesh can leave it",
-                got=f"worker {unknown[0]}" + (", which has not joined yet" if unknown[0] in self._workers else ""),
+                got=f"worker {unknown[0]}" + (", which has not joined yet" if unknown[0] in self._roster else ""),
                 exists=f"workers {', '.join(map(str, sorted(protocol.members)))}",
             )
         stay = set(protocol.members) - set(protocol.leaving) - set(ranks)
@@ -165,9 +142,8 @@ class Control:
                 exists=f"{len(protocol.members)} workers, elastic.min_workers={least}",
                 fix="ctl RUN add 1, and wait until it has joined",
             )
-        for rank in ranks:
-            self._perform(protocol.drain(rank, "drained by ctl"))
-        return {"leaving": list(protocol.leaving)}
+        actions: list[Action] = [action for rank in ranks for action in protocol.drain(rank, "drained by ctl")]
+        return actions, {"leaving": list(protocol.leaving)}
 
 
 class ControlSocket:
@@ -175,14 +151,14 @@ class ControlSocket:
 
     Args:
         folder: the run's directory, which this run alone uses: a socket in it is that of a dead run, and is replaced.
-        put: files a request for the thread that answers it.
+        mailbox: of the thread that answers requests.
 
     Raises:
         OSError: the file system has no sockets.
     """
 
-    def __init__(self, folder: Path, put: Callable[[Request], None]) -> None:
-        self._put = put
+    def __init__(self, folder: Path, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._closing = threading.Event()
         self._answers: queue.SimpleQueue[Mapping[str, Any]] | None = None  # of the client that is served
         with contextlib.ExitStack() as undo:
@@ -235,7 +211,7 @@ class ControlSocket:
             return _error(ControlError("a request is an object of JSON, in one line", got=repr(line[:80])))
         answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._answers = answers
-        self._put(Request(body, answers.put))
+        self._mailbox.put(Request(body, answers.put))
         if self._closing.is_set():
             answers.put(_ENDING)
         try:

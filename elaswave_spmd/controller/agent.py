@@ -19,8 +19,7 @@ from typing import Any
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.conf.schema import Settings, endpoint
-from elaswave_spmd.controller.loop import data_spec
-from elaswave_spmd.controller.startup import start_fork_server
+from elaswave_spmd.controller.startup import data_spec, start_fork_server
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start

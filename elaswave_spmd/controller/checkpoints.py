@@ -1,32 +1,24 @@
-"""The controller's side of durable checkpoints: the journal of epochs, and the manifest once all shards are there.
+"""The controller's side of durable checkpoints: it collects the workers' reports until all shards are there.
 
-Nothing here waits for a disk but the journal, whose line comes before a PREPARE: manifests are written and old
-checkpoints removed by a thread.
+Workers write shards; once every page of state is in one, the manifest that makes them a checkpoint is written (by a
+thread behind ControllerIO). Nothing here does I/O.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from elaswave_spmd.controller.events import Action, ManifestWritten, Record, WriteManifest
 from elaswave_spmd.controller.resume import ResumePoint
-from elaswave_spmd.controller.run_identity import identity_of
-from elaswave_spmd.data import PreparedData
-from elaswave_spmd.errors import CheckpointError, RunError, UserError
-from elaswave_spmd.recovery.messages import Message, Prepare, Wrote
-from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
-from elaswave_spmd.run_dir.checkpoints import prune, write_manifest
-from elaswave_spmd.run_dir.directory import METRICS
-from elaswave_spmd.run_dir.lock import Ballot, Journal
+from elaswave_spmd.controller.run_fingerprint import identity_of
+from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.recovery.actions import Save
+from elaswave_spmd.recovery.messages import Wrote
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
+from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
 from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
 
@@ -34,9 +26,61 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What every checkpoint of a run says of the run.
+
+    Args:
+        run: id of the run.
+        incarnation: of its controller.
+        step: at which this controller begins.
+        newest: the step of the newest checkpoint that is in the run's directory already; 0: none.
+        fingerprint: all that the run's bits depend on.
+        layout: fingerprint of the layout of its state.
+        kinds: of state: the master parameters and what the optimizer keeps.
+        num_pages: pages of state in all layers together.
+        orders: what workers need to know to write their shards.
+    """
+
+    run: str
+    incarnation: int
+    step: int
+    newest: int
+    fingerprint: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    kinds: tuple[str, ...]
+    num_pages: int
+    orders: CheckpointOrders
+
+    @classmethod
+    def of(cls, plan: RunPlan, start: ResumePoint, run_dir: Path) -> CheckpointSpec:
+        """That of a run in this directory which begins at `start`."""
+        layout = plan.description.layout
+        orders = CheckpointOrders(
+            str(run_dir.absolute()),
+            start.run,
+            start.incarnation,
+            plan.settings.checkpoint.every,
+            plan.job.steps,
+            str(start.checkpoint.path.absolute()) if start.checkpoint else None,
+            max(start.lines, default=0),
+        )
+        return cls(
+            run=start.run,
+            incarnation=start.incarnation,
+            step=start.step,
+            newest=start.step if start.is_in(run_dir) else 0,
+            fingerprint=identity_of(plan.settings, plan.data),
+            layout=layout_fingerprint(layout),
+            kinds=(MASTER, *plan.job.optimizer.state_names),
+            num_pages=sum(layer.num_state_pages for layer in layout.layers),
+            orders=orders,
+        )
+
+
 @dataclass
 class _Pending:
-    """A checkpoint whose shards are coming in."""
+    """A checkpoint whose shards are coming in since a time."""
 
     since: float
     shards: dict[str, ShardInfo] = field(default_factory=dict)
@@ -45,109 +89,58 @@ class _Pending:
     is_queued: bool = False
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of a manifest."""
-
-    manifest: Manifest
-    error: str = ""
-
-
 class CheckpointCoordinator:
-    """One controller's checkpoints.
+    """The checkpoints of one controller's run: reports of workers in, actions out."""
 
-    Args:
-        start: where the run begins; its ballot is journalled at once.
-        wake: called, by a thread, when there is something for `poll`.
-
-    Raises:
-        DataError: the journal is damaged.
-        FilesError: it cannot be written.
-    """
-
-    def __init__(
-        self, plan: RunPlan, data: PreparedData, observer: RunObserver, start: ResumePoint, wake: Callable[[], None]
-    ) -> None:
-        self._plan, self._observer, self._start, self._wake = plan, observer, start, wake
-        self._run_dir = observer.run_dir.path
-        self._identity = identity_of(plan.settings, data)
-        self._layout = layout_fingerprint(plan.description.layout)
-        self._num_pages = sum(layer.num_state_pages for layer in plan.description.layout.layers)
+    def __init__(self, spec: CheckpointSpec) -> None:
+        self._spec = spec
         self._pending: dict[int, _Pending] = {}
-        self._newest = start.step if start.is_in(self._run_dir) else 0
-        self._last: tuple[int, int] | None = None  # (step, mesh epoch) of the one at which the run stops
-        self._lost: dict[int, str] = {}  # step -> why it will have none
+        self._newest = spec.newest
+        self._committed = spec.step
+        self._last: Save | None = None  # the checkpoint at which the run stops
+        self._failed: dict[int, str] = {}  # step -> why it will have none
         self._validation: dict[str, object] | None = None
-        self._manifests: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
-        self._outcomes: deque[_Outcome] = deque()
-        self._thread: threading.Thread | None = None
-        self._journal = Journal(self._run_dir)
-        self._kinds = (MASTER, *plan.job.optimizer.state_names)
-        # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
-        told = {"run": start.run, "identity": self._identity, "layout": self._layout, "kinds": self._kinds}
-        self._journal.append(start.incarnation, 0, "resume" if start.step else "start", **told)
-        self._last_epoch = 0
-
-    def orders(self) -> CheckpointOrders:
-        """What the workers are told."""
-        start, settings = self._start, self._plan.settings
-        return CheckpointOrders(
-            str(self._run_dir.absolute()),
-            start.run,
-            start.incarnation,
-            settings.checkpoint.every,
-            self._plan.job.steps,
-            str(start.checkpoint.path.absolute()) if start.checkpoint else None,
-            max(start.lines, default=0),
-        )
-
-    def sending(self, message: Message) -> None:
-        """Journals the epoch of a PREPARE, on the disk before anybody is told of it.
-
-        Raises:
-            FilesError: the disk is full.
-        """
-        if isinstance(message, Prepare) and message.epoch > self._last_epoch:
-            self._last_epoch = message.epoch
-            self._journal.append(self._start.incarnation, message.epoch, "prepare", after=message.after)
-
-    def validated(self, step: int, loss: float) -> None:
-        """A validation is known; later manifests repeat it."""
-        self._validation = {"step": step, "loss_hex": loss.hex()}
 
     @property
     def newest(self) -> int:
         """The step of the newest checkpoint of this run; 0: it has none."""
         return self._newest
 
-    def stops_at(self, step: int, epoch: int) -> None:
-        """The run stops at the checkpoint of this step, whose shards are about to be written in this mesh epoch.
+    def why_not(self, step: int) -> str:
+        """Why there will be no checkpoint of a step; empty while there may be one."""
+        return self._failed.get(step, "")
+
+    def committed(self, step: int) -> None:
+        """A step is committed."""
+        self._committed = step
+
+    def validated(self, step: int, loss: float) -> None:
+        """A validation is known; later manifests repeat it."""
+        self._validation = {"step": step, "loss_hex": loss.hex()}
+
+    def stop_and_save(self, save: Save) -> None:
+        """The run stops at the checkpoint of this version, whose shards are about to be written.
 
         What went wrong with it before does not count; shards that are there already do.
         """
-        self._last = step, epoch
-        self._lost.pop(step, None)
+        self._last = save
+        self._failed.pop(save.version, None)
 
-    def why_not(self, step: int) -> str:
-        """Why there will be no checkpoint of a step; empty while there may be one."""
-        return self._lost.get(step, "")
-
-    def wrote(self, message: Wrote) -> None:
+    def wrote(self, message: Wrote, now: float) -> list[Action]:
         """A worker's shard is on the disk, or it could not be written."""
         if message.step <= self._newest:
-            return
+            return []
         if message.error:
-            if self._last is not None and message.step == self._last[0] and message.epoch < self._last[1]:
-                return
-            self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
-            return
-        pending = self._pending.setdefault(message.step, _Pending(time.monotonic()))
-        ballot = Ballot(self._start.incarnation, message.epoch)
+            last = self._last
+            if last is not None and message.step == last.version and message.epoch < last.epoch:
+                return []
+            return self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
+        pending = self._pending.setdefault(message.step, _Pending(now))
         pending.shards[message.name] = ShardInfo(
             message.name,
-            self._start.run,
+            self._spec.run,
             message.step,
-            ballot,
+            Ballot(self._spec.incarnation, message.epoch),
             message.rank,
             message.num_bytes,
             message.sha256,
@@ -155,98 +148,56 @@ class CheckpointCoordinator:
         )
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)
-        runs = {run for shard in pending.shards.values() for run in shard.runs}
-        if not pending.is_queued and sum(stop - first for _, first, stop in runs) >= self._num_pages:
-            self._finish(message.step, pending)
+        pages = {page_range for shard in pending.shards.values() for page_range in shard.runs}
+        if pending.is_queued or sum(stop - first for _, first, stop in pages) < self._spec.num_pages:
+            return []
+        return self._complete(message.step, pending)
 
-    def _finish(self, step: int, pending: _Pending) -> None:
+    def written(self, event: ManifestWritten, now: float) -> list[Action]:
+        """A manifest is on the disk, or could not be written."""
+        step = event.manifest.step
+        if event.error:
+            return self._abandon(step, event.error.splitlines()[0])
+        pending = self._pending.pop(step)
+        self._newest = max(self._newest, step)
+        actions: list[Action] = []
+        for old in [s for s in self._pending if s < step]:
+            actions += self._abandon(old, "a part of it was never written")
+        shards = event.manifest.shards
+        total = sum(shard.num_bytes for shard in shards)
+        fields = {
+            "step": step,
+            "shards": len(shards),
+            "bytes": total,
+            "copy_ms": round(pending.copy_ms, 3),
+            "write_ms": round(pending.write_ms, 3),
+            "message": f"step {step}: {total:,} bytes in {len(shards)} shards; training stood still for "
+            f"{pending.copy_ms:.1f} ms, on the disk {now - pending.since:.2f} s after the first shard",
+        }
+        return [*actions, Record("checkpoint", fields)]
+
+    def _complete(self, step: int, pending: _Pending) -> list[Action]:
         """All pages are there: the manifest may be written."""
-        shards = tuple(pending.shards.values())
-        last = self._observer.last.step if self._observer.last is not None else self._start.step
+        spec, shards = self._spec, tuple(pending.shards.values())
         try:
             manifest = Manifest(
-                self._start.run,
+                spec.run,
                 step,
                 max(shard.ballot for shard in shards),
-                max(last, step),
-                self._identity,
-                self._layout,
-                self._kinds,
+                max(self._committed, step),
+                dict(spec.fingerprint),
+                dict(spec.layout),
+                spec.kinds,
                 shards,
                 self._validation,
             )
         except CheckpointError:
-            return  # workers of two mesh epochs have cut pages differently; more shards may come
+            return []  # workers of two mesh epochs have cut pages differently; more shards may come
         pending.is_queued = True
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_manifests, name="manifests", daemon=True)
-            self._thread.start()
-        self._manifests.put(manifest)
+        return [WriteManifest(manifest)]
 
-    def _write_manifests(self) -> None:
-        """The thread: one manifest after another, and whatever is to be removed after each."""
-        while (manifest := self._manifests.get()) is not None:
-            error = ""
-            try:
-                # The lines up to this step are part of what a resumed run begins with.
-                _flush(self._run_dir / METRICS)
-                write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
-                prune(self._run_dir, self._plan.settings.checkpoint.keep)
-            except (RunError, UserError, OSError) as caught:
-                error = str(caught)
-            self._outcomes.append(_Outcome(manifest, error))
-            self._wake()
-
-    def poll(self) -> None:
-        """Says what the thread has done, in events."""
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
-            step = outcome.manifest.step
-            if outcome.error:
-                self._abandon(step, outcome.error.splitlines()[0])
-                continue
-            pending = self._pending.pop(step)
-            self._newest = max(self._newest, step)
-            for old in [s for s in self._pending if s < step]:
-                self._abandon(old, "a part of it was never written")
-            shards = outcome.manifest.shards
-            total, seconds = sum(s.num_bytes for s in shards), time.monotonic() - pending.since
-            self._observer.on_event(
-                "checkpoint",
-                step=step,
-                shards=len(shards),
-                bytes=total,
-                copy_ms=round(pending.copy_ms, 3),
-                write_ms=round(pending.write_ms, 3),
-                message=f"step {step}: {total:,} bytes in {len(shards)} shards; training stood still for "
-                f"{pending.copy_ms:.1f} ms, on the disk {seconds:.2f} s after the first shard",
-            )
-
-    def _abandon(self, step: int, why: str) -> None:
-        self._lost[step] = why
-        if self._pending.pop(step, None) is not None or step > self._newest:
-            self._observer.on_event("checkpoint_lost", step=step, message=f"no checkpoint of step {step}: {why}")
-
-    def drain(self) -> None:
-        """Waits for the manifest that is being written, and begins no other."""
-        self._pending = {step: pending for step, pending in self._pending.items() if pending.is_queued}
-        self._newest = max([self._newest, *self._pending])
-        if self._thread is not None:
-            self._manifests.put(None)
-            self._thread.join()
-            self._thread = None
-            self.poll()
-
-    def close(self) -> None:
-        """Waits for the manifest that is being written; closes the journal."""
-        with contextlib.suppress(Exception):
-            self.drain()
-        self._journal.close()
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def _abandon(self, step: int, why: str) -> list[Action]:
+        self._failed[step] = why
+        if self._pending.pop(step, None) is None and step <= self._newest:
+            return []
+        return [Record("checkpoint_lost", {"step": step, "message": f"no checkpoint of step {step}: {why}"})]

@@ -11,21 +11,24 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange, GuardedFrequencies
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import MOST_ROWS, FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds, timed_graph
+
+Pids: TypeAlias = Mapping[int, int | None]
+"""Rank -> process id of a worker; None, or missing: it runs on another machine."""
 
 _POWER = PowerModel()
 _GRAIN = 0.01  # frequencies are multiples of it, rounded up
@@ -66,7 +69,7 @@ class _Order:
 
 
 class Frequencies:
-    """Part of the controller, in its thread. Without a guard it does nothing.
+    """The frequencies of the workers' devices. Without a guard they stay as they are.
 
     Args:
         cells: directory in which workers on the emulated accelerator find theirs; None elsewhere.
@@ -75,23 +78,21 @@ class Frequencies:
     def __init__(
         self,
         settings: ScheduleSettings,
-        observer: RunObserver,
         guard: Guard | None = None,
         *,
         cells: str | None = None,
         power: PowerModel = _POWER,
     ) -> None:
         self._limits = FrequencyRange(settings.f_min, settings.f_max, settings.f_margin)
-        self._observer, self._guard, self._power = observer, guard, power
+        self._guard = guard
+        self._power = power
         self.cells = cells
-        self.pid_of: Callable[[int], int | None] = lambda rank: None
-        """rank -> process id of a worker on this machine."""
         self._clocks: dict[int, _Clock] = {}
         self._orders: deque[_Order] = deque()
         self._hinted: object = None  # what the last hints were for
 
     @classmethod
-    def of(cls, settings: ScheduleSettings, observer: RunObserver, scratch: str) -> Frequencies:
+    def of(cls, settings: ScheduleSettings, scratch: str) -> Frequencies:
         """Those of a run.
 
         Args:
@@ -101,9 +102,9 @@ class Frequencies:
             ConfigError: frequencies cannot be set as the settings say.
         """
         if settings.frequency == "none":
-            return cls(settings, observer)
+            return cls(settings)
         cells = str(Path(scratch) / "frequencies") if settings.frequency == "simulated" else None
-        return cls(settings, observer, GuardedFrequencies.start(settings.frequency, cells or ""), cells=cells)
+        return cls(settings, GuardedFrequencies.start(settings.frequency, cells or ""), cells=cells)
 
     @property
     def active(self) -> bool:
@@ -117,10 +118,14 @@ class Frequencies:
             return clock.before if clock is not None else 1.0
         return clock.now if step >= clock.until else None
 
-    def hint(self, placement: Placement, costs: CostModel, step: int) -> None:
-        """Nothing else is to be changed, after `step`: slows down who would wait, raises who is waited for.
+    def hint(self, placement: Placement, costs: CostModel, step: int, pids: Pids) -> None:
+        """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
 
         Nothing happens if this very placement had its hints.
+
+        Args:
+            step: the last one that is committed.
+            pids: rank -> process id of a worker on this machine.
         """
         key = placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, costs.speeds
         if self._guard is None or self._orders or key == self._hinted:
@@ -153,29 +158,31 @@ class Frequencies:
                 "modelled_energy": energies[1],
                 "message": f"{min(wanted.values()):.2f} to {max(wanted.values()):.2f} of normal: {why}; {seen}",
             },
+            pids,
         )
 
-    def begun(self, placement: Placement, step: int) -> None:
+    def begun(self, placement: Placement, step: int, pids: Pids) -> None:
         """A mesh epoch begins after `step`: what was slow for the sake of another mesh is as fast as it can be."""
         self._hinted = None
         if self._guard is None or all(self._now(rank) == 1.0 for rank in self._clocks):
             return
         why = "the mesh has changed"
         fields = {"step": step, "mesh_epoch": placement.mesh.epoch, "why": why, "message": f"normal again: {why}"}
-        self._order(dict.fromkeys(placement.mesh.members, 1.0), step, fields)
+        self._order(dict.fromkeys(placement.mesh.members, 1.0), step, fields, pids)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int) -> list[Action]:
         """A step is committed; what the guard has answered counts from the steps on that nobody can have begun."""
+        actions: list[Action] = []
         while self._guard is not None and (answer := self._guard.poll()) is not None:
             if answer.error:
-                self._give_up(answer.error, step)
-                return
+                return [*actions, self._give_up(answer.error, step)]
             order = self._orders.popleft()
             found = {rank: _of_devices(order, rank, answer) for rank in order.frequencies}
             for rank, frequency in found.items():
                 if (clock := self._clocks.get(rank)) is not None and clock.until == math.inf and not self._orders:
                     self._clocks[rank] = _Clock(clock.before, clock.since, step + 1 + _UNDER_WAY, frequency)
-            self._say(order.before, found, order.fields)
+            actions.append(_change(order.before, found, order.fields))
+        return actions
 
     def close(self) -> None:
         """Puts all frequencies back."""
@@ -193,10 +200,10 @@ class Frequencies:
     def _now(self, rank: int) -> float:
         return self._clocks[rank].now if rank in self._clocks else 1.0
 
-    def _order(self, wanted: Mapping[int, float], step: int, fields: Mapping[str, object]) -> None:
+    def _order(self, wanted: Mapping[int, float], step: int, fields: Mapping[str, object], pids: Pids) -> None:
         assert self._guard is not None
         before = {rank: self._now(rank) for rank in wanted}
-        devices = {rank: self._devices_of(rank) for rank in wanted}
+        devices = {rank: self._devices_of(rank, pids.get(rank)) for rank in wanted}
         for rank, frequency in wanted.items():
             self._expect(rank, frequency, step)
         self._orders.append(_Order(before, wanted, devices, fields))
@@ -214,7 +221,7 @@ class Frequencies:
         before, since = (clock.now, step + 1) if clear else (clock.before, clock.since)
         self._clocks[rank] = _Clock(before, since, math.inf, frequency)
 
-    def _give_up(self, error: str, step: int) -> None:
+    def _give_up(self, error: str, step: int) -> Action:
         """Frequencies cannot be set: those that were are put back, and the run goes on without."""
         assert self._guard is not None
         self._guard.close()
@@ -227,13 +234,9 @@ class Frequencies:
             self._clocks[rank] = _Clock(clock.before, clock.since, step + 1 + _UNDER_WAY, 1.0)
         normal = dict.fromkeys(before, 1.0)
         message = f"the run goes on at the normal ones: {error}"
-        self._say(before, normal, {"refused": error, "step": step, "message": message})
+        return _change(before, normal, {"refused": error, "step": step, "message": message})
 
-    def _say(self, before: Mapping[int, float], now: Mapping[int, float], fields: Mapping[str, object]) -> None:
-        ranks = [rank for rank in now if now[rank] != before[rank]]
-        self._observer.on_event("frequency", ranks=ranks, before=before, frequencies=now, **fields)
-
-    def _devices_of(self, rank: int) -> tuple[str, ...]:
+    def _devices_of(self, rank: int, pid: int | None) -> tuple[str, ...]:
         """The devices that a worker runs on."""
         assert self._guard is not None
         devices = self._guard.devices
@@ -241,8 +244,14 @@ class Frequencies:
             return (str(rank),)
         if all(not device.cpus for device in devices.values()):  # one device for each worker, in turn
             return (list(devices)[rank % len(devices)],)
-        allowed = _allowed_cpus(self.pid_of(rank))
+        allowed = _allowed_cpus(pid)
         return tuple(name for name, device in devices.items() if allowed is None or allowed & set(device.cpus))
+
+
+def _change(before: Mapping[int, float], now: Mapping[int, float], fields: Mapping[str, object]) -> Action:
+    """The line that says which frequencies are others than before."""
+    ranks = [rank for rank in now if now[rank] != before[rank]]
+    return Record("frequency", {"ranks": ranks, "before": before, "frequencies": now, **fields})
 
 
 def worker_frequencies(

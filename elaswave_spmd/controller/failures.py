@@ -1,212 +1,376 @@
-"""What the controller does when a worker fails or is lost: the run goes on without it, or ends and says why."""
+"""Decisions of the controller when a worker fails or is lost: the run goes on without it, or ends and says why.
+
+Everything here takes events and returns actions. Where the cause of an end is not known yet (the report of a worker
+that failed may still be on its way when its process has ended), the run is `ending`: for at most a second the only
+events that count are those that say more about the cause.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TypeAlias
 
 from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import EpochEvents
-from elaswave_spmd.controller.supervision import Loss, Supervision
-from elaswave_spmd.errors import CheckpointError, RunError, WorkerError, exception_line
+from elaswave_spmd.controller.events import (
+    Action,
+    CheckpointFound,
+    End,
+    Event,
+    ExitsReported,
+    FindCheckpoint,
+    Kill,
+    Lost,
+    Received,
+    Record,
+    ReportExits,
+    RestartFrom,
+    SavedState,
+    Spawn,
+    Stopped,
+    Tick,
+    WorkerGone,
+)
+from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.errors import RunError, WorkerError, exception_line
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Effect, Save
+from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.failure_detector import BrokenLinks
-from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.recovery.replica_check import Copies
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
-from elaswave_spmd.run_dir.checkpoints import Checkpoint, load_newest_good
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.processes.launcher import Launcher
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
-from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
-_LOOK_S = 0.02
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
+# ---- an end whose cause is not known yet
+
+
+@dataclass(frozen=True)
+class _AwaitReport:
+    """A loss ends the run. The worker's own report, if one comes, says more than its exit."""
+
+    gone: WorkerGone
+    until: float
+
+
+@dataclass(frozen=True)
+class _AwaitExits:
+    """A worker's report ends the run, unless it turns out that a worker was killed: then that is the cause."""
+
+    error: RunError
+
+
+@dataclass(frozen=True)
+class SaveEnded:
+    """The run stops, as too few workers are left. Its state is saved; `why_not`: or could not be."""
+
+    save: Save
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class _AwaitCauses:
+    """The run cannot go on. The ends of some workers are not explained yet: one may be a crash."""
+
+    end: Unrecoverable | SaveEnded
+    until: float
+
+
+@dataclass(frozen=True)
+class _AwaitCheckpoint:
+    """All that is left to know is the newest checkpoint."""
+
+    end: Unrecoverable | SaveEnded
+
+
+_Ending: TypeAlias = _AwaitReport | _AwaitExits | _AwaitCauses | _AwaitCheckpoint
+
+
 class FailureHandler:
-    """Part of the controller, in its thread.
+    """Failures of workers and of links, and the ends of a run that follow from them.
 
     Args:
-        workers: those that have been started and are neither lost nor let go; whom this loses is taken out.
-        spawn: starts so many newcomers.
-        perform: does what the protocol says.
+        run_dir: the run's directory, for what the user is told to do next.
+
     """
 
-    def __init__(
-        self,
-        elastic: ElasticSettings,
-        protocol: ControllerProtocol,
-        supervision: Supervision,
-        mailbox: Mailbox,
-        launcher: Launcher | ForkServerClient,
-        events: EpochEvents,
-        workers: dict[int, int | None],
-        spawn: Callable[[int], object],
-        perform: Callable[[Sequence[Effect]], None],
-    ) -> None:
-        self._elastic, self._protocol, self._supervision, self._mailbox = elastic, protocol, supervision, mailbox
-        self._launcher, self._events, self._workers = launcher, events, workers
-        self._spawn, self._perform = spawn, perform
+    def __init__(self, settings: Settings, protocol: ControllerProtocol, roster: Roster, run_dir: Path) -> None:
+        self._settings = settings
+        self._elastic: ElasticSettings = settings.elastic
+        self._protocol = protocol
+        self._roster = roster
+        self._run_dir = run_dir
+        self._copies = Copies()
+        self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._links = BrokenLinks()
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
+        self._ending: _Ending | None = None
 
-    def failed(self, message: m.Failed) -> None:
-        """A worker says that an exception ends it. In the same step on a second worker it is a bug, no lost device.
+    @property
+    def is_ending(self) -> bool:
+        """True once nothing counts any more but `decide_while_ending`."""
+        return self._ending is not None
 
-        Raises:
-            RunError: the run cannot go on.
+    # ---- workers
+
+    def failed(self, message: m.Failed, now: float) -> list[Action]:
+        """A worker reports that an exception ends it.
+
+        The same step failing on a second worker is a bug in the program, not a lost device: the run ends.
         """
         rank, step, report = message.rank, message.step, message.report
         headline = exception_line(report)
         if self._survives and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
-            return self._lose(rank, f"an exception: {headline}", time.monotonic())
-        first = self._crashes.get(step, (rank, report))
-        if not self._survives or first[0] != rank:
-            self._raise_if_killed()
-            raise WorkerError(*first)
+            return self._lose(rank, f"an exception: {headline}", now)
+        if (bug := self._bug(message)) is not None:
+            return bug
         self._crashes[step] = rank, report
-        return self._lose(rank, f"an exception: {headline}", time.monotonic())
+        return self._lose(rank, f"an exception: {headline}", now)
 
-    def lost(self, loss: Loss) -> None:
-        """A worker is gone, or hangs.
-
-        Raises:
-            RunError: the run cannot go on.
-        """
-        if loss.rank not in self._workers:  # it was let go, or is known to be lost
-            self._explain(loss)
-            return
+    def gone(self, event: WorkerGone) -> list[Action]:
+        """A worker's process has ended, or it was found to hang."""
+        if event.rank not in self._roster:  # it was let go, or is known to be lost
+            return self._explain(event)
         if not self._survives:
-            self._not_survived(loss)
-        if loss.rank in self._protocol.placement.mesh:
-            self._unexplained[loss.rank] = self._protocol.version + 1
-            self._explain(loss)
-        self._lose(loss.rank, loss.reason, loss.at)
+            if event.exited is not None and event.exited.signal is not None:
+                return [End(Stopped(RunError(str(event.exited))))]
+            self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
+            return []
+        if event.rank in self._protocol.placement.mesh:
+            self._unexplained[event.rank] = self._protocol.version + 1
+            if end := self._explain(event):
+                return end
+        return self._lose(event.rank, event.reason, event.at)
 
-    def link_closed(self, *ends: int) -> None:
-        """A link between two workers, or ours to one, has ended: with one of its ends, or by itself."""
-        if all(rank in self._workers for rank in ends):
-            self._links.closed(*ends)
+    def fingerprints(self, message: m.Fingerprints, now: float) -> list[Action]:
+        """Compares the copies of state. A worker that a majority contradicts is not trusted any longer."""
+        actions: list[Action] = []
+        for found in self._copies.add(message):
+            layer, first, stop = found.run
+            ranks = list(found.ranks)
+            what = f"layer {layer} pages [{first}, {stop}) of workers {ranks} differ after step {found.step}"
+            if not found.minority:
+                error = RunError(f"{what}, and each is what its worker wrote: nothing says which is right")
+                return [*actions, End(Stopped(error))]
+            fields = {"ranks": list(found.minority), "step": found.step, "message": what}
+            actions.append(Record("corruption", fields))
+            for rank in found.minority:
+                actions += self._protocol.lost(rank, "its copies of state differ from those of all others")
+        return actions
 
-    def lives(self, rank: int) -> None:
-        """A worker has said that it lives. Perhaps it has lost a link.
+    def committed(self, applied: m.Applied) -> list[Action]:
+        """A step is committed. Too many in a row whose gradient was not finite end the run."""
+        self._num_skipped = 0 if applied.updated else self._num_skipped + 1
+        if not applied.updated and self._num_skipped >= self._settings.optim.max_skipped:
+            error = RunError(
+                f"the gradient was not finite in {self._num_skipped} steps in a row (optim.max_skipped); "
+                f"last: step {applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
+            )
+            return [End(Stopped(error))]
+        return []
 
-        Raises:
-            RunError: the run cannot go on.
-        """
-        for verdict in self._links.heartbeat(rank):
-            if verdict.evicted is None:
-                self._perform(self._protocol.relink(verdict.ends, verdict.reason))
-                continue
-            if not self._survives:
-                raise RunError(f"worker {verdict.evicted}: {verdict.reason}")
-            self._lose(verdict.evicted, verdict.reason, time.monotonic())
-
-    def _explain(self, loss: Loss) -> None:
-        """How a member ended is known, mostly some time after that it did."""
-        if loss.exited is None or (step := self._unexplained.pop(loss.rank, None)) is None:
-            return
-        if _is_crash(loss.exited):
-            rank, _ = self._crashes.setdefault(step, (loss.rank, str(loss.exited)))
-            if rank != loss.rank:
-                raise RunError(f"{loss.exited}, as worker {rank} did in the same step {step}")
-
-    def give_up(self, reason: str, last_resort: Callable[[], str] = lambda: "") -> NoReturn:
-        """The protocol knows no way to go on.
-
-        Args:
-            last_resort: raises something else if there is a way after all; else says what the user can do.
-
-        Raises:
-            RunError: always.
-        """
-        self._wait_for_causes()
-        if self._crashes:
-            rank, report = self._crashes[max(self._crashes)]
-            raise WorkerError(rank, report)
-        raise RunError(f"the run cannot go on: {reason}. {last_resort()}".strip())
-
-    def stop(self, version: int, message: str) -> NoReturn:
-        """The run ends, its state is safe. An exception after step `version` that brought it to that is shown.
-
-        Raises:
-            RunError: always.
-        """
-        self._wait_for_causes()
-        newest = max(self._crashes, default=0)
-        if newest > version:
-            rank, report = self._crashes[newest]
-            message += f"\n\nworker {rank} failed:\n{report}"
-        raise RunError(message)
-
-    def _wait_for_causes(self) -> None:
-        """The end of a process is seen some time before what ended it is known: it may be a crash."""
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while self._unexplained and time.monotonic() < deadline:
-            item = self._mailbox.get(_LOOK_S)
-            message = m.decode(item.header) if isinstance(item, Envelope) else None
-            if isinstance(message, m.Failed):
-                self.failed(message)
-            for loss in self._supervision.losses():
-                if loss.rank not in self._workers:
-                    self._explain(loss)
+    def evicted(self, rank: int) -> None:
+        """A worker is no member any more: its links end with it."""
+        self._links.forget(rank)
 
     @property
     def _survives(self) -> bool:
-        """Whether a loss now is something to go on from: not while the first workers start."""
+        """True while the run can go on after a loss: not while the first workers start."""
         return self._elastic.enabled and self._protocol.started
 
-    def _lose(self, rank: int, reason: str, at: float) -> None:
-        if rank not in self._workers:
-            return
-        del self._workers[rank]
+    def _lose(self, rank: int, reason: str, at: float) -> list[Action]:
+        if rank not in self._roster:
+            return []
+        self._roster.remove(rank)
         self._links.forget(rank)
         mesh = self._protocol.placement.mesh
+        # The PREPARE comes first: until it is sent, the other workers may wait for the one that is lost.
+        change = self._protocol.lost(rank, reason)
         if rank in mesh:
-            self._events.lost(rank, at, self._supervision.last_sign(rank))
-            if self._elastic.replace:
-                self._spawn(1)
-        else:
-            self._events.newcomer_lost(rank, mesh, reason)
-            self._supervision.forget(rank)
-            self._supervision.end(rank)  # it may live, and be late
-        self._perform(self._protocol.lost(rank, reason))
+            replacement = [Spawn(self._roster.allocate(1))] if self._elastic.replace else []
+            return [Lost(rank, at), *change, *replacement]
+        fields = {
+            "ranks": [rank],
+            "mesh_epoch": mesh.epoch,
+            "mesh": mesh.shape.name,
+            "reason": reason,
+            "message": f"worker {rank} is lost before it joined ({reason})",
+        }
+        return [Record("fail", fields), Kill(rank), *change]  # it may live, and be late
 
-    def _not_survived(self, loss: Loss) -> None:
-        """The run ends. A worker's own report, if there is one, says more than its exit."""
-        self._raise_if_killed([loss.exited] if loss.exited else [])
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while (left := deadline - time.monotonic()) > 0:
-            item = self._mailbox.get(left)
-            message = m.decode(item.header) if isinstance(item, Envelope) else None
-            if isinstance(message, m.Failed) and message.rank == loss.rank:
-                self.failed(message)
-            for other in self._supervision.losses():
-                self._raise_if_killed([other.exited] if other.exited else [])
-                loss = other if other.rank == loss.rank and other.exited else loss
-        raise RunError(str(loss.exited or f"worker {loss.rank}: {loss.reason}"))
+    def _bug(self, message: m.Failed) -> list[Action] | None:
+        """The end of the run, if this report ends it: nothing is survived now, or another worker failed likewise."""
+        first = self._crashes.get(message.step, (message.rank, message.report))
+        if self._survives and first[0] == message.rank:
+            return None
+        self._ending = _AwaitExits(WorkerError(*first))
+        return [ReportExits()]
 
-    def _raise_if_killed(self, exits: Sequence[Exited] = ()) -> None:
-        """If a worker was killed, that is the cause, and what others say a consequence.
+    def _explain(self, event: WorkerGone) -> list[Action]:
+        """Notes how a member's process ended, which is mostly known some time after that it did."""
+        if event.exited is None or (step := self._unexplained.pop(event.rank, None)) is None:
+            return []
+        if _is_crash(event.exited):
+            rank, _ = self._crashes.setdefault(step, (event.rank, str(event.exited)))
+            if rank != event.rank:
+                error = RunError(f"{event.exited}, as worker {rank} did in the same step {step}")
+                return [End(Stopped(error))]
+        return []
 
-        Who is known to be lost has been killed by us, for certain.
+    # ---- links
+
+    def link_closed(self, *ends: int) -> None:
+        """A link between two workers, or ours to one, has ended: with one of its ends, or by itself."""
+        if all(rank in self._roster for rank in ends):
+            self._links.closed(*ends)
+
+    def heartbeat(self, rank: int, now: float) -> list[Action]:
+        """A worker lives. If it has lost a link, to a worker that lives as well, the link is made again, once."""
+        actions: list[Action] = []
+        for verdict in self._links.heartbeat(rank):
+            if verdict.evicted is None:
+                actions += self._protocol.relink(verdict.ends, verdict.reason)
+            elif not self._survives:
+                return [*actions, End(Stopped(RunError(f"worker {verdict.evicted}: {verdict.reason}")))]
+            else:
+                actions += self._lose(verdict.evicted, verdict.reason, now)
+        return actions
+
+    # ---- the end of a run
+
+    def end(self, why: Unrecoverable | SaveEnded, now: float) -> list[Action]:
+        """The run cannot go on, or stops with its state saved. A crash that brought it to that is shown."""
+        self._ending = _AwaitCauses(why, now + _LAST_WORDS_S)
+        return self._end_with_causes(now)
+
+    def decide_while_ending(self, event: Event, now: float) -> list[Action]:
+        """The decision about an event once the run is ending."""
+        match self._ending:
+            case _AwaitReport() as state:
+                return self._await_report(state, event, now)
+            case _AwaitExits(error):
+                if isinstance(event, WorkerGone) and (killed := self._killed(event)):
+                    return killed
+                return [End(Stopped(error))] if isinstance(event, ExitsReported) else []
+            case _AwaitCauses():
+                return self._await_causes(event, now)
+            case _AwaitCheckpoint(end):
+                if isinstance(event, CheckpointFound):
+                    return self._end_with_checkpoint(end, event.checkpoint)
+        return []
+
+    def _await_report(self, state: _AwaitReport, event: Event, now: float) -> list[Action]:
+        match event:
+            case Received(message=m.Failed() as message) if message.rank == state.gone.rank:
+                return self._bug(message) or []
+            case WorkerGone() if killed := self._killed(event):
+                return killed
+            case WorkerGone() if event.rank == state.gone.rank and event.exited is not None:
+                self._ending = _AwaitReport(event, state.until)
+            case Tick() if now >= state.until:
+                gone = state.gone
+                return [End(Stopped(RunError(str(gone.exited or f"worker {gone.rank}: {gone.reason}"))))]
+        return []
+
+    def _await_causes(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Received(message=m.Failed() as message):
+                if (bug := self._bug(message)) is not None:
+                    return bug
+                self._crashes[message.step] = message.rank, message.report
+            case WorkerGone() if event.rank not in self._roster:
+                if end := self._explain(event):
+                    return end
+        return self._end_with_causes(now)
+
+    def _end_with_causes(self, now: float) -> list[Action]:
+        """The end, once all causes are known or have been waited for long enough."""
+        state = self._ending
+        assert isinstance(state, _AwaitCauses)
+        if self._unexplained and now < state.until:
+            return []
+        newest = max(self._crashes, default=0)
+        match state.end:
+            case Unrecoverable() if self._crashes:
+                return [End(Stopped(WorkerError(*self._crashes[newest])))]
+            case SaveEnded(save, ""):
+                where = checkpoint_path(self._run_dir, save.version)
+                return self._stop(
+                    save,
+                    f"the run stops: {save.reason}. Its state after step {save.version} is in {where}; "
+                    f"to go on from there: {resume_command(self._run_dir)}",
+                )
+        self._ending = _AwaitCheckpoint(state.end)
+        return [FindCheckpoint()]
+
+    def _end_with_checkpoint(self, end: Unrecoverable | SaveEnded, checkpoint: SavedState | None) -> list[Action]:
+        if isinstance(end, SaveEnded):
+            save = end.save
+            return self._stop(
+                save,
+                f"the run stops: {save.reason}. Its state after step {save.version} could not be written: "
+                f"{end.why_not}. {_advice(self._run_dir, checkpoint)}",
+            )
+        if restart := self._restart(end, checkpoint):
+            return restart
+        error = RunError(f"the run cannot go on: {end.reason}. {_advice(self._run_dir, checkpoint)}".strip())
+        return [End(Stopped(error))]
+
+    def _stop(self, save: Save, message: str) -> list[Action]:
+        """The end; an exception after the saved version, which brought it to that, is shown."""
+        newest = max(self._crashes, default=0)
+        if newest > save.version:
+            rank, report = self._crashes[newest]
+            message += f"\n\nworker {rank} failed:\n{report}"
+        return [End(Stopped(RunError(message)))]
+
+    def _restart(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
+        """The run begins again with the workers that are left, if there is a good checkpoint and they are enough."""
+        settings, protocol = self._settings, self._protocol
+        left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
+        is_lost = end.runs or not protocol.members
+        # With agents the launcher cannot be started again: they end with it.
+        is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
+        if checkpoint is None or not is_lost or not is_possible:
+            return []
+        mesh = mesh_of(left, settings.mesh)
+        pages = sum(replica_set.num_pages for replica_set in end.runs) or "all"
+        fields = {
+            "step": checkpoint.step,
+            "lost_after": protocol.version,
+            "lost_pages": pages,
+            "workers": left,
+            "mesh": mesh.shape.name,
+            "reason": end.reason,
+            "message": f"{end.reason}: {pages} pages of state after step {protocol.version} are gone; "
+            f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, "
+            f"from {checkpoint.path} or one that is becoming whole just now",
+        }
+        again = dataclasses.replace(
+            settings,
+            mesh=mesh,
+            train=dataclasses.replace(settings.train, resume=str(self._run_dir)),
+            run=dataclasses.replace(settings.run, dir=None),
+        )
+        return [Record("restart", fields), End(RestartFrom(again, checkpoint.step))]
+
+    def _killed(self, event: WorkerGone) -> list[Action]:
+        """The end of the run, if the worker was killed: that is the cause, and what others report a consequence.
+
+        A worker that is known to be lost has been killed by the controller, for certain: it does not count.
         """
-        if not exits:
-            self._launcher.signal(-1, 0)  # kills nobody; its answer comes after the notices of all who have ended
-            exits = [loss.exited for loss in self._supervision.losses() if loss.exited]
-        for exited in exits:
-            if exited.signal is not None and exited.rank in self._workers:
-                raise RunError(str(exited))
+        if event.exited is None or event.exited.signal is None or event.rank not in self._roster:
+            return []
+        return [End(Stopped(RunError(str(event.exited))))]
 
 
 def _is_crash(exited: Exited) -> bool:
@@ -214,110 +378,20 @@ def _is_crash(exited: Exited) -> bool:
     return exited.signal in _CRASHES or exited.code not in (None, 0, 1)  # 1: its report comes as Failed
 
 
-# What is left to do when state is lost for good: the run goes back to its newest good checkpoint, or ends.
-_MAX_IN_A_ROW = 3
-
-
-class RestartError(Exception):
-    """The run begins again, at a checkpoint.
-
-    Args:
-        settings: of the run from now on.
-        step: of the checkpoint.
-    """
-
-    def __init__(self, settings: Settings, step: int) -> None:
-        super().__init__(f"the run begins again after step {step}")
-        self.settings, self.step = settings, step
-
-
-class Restarts:
-    """Those of one command: a run that does not get ahead is not begun again for ever."""
-
-    def __init__(self) -> None:
-        self._steps: list[int] = []
-
-    def next(self, restart: RestartError) -> Settings:
-        """The settings to go on with.
-
-        Raises:
-            RunError: the run has been begun again at the same checkpoint too often.
-        """
-        self._steps.append(restart.step)
-        if self._steps[-_MAX_IN_A_ROW - 1 :].count(restart.step) > _MAX_IN_A_ROW:
-            raise RunError(
-                f"the run was begun again {_MAX_IN_A_ROW} times after step {restart.step}, and got no further"
-            )
-        return restart.settings
-
-
-def begin_again(
-    observer: RunObserver,
-    protocol: ControllerProtocol,
-    settings: Settings,
-    lost: Sequence[ReplicaSet],
-    reason: str,
-) -> str:
-    """Has the run begin again with the workers that are left, if there is a good checkpoint and they are enough.
-
-    Args:
-        lost: page ranges that nobody holds any more.
-
-    Returns:
-        If it does not: what the user can do.
-
-    Raises:
-        RestartError: it does; the event `restart` is written.
-    """
-    run_dir = observer.run_dir.path
-    checkpoint = _newest(run_dir)
-    left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
-    is_lost = lost or not protocol.members
-    # With agents the launcher cannot be started again: they end with it.
-    is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
-    if checkpoint is None or not is_lost or not is_possible:
-        return _advice(run_dir, checkpoint)
-    mesh = mesh_of(left, settings.mesh)
-    pages = sum(run.num_pages for run in lost) or "all"
-    observer.on_event(
-        "restart",
-        step=checkpoint.step,
-        lost_after=protocol.version,
-        lost_pages=pages,
-        workers=left,
-        mesh=mesh.shape.name,
-        reason=reason,
-        message=f"{reason}: {pages} pages of state after step {protocol.version} are gone; "
-        f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, "
-        f"from {checkpoint.path} or one that is becoming whole just now",
-    )
-    again = dataclasses.replace(
-        settings,
-        mesh=mesh,
-        train=dataclasses.replace(settings.train, resume=str(run_dir)),
-        run=dataclasses.replace(settings.run, dir=None),
-    )
-    raise RestartError(again, checkpoint.step)
-
-
-def advice(run_dir: Path) -> str:
+def _advice(run_dir: Path, checkpoint: SavedState | None) -> str:
     """What the user of a run that has ended can do: where its newest good checkpoint is, and how to go on from it."""
-    return _advice(run_dir, _newest(run_dir))
-
-
-def _advice(run_dir: Path, checkpoint: Checkpoint | None) -> str:
     if checkpoint is None:
         return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
     return f"Its newest checkpoint is {checkpoint.path}; to go on from there: {resume_command(run_dir)}"
 
 
 def resume_command(run_dir: Path) -> str:
-    """What a user types to go on from the newest checkpoint of a run."""
+    """The command with which a user goes on from the newest checkpoint of a run."""
     return f"python train.py train.resume={run_dir}"
 
 
 def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
-    """So many workers, as they are inside, on as many stages as `mesh` has, or on fewer, as evenly as it goes."""
+    """A mesh of so many workers, as they are inside, on as many stages as `mesh` has or on fewer, as even as can be."""
     stages = min(num_workers, mesh.shape.num_stages)
     sizes = even_counts(num_workers, stages)
     if len(set(sizes)) == 1:
@@ -325,56 +399,83 @@ def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
     return MeshSettings(stages=sizes, tp=mesh.tp, fsdp=mesh.fsdp)
 
 
-def _newest(run_dir: Path) -> Checkpoint | None:
-    try:
-        return load_newest_good(run_dir)[0]
-    except CheckpointError:
-        return None
+class Restarts:
+    """The restarts of one command: a run that gets no further is not begun again for ever."""
+
+    _MAX_IN_A_ROW = 3
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+
+    def next(self, restart: RestartFrom) -> Settings:
+        """The settings to go on with.
+
+        Raises:
+            RunError: the run has been begun again at the same checkpoint too often.
+        """
+        self._steps.append(restart.step)
+        if self._steps[-self._MAX_IN_A_ROW - 1 :].count(restart.step) > self._MAX_IN_A_ROW:
+            raise RunError(
+                f"the run was begun again {self._MAX_IN_A_ROW} times after step {restart.step}, and got no further"
+            )
+        return restart.settings
 
 
-# A run that has too few workers left to go on: their state is written, then it ends and says how to resume it.
 class Stopping:
-    """Part of the controller, in its thread.
+    """A run with too few workers left to go on: their state is written, then it ends and says how to resume it.
 
     Args:
         seconds: how long the last checkpoint may take (timeouts.shutdown).
     """
 
-    def __init__(
-        self, durability: CheckpointCoordinator, losses: FailureHandler, run_dir: Path, seconds: float
-    ) -> None:
-        self._durability, self._losses, self._run_dir, self._seconds = durability, losses, run_dir, seconds
+    def __init__(self, checkpoints: CheckpointCoordinator, failures: FailureHandler, seconds: float) -> None:
+        self._checkpoints = checkpoints
+        self._failures = failures
+        self._seconds = seconds
         self._save: Save | None = None
         self._until = 0.0
 
-    def begin(self, save: Save) -> None:
-        """The workers have been told; again if one more is lost meanwhile."""
-        self._save, self._until = save, time.monotonic() + self._seconds
-        self._durability.stops_at(save.version, save.epoch)
+    def begin(self, save: Save, now: float) -> None:
+        """The workers have been told to write their state; again if one more is lost meanwhile."""
+        self._save = save
+        self._until = now + self._seconds
+        self._checkpoints.stop_and_save(save)
 
-    def look(self) -> None:
-        """Ends the run if there is something to wait for no longer.
-
-        Raises:
-            RunError: the checkpoint is there, or will not be.
-        """
-        if self._save is None:
-            return
-        step, reason = self._save.version, self._save.reason
-        if self._durability.newest >= step:
-            where = checkpoint_path(self._run_dir, step)
-            self._losses.stop(
-                step,
-                f"the run stops: {reason}. Its state after step {step} is in {where}; "
-                f"to go on from there: {resume_command(self._run_dir)}",
-            )
-        why = self._durability.why_not(step)
-        if not why and time.monotonic() > self._until:
+    def check(self, now: float) -> list[Action]:
+        """The end of the run, if there is nothing to wait for any longer. After each tick and report of a shard."""
+        if self._save is None or self._failures.is_ending:
+            return []
+        if self._checkpoints.newest >= self._save.version:
+            return self._failures.end(SaveEnded(self._save), now)
+        why = self._checkpoints.why_not(self._save.version)
+        if not why and now > self._until:
             why = f"not within {self._seconds:g} s (timeouts.shutdown)"
-        if why:
-            self._durability.drain()
-            self._losses.stop(
-                step,
-                f"the run stops: {reason}. Its state after step {step} could not be written: {why}. "
-                f"{advice(self._run_dir)}",
-            )
+        return self._failures.end(SaveEnded(self._save, why), now) if why else []
+
+
+class StartDeadline:
+    """How long the first workers may take until all of them are ready (timeouts.start).
+
+    A worker that compiles gets as much time again with each layer that it has done.
+    """
+
+    def __init__(self, protocol: ControllerProtocol, seconds: float, now: float) -> None:
+        self._protocol = protocol
+        self._seconds = seconds
+        self._until = now + seconds
+
+    def heartbeat(self, message: m.Heartbeat, now: float) -> None:
+        """A worker gets on with something."""
+        if not message.waiting and message.rank not in self._protocol.addresses:
+            self._until = now + self._seconds
+
+    def check(self, now: float) -> list[Action]:
+        """The end of the run, if a worker is late."""
+        if self._protocol.started or now <= self._until:
+            return []
+        missing = _missing(self._protocol)
+        return [End(Stopped(RunError(f"workers {missing} did not start within {self._seconds:g} s")))]
+
+
+def _missing(protocol: ControllerProtocol) -> Sequence[int]:
+    return [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]

@@ -1,35 +1,54 @@
-"""The controller of a run: checks everything, starts the workers, writes down what they commit, ends them.
+"""The controller of a run: it takes one event at a time, decides, and carries out the actions that were decided.
 
-One thread. It decides membership, never the outcome of a step (protocol.md, rule 2).
+It decides membership, never the outcome of a step (protocol.md, rule 2). One thread. Everything outside is behind
+`ControllerIO`: real processes and links (io.py), or the simulated cluster of the tests.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import shutil
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.admin_server import Control
-from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
+from elaswave_spmd.controller.admin_client import SOCKET
+from elaswave_spmd.controller.admin_server import Administration
+from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import Compilations, CopyWatch, EpochEvents, GroupWatch, SkippedSteps
-from elaswave_spmd.controller.failures import FailureHandler, RestartError, Restarts, Stopping, begin_again
-from elaswave_spmd.controller.rescheduler import Rescheduler
-from elaswave_spmd.controller.resume import ResumePoint, open_run, run_info
-from elaswave_spmd.controller.startup import data_spec, gather, listen_host, start_launcher
-from elaswave_spmd.controller.summary import RunRecord, make_summary
+from elaswave_spmd.controller.events import (
+    Action,
+    Connect,
+    End,
+    Event,
+    FindCheckpoint,
+    Finished,
+    Kill,
+    LinkEnded,
+    Lost,
+    ManifestWritten,
+    MoveRequested,
+    Outcome,
+    Received,
+    Record,
+    Reply,
+    ReportExits,
+    Spawn,
+    Stopped,
+    Tick,
+    WorkerGone,
+    WriteManifest,
+)
+from elaswave_spmd.controller.failures import FailureHandler, StartDeadline, Stopping
+from elaswave_spmd.controller.io import ControllerIO
+from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
+from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.controller.run_log import RunLog, mean_loss
 from elaswave_spmd.controller.supervision import Supervision
-from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import (
+    Broadcast,
     Committed,
     Done,
-    Effect,
     EpochBegun,
     Evict,
     Save,
@@ -38,358 +57,247 @@ from elaswave_spmd.recovery.actions import (
     ValidationDone,
 )
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
-from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
-from elaswave_spmd.run_dir.checkpoints import remove_unfinished
-from elaswave_spmd.run_dir.trace import merge_trace
-from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
-from elaswave_spmd.runtime.processes.launcher import Launcher
-from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, make_room, socket_directory
-from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
-from elaswave_spmd.sharding.replicas import ReplicaSet
-from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
+from elaswave_spmd.runtime.transport.mailbox import Request
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
-_POLL_S = 0.1  # how long a worker's end can go unnoticed
-
-
-def run(settings: Settings, *, here: bool = False) -> int:
-    """Trains as the settings say. Returns the exit code. `here`: as for ForkServerClient.start, if this is a command's
-    process.
-
-    Raises:
-        UserError: bad input, found before any worker starts; nothing is left behind.
-        RunError: the run could not go on; all workers are gone.
-    """
-    restarts = Restarts()
-    while True:
-        try:
-            return _run(settings, here)
-        except RestartError as restart:
-            settings, here = restarts.next(restart), False
-
-
-def _run(settings: Settings, here: bool) -> int:
-    """Raises RestartError when it is to be called again."""
-    make_room(settings.mesh.shape.num_workers)
-    scratch = socket_directory()
-    # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
-    # data.
-    launcher = start_launcher(settings, scratch, here=here)
-    try:
-        data = prepare_data(data_spec(settings))
-        from elaswave_spmd.worker.plan_run import plan_run, read_profile
-
-        costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
-        plan = plan_run(settings, data, costs=costs)
-        if (topology := gather(launcher, settings, data)) is not None:
-            plan = plan_run(settings, data, topology, costs)
-        run_dir, start = open_run(plan, data)
-        with contextlib.ExitStack() as undo:
-            undo.callback(start.close)
-            undo.callback(run_dir.discard)
-            launcher.ready()
-            observer = RunObserver(run_dir, board=settings.run.tensorboard)
-            undo.callback(observer.close)
-            frequencies = undo.enter_context(Frequencies.of(settings.schedule, observer, scratch))
-            controller = Controller(plan, data, launcher, observer, scratch, start=start, frequencies=frequencies)
-            undo.pop_all()
-        with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
-            ended.callback(merge_trace, run_dir.path)
-            ended.callback(launcher.stop, 0.0)
-            controller.run()
-            launcher.stop(grace_s=0.0)
-            remove_unfinished(run_dir.path)
-    finally:
-        launcher.stop(grace_s=0.0)  # to a worker SIGTERM is a wish to leave, and nobody is left to grant it
-        shutil.rmtree(scratch, ignore_errors=True)
-    return 0
-
 
 class Controller:
-    """One run, from the first worker to the summary.
+    """Drives one run. Takes one event at a time, decides, and carries out the actions that were decided.
+
+    Its collaborators take events and return actions: the protocol (membership), failures, supervision (the failure
+    detector), checkpoints, the rescheduler and administration. The run log listens.
 
     Args:
-        scratch: directory of the sockets.
-        start_timeout_s: how long the first workers may take until all of them listen; None: timeouts.start.
-        start: where the run begins; None: at nothing.
+        checkpoints: what every checkpoint says of the run, and the step at which the run begins.
         frequencies: those of the workers' devices; None: they stay as they are.
-
-    Raises:
-        ConfigError: the links cannot be opened as the settings say.
     """
 
     def __init__(
         self,
         plan: RunPlan,
-        data: PreparedData,
-        fork_server: ForkServerClient | Launcher,
-        observer: RunObserver,
-        scratch: str,
-        *,
-        start_timeout_s: float | None = None,
-        start: ResumePoint | None = None,
+        io: ControllerIO,
+        log: RunLog,
+        checkpoints: CheckpointSpec,
         frequencies: Frequencies | None = None,
     ) -> None:
-        self._plan, self._data, self._fork_server, self._observer = plan, data, fork_server, observer
-        settings, elastic, mirror = plan.settings, plan.settings.elastic, plan.settings.mirror
-        self._start_timeout_s = settings.timeouts.start if start_timeout_s is None else start_timeout_s
-        self._scratch = scratch
-        self._start_until: float | None = None  # while workers are missing
-        self._token = secrets.token_bytes(16)
-        self._mailbox = Mailbox()
-        self._start_at = start or ResumePoint.fresh(observer.run_dir.path)
-        transport = cast(Transport, settings.runtime.transport)
-        self._host = listen_host(settings.runtime)
-        self._links = Links(
-            CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=self._token, host=self._host
-        )
-        self._groups = GroupWatch(settings, self._host, observer)
-        self._durability = CheckpointCoordinator(
-            plan, data, observer, self._start_at, lambda: self._mailbox.interrupt("disk")
-        )
-        self._protocol = ControllerProtocol(
+        settings, now = plan.settings, io.now()
+        self.outcome: Outcome | None = None
+        self._plan = plan
+        self._io = io
+        self._log = log
+        policy = ReschedulePolicy.of(settings, plan.job.steps)
+        measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
+        self.protocol = ControllerProtocol(
             plan.placement,
             plan.description.layout,
             plan.job.steps,
             plan.job.validation_microbatches,
             plan.job.validates_at,
-            Policy(mirror.count, mirror.scatter, elastic.min_workers),
-            domain_of=fork_server.domain_of if isinstance(fork_server, Launcher) else lambda _: None,
+            Policy(settings.mirror.count, settings.mirror.scatter, settings.elastic.min_workers),
+            version=checkpoints.step,
+            assigner=measured,
         )
-        self._supervision = Supervision(
-            fork_server, scratch, self._mailbox, settings.timeouts, lambda rank: rank in self._protocol.free_to_leave
-        )
-        self._record = RunRecord(plan.description.layout)
-        self._compilations = Compilations(observer, self._record)
-        kinds_of_state = 1 + len(plan.job.optimizer.state_names)
-        self._events = EpochEvents(observer, plan.description.layout, 4 * kinds_of_state)
-        self._copies = CopyWatch(observer, lambda rank, why: self._perform(self._protocol.lost(rank, why)))
-        self._finished: dict[int, m.Finished] = {}
-        self._skipped = SkippedSteps(observer, settings.optim.max_skipped)
-        self._committed_at = 0.0
-        self._next_rank = max(plan.placement.mesh.members) + 1
-        self._workers: dict[int, int | None] = {}  # started, neither lost nor let go; process id, None: elsewhere
-        self._losses = FailureHandler(
-            elastic,
-            self._protocol,
-            self._supervision,
-            self._mailbox,
-            fork_server,
-            self._events,
-            self._workers,
-            self._spawn,
-            self._perform,
-        )
-        self._stopping = Stopping(self._durability, self._losses, observer.run_dir.path, settings.timeouts.shutdown)
-        self._control = Control(
-            self._mailbox, self._protocol, observer, elastic, self._workers, self._spawn, self._perform
-        )
-        self._frequencies = frequencies or Frequencies(settings.schedule, observer)
-        self._frequencies.pid_of = self._workers.get
-        self._rescheduler = Rescheduler.of(plan, self._protocol, observer, self._perform, self._frequencies)
-        self._protocol.version = self._start_at.step
-        if self._start_at.step == plan.job.steps:  # nothing is left to do but to collect the weights
-            self._record.last = self._start_at.last_line
-        self._done = False
+        self._roster = Roster(plan.placement.mesh.members)
+        self._supervision = Supervision(settings.timeouts, now)
+        self._failures = FailureHandler(settings, self.protocol, self._roster, log.observer.run_dir.path)
+        self._checkpoints = CheckpointCoordinator(checkpoints)
+        self._stopping = Stopping(self._checkpoints, self._failures, settings.timeouts.shutdown)
+        self._start_deadline = StartDeadline(self.protocol, settings.timeouts.start, now)
+        frequencies = frequencies or Frequencies(settings.schedule)
+        self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
+        self._admin = Administration(self.protocol, self._roster, log.observer, settings.elastic)
 
-    def run(self) -> None:
-        """Trains to the last step and writes the summary. Whatever ends it before leaves an event `stop`.
+    def run(self) -> Outcome:
+        """Run until the job has finished, has stopped, or must restart from a checkpoint.
 
         Raises:
-            RunError: a worker failed, was lost or never started; gradients stayed non-finite; the disk is full.
+            RunError: workers contradict each other; the fork server died; the run's files cannot be written.
         """
         try:
-            self._start()
-            while not self._done:
-                self._wait()
-            self._finish()
-        except RestartError:
-            raise
+            self._log.started()
+            self.execute(self.start())
+            while self.outcome is None:
+                event = self._io.next_event(self._supervision.next_tick)
+                now = self._io.now()
+                self._log.event(event, now)
+                self.execute(self.decide(event, now))
+            if isinstance(self.outcome, Finished):
+                self._finish()
+            elif isinstance(self.outcome, Stopped):
+                self._log.stopped(self.outcome.error)
         except BaseException as error:
-            self._observer.on_stop(error)
+            self._log.stopped(error)
             raise
         finally:
-            self._control.close()
-            self._links.close()
-            self._groups.close()
-            self._durability.close()
-            self._supervision.close()
+            self._io.close()
+        return self.outcome
 
-    def _start(self) -> None:
-        plan, settings, mesh = self._plan, self._plan.settings, self._plan.placement.mesh
-        self._observer.on_start(run_info(plan, self._data, self._observer.run_dir.path, self._start_at.step))
-        self._start_at.announce(self._observer, mesh.shape.name)
-        self._control.open()
-        self._spec = RunSpec(
-            settings,
-            self._data,
-            LinkSpec(self._links.address, self._scratch, self._token, self._host),
-            self._durability.orders(),
-            OptionSpec(
-                profile=plan.costs.to_json() if settings.schedule.profile else None,
-                trace=str(self._observer.run_dir.path) if settings.run.trace else None,
-                frequencies=self._frequencies.cells,
-                groups=self._groups.address,
-            ),
-        )
-        for rank in mesh.members:
-            self._start_worker(rank)
-        self._start_until = time.monotonic() + self._start_timeout_s
+    def start(self) -> list[Action]:
+        """The first actions of a run."""
+        why_not = self._io.open_admin()
+        message = f"the run cannot be asked: no {SOCKET} in its directory ({why_not})"
+        no_admin: list[Action] = [Record("no_ctl", {"message": message})] if why_not else []
+        return [*no_admin, Spawn(self._plan.placement.mesh.members, newcomers=False)]
 
-    def _spawn(self, count: int) -> list[int]:
-        """Starts newcomers; each says Ready when it is. Returns their ranks."""
-        ranks = list(range(self._next_rank, self._next_rank + count))
-        self._next_rank += count
-        for rank in ranks:
-            self._supervision.expect(rank)
-            self._start_worker(rank)
-        return ranks
+    # ---- events in, actions out
 
-    def _start_worker(self, rank: int) -> None:
-        spec = WorkerSpec(rank, self._spec, self._supervision.seat(rank))
-        self._workers[rank] = self._fork_server.spawn(rank, spec.to_dict())
-
-    def _wait(self) -> None:
-        """Takes what has come; looks after the workers' processes."""
-        until = max(self._start_until or 0.0, self._compilations.got_further_at + self._start_timeout_s)
-        if self._start_until is not None and time.monotonic() > until:
-            missing = [r for r in self._plan.placement.mesh.members if r not in self._protocol.addresses]
-            raise RunError(f"workers {missing} did not start within {self._start_timeout_s:g} s")
-        item = self._mailbox.get(_POLL_S)
-        match item:
-            case Envelope():
-                self._handle(item)
+    def decide(self, event: Event, now: float) -> Iterable[Action]:
+        """The actions that follow from an event."""
+        if isinstance(event, ManifestWritten):
+            return [*self._checkpoints.written(event, now), *self._stopping.check(now)]
+        if self._failures.is_ending:
+            return self._failures.decide_while_ending(event, now)
+        match event:
+            case Received(message):
+                return self._decide_message(message, now)
+            case WorkerGone():
+                return self._failures.gone(event)
+            case LinkEnded(peer):
+                self._failures.link_closed(peer)
             case Request():
-                self._control.answer(item)
-            case PeerClosed():
-                self._losses.link_closed(item.peer)
-        self._durability.poll()
-        self._stopping.look()
-        self._supervision.wait_for(*self._protocol.owing)
-        for loss in self._supervision.losses():
-            self._losses.lost(loss)
+                return self._admin.answer(event)
+            case MoveRequested(goal):
+                return self.protocol.rebalance(goal)
+            case Tick():
+                return self._tick(now)
+        return []
 
-    def _handle(self, envelope: Envelope) -> None:
-        message, protocol = m.decode(envelope.header), self._protocol
-        self._compilations.take(message)
+    def _decide_message(self, message: m.AnyMessage, now: float) -> Iterable[Action]:
+        protocol, failures = self.protocol, self._failures
         match message:
-            case m.Ready() if message.rank not in self._workers:
-                pass  # it was given up before
-            case m.Ready():
-                self._links.connect(message.rank, message.address)
-                self._supervision.watch(message.rank, message.latched)
-                self._perform(protocol.ready(message))
+            case m.Ready() if message.rank in self._roster:
+                self._supervision.watch(message.rank, now)
+                return [Connect(message.rank, message.address, message.latched), *protocol.ready(message)]
             case m.Heartbeat():
-                self._supervision.heartbeat(message)
-                self._losses.lives(message.rank)
+                self._supervision.heartbeat(message, now)
+                self._start_deadline.heartbeat(message, now)
+                return failures.heartbeat(message.rank, now)
             case m.StepReport():
-                self._events.answered()
-                self._perform(protocol.status(message))
+                return protocol.status(message)
             case m.Applied():
-                self._perform(protocol.applied(message))
-                self._events.applied(message.rank, message.step)
+                return protocol.applied(message)
             case m.Measured():
-                self._rescheduler.measured(message)
+                self._rescheduler.report(message)
             case m.CaughtUp():
-                self._perform(protocol.learned(message))
+                return protocol.learned(message)
             case m.ValidationLoss():
-                self._perform(protocol.validation(message))
-            case m.FinalPages():
-                self._record.add_pages(message, envelope.payloads[0])
+                return protocol.validation(message)
             case m.Finished():
-                self._finished[message.rank] = message
-                self._perform(protocol.finished(message))
+                return protocol.finished(message)
             case m.Leaving():
                 self._supervision.wants_to_leave(message.rank)
-                self._perform(protocol.drain(message.rank, "asked to leave"))
+                return protocol.drain(message.rank, "asked to leave")
             case m.Wanted():
-                self._spawn(message.count)
+                return [Spawn(self._roster.allocate(message.count))]
             case m.Wrote():
-                self._durability.wrote(message)
+                return [*self._checkpoints.wrote(message, now), *self._stopping.check(now)]
             case m.Fingerprints():
-                self._copies.fingerprints(message)
+                return failures.fingerprints(message, now)
             case m.Damaged():
-                self._copies.damaged(message)
-                self._perform(protocol.damaged(message))
-            case m.GroupLost():
-                self._groups.lost(message, self._protocol.version)
+                return protocol.damaged(message)
             case m.LinkClosed():
-                self._losses.link_closed(message.rank, message.peer)
+                failures.link_closed(message.rank, message.peer)
             case m.Failed():
-                self._losses.failed(message)
+                return failures.failed(message, now)
+            case m.Ready() | m.FinalPages() | m.GroupLost():
+                pass  # of a worker that was given up before; for the log alone
             case _:
                 raise AssertionError(f"the controller got {message}")
+        return []
 
-    def _perform(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case Send(rank, message):
-                    if isinstance(message, m.Reconfigure) and self._start_until is not None:
-                        self._start_until, self._committed_at = None, time.monotonic()
-                    self._durability.sending(message)
-                    if isinstance(message, m.Prepare):
-                        self._events.preparing()
-                    self._links.send(rank, m.encode(message))
-                case Evict(rank, lost):
-                    self._supervision.forget(rank)
-                    self._workers.pop(rank, None)
-                    self._finished.pop(rank, None)
-                    if lost:
-                        self._supervision.end(rank)
-                        self._links.drop(rank)
-                case Committed(applied):
-                    self._committed(applied)
-                case ValidationDone(step, total):
-                    self._validated(step, total)
-                case EpochBegun():
-                    self._events.begun(effect)
-                    self._frequencies.begun(effect.placement, effect.version)
-                case Save():
-                    self._stopping.begin(effect)
-                case Done():
-                    self._done = True
-                case Unrecoverable(runs, reason):
-                    self._losses.give_up(reason, lambda: self._last_resort(runs, reason))
+    def _tick(self, now: float) -> Iterable[Action]:
+        """Deadlines: workers that hang, the start of the first workers, a last checkpoint."""
+        free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
+        actions: list[Action] = []
+        for suspect in self._supervision.tick(now, self.protocol.owing, free):
+            actions += self._failures.gone(WorkerGone(suspect.rank, suspect.reason, now))
+        return [*actions, *self._start_deadline.check(now), *self._stopping.check(now)]
 
-    def _last_resort(self, runs: Sequence[ReplicaSet], reason: str) -> str:
-        self._durability.drain()
-        return begin_again(self._observer, self._protocol, self._plan.settings, runs, reason)
+    # ---- carrying actions out
 
-    def _committed(self, applied: m.Applied) -> None:
-        now = time.monotonic()
-        line = MetricsLine.of(
-            step=applied.step,
-            mesh_epoch=applied.epoch,
-            loss=applied.loss,
-            grad_norm=applied.grad_norm,
-            lr=self._plan.job.learning_rate.at(applied.step),
-            tokens=self._plan.job.tokens_per_step,
-            seconds=now - self._committed_at,
-            workers=self._protocol.placement.mesh.num_workers,
-        )
-        self._committed_at = now
-        self._groups.committed(applied)
-        self._events.committed(line)
-        self._record.add_step(line, after_validation=self._plan.job.validates_at(applied.step - 1))
-        self._observer.on_step(line)
-        self._rescheduler.committed(applied.step)
-        self._skipped.committed(applied)
+    def execute(self, actions: Iterable[Action]) -> None:
+        """Carry actions out, and those that follow from them, from one queue: consequences come after their causes."""
+        queue = deque(actions)
+        while queue and self.outcome is None:
+            action = queue.popleft()
+            queue.extend(self._execute(action))
+            self._log.action(action, self._io.now())
 
-    def _validated(self, step: int, total: float) -> None:
-        job = self._plan.job
-        loss = total / (job.validation_microbatches * job.microbatch_size * job.seq_len)
-        self._record.validation_loss = loss
-        self._durability.validated(step, loss)
-        self._observer.on_validation(step, loss)
+    def _execute(self, action: Action) -> Iterable[Action]:
+        """Carries one action out. Returns what follows from it."""
+        io, now = self._io, self._io.now()
+        match action:
+            case Send(rank, message):
+                io.send(rank, m.encode(message))
+            case Broadcast(ranks, message):
+                if isinstance(message, m.Prepare):
+                    io.journal(message)  # on the disk before anybody is told of the epoch
+                header = m.encode(message)
+                for rank in ranks:
+                    io.send(rank, header)
+            case Spawn(ranks, newcomers):
+                self._spawn(ranks, newcomers)
+            case Connect(rank, address, holds_mutex):
+                io.connect(rank, address, holds_mutex=holds_mutex)
+            case Evict(rank, lost):
+                self._evict(rank, lost)
+            case Kill(rank):
+                self._supervision.forget(rank)
+                io.kill(rank)
+            case Lost(rank, at):
+                self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
+            case Committed(applied):
+                self._checkpoints.committed(applied.step)
+                return [*self._rescheduler.committed(applied.step), *self._failures.committed(applied)]
+            case ValidationDone(step, total):
+                self._checkpoints.validated(step, mean_loss(self._plan, total))
+            case EpochBegun(placement, version=version):
+                self._rescheduler.begun(placement, version)
+            case Save():
+                self._stopping.begin(action, now)
+            case Unrecoverable():
+                return self._failures.end(action, now)
+            case Done():
+                self.outcome = Finished()
+            case End(outcome):
+                self.outcome = outcome
+            case WriteManifest(manifest):
+                io.write_manifest(manifest)
+            case FindCheckpoint():
+                io.find_checkpoint()
+            case ReportExits():
+                io.report_exits()
+            case Reply(request, answer):
+                request.reply(answer)
+        return []
+
+    def _spawn(self, ranks: Iterable[int], newcomers: bool) -> None:
+        for rank in ranks:
+            if newcomers:
+                self._supervision.expect(rank)
+            spawned = self._io.spawn(rank)
+            self._roster.add(rank, spawned.pid)
+            if newcomers:
+                self.protocol.expect(rank, spawned.domain)
+
+    def _evict(self, rank: int, lost: bool) -> None:
+        self._supervision.forget(rank)
+        self._failures.evicted(rank)
+        self._roster.remove(rank)
+        if lost:  # it may live: a process that is stopped, or cut off
+            self._io.kill(rank)
+            self._io.disconnect(rank)
 
     def _finish(self) -> None:
-        self._durability.drain()
-        if not self._record.has_all_weights:
+        """The end of a run that has trained to its last step: all workers may go, the result is written."""
+        for written in self._io.finish_writing():
+            for action in self._checkpoints.written(written, self._io.now()):
+                self._log.action(action, self._io.now())
+        if not self._log.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
-        for rank in self._protocol.addresses:
-            self._links.send(rank, m.encode(m.Stop()))
-        weights = self._record.weights
-        summary = make_summary(self._plan, self._data, self._record, self._finished, weights_sha256(weights))
-        self._observer.on_finish(summary, weights)
+        stop = m.encode(m.Stop())
+        for rank in self.protocol.addresses:
+            self._io.send(rank, stop)
+        self._log.finished()

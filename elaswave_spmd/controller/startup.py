@@ -1,27 +1,137 @@
-"""From settings to the launcher of a run: this machine's fork server and, where the settings say so, agents on
-others.
+"""From settings to a running controller: the launcher of the workers, the plan, the run's directory, and the restarts.
+
+`run` is what the command line calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import RuntimeSettings, Settings, endpoint
-from elaswave_spmd.data import DataSpec, PreparedData
+from elaswave_spmd.conf.schema import Settings, endpoint
+from elaswave_spmd.controller.checkpoints import CheckpointSpec
+from elaswave_spmd.controller.dvfs import Frequencies
+from elaswave_spmd.controller.events import Finished, Outcome, RestartFrom, Stopped
+from elaswave_spmd.controller.failures import Restarts
+from elaswave_spmd.controller.io import ProcessIO, listen_host
+from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.resume import ResumePoint, open_run
+from elaswave_spmd.controller.run_log import RunLog
+from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Topology
+from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.run_dir.checkpoints import remove_unfinished
+from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
 from elaswave_spmd.runtime.processes.agents import Agents
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
-from elaswave_spmd.runtime.processes.rendezvous import is_loopback, read_secret, resolve
-from elaswave_spmd.runtime.transport.links import make_room
+from elaswave_spmd.runtime.processes.rendezvous import read_secret
+from elaswave_spmd.runtime.transport.links import make_room, socket_directory
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
 
 TARGET = "elaswave_spmd.worker.process:main"
 PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.process", "elaswave_spmd.models")
+
+
+def run(settings: Settings, *, here: bool = False) -> int:
+    """Trains as the settings say. Returns the exit code.
+
+    Args:
+        here: as for ForkServerClient.start, if this is a command's process.
+
+    Raises:
+        UserError: bad input, found before any worker starts; nothing is left behind.
+        RunError: the run could not go on; all workers are gone.
+    """
+    restarts = Restarts()
+    while True:
+        match run_once(settings, here=here):
+            case RestartFrom() as restart:
+                settings = restarts.next(restart)
+                here = False
+            case Stopped(error):
+                raise error
+            case _:
+                return 0
+
+
+def run_once(settings: Settings, *, here: bool = False) -> Outcome:
+    """One life of a run, from its first worker to its end or to the checkpoint from which it has to begin again.
+
+    Raises:
+        UserError, RunError: as for `run`.
+    """
+    make_room(settings.mesh.shape.num_workers)
+    scratch = socket_directory()
+    # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
+    # data.
+    launcher = start_launcher(settings, scratch, here=here)
+    try:
+        data = prepare_data(data_spec(settings))
+        from elaswave_spmd.worker.plan_run import plan_run, read_profile
+
+        costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
+        plan = plan_run(settings, data, costs=costs)
+        if (topology := gather(launcher, settings, data)) is not None:
+            plan = plan_run(settings, data, topology, costs)
+        run_dir, start = open_run(plan, data)
+        with contextlib.ExitStack() as undo:
+            undo.callback(start.close)
+            undo.callback(run_dir.discard)
+            launcher.ready()
+            observer = RunObserver(run_dir, board=settings.run.tensorboard)
+            undo.callback(observer.close)
+            frequencies = undo.enter_context(Frequencies.of(settings.schedule, scratch))
+            controller = make_controller(plan, launcher, observer, scratch, start=start, frequencies=frequencies)
+            undo.pop_all()
+        with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
+            ended.callback(merge_trace, run_dir.path)
+            ended.callback(launcher.stop, 0.0)
+            outcome = controller.run()
+            launcher.stop(grace_s=0.0)
+            if isinstance(outcome, Finished):
+                # Else the next controller may still complete what the workers have written.
+                remove_unfinished(run_dir.path)
+    finally:
+        # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer it.
+        launcher.stop(grace_s=0.0)
+        shutil.rmtree(scratch, ignore_errors=True)
+    return outcome
+
+
+def make_controller(
+    plan: RunPlan,
+    launcher: Launcher | ForkServerClient,
+    observer: RunObserver,
+    scratch: str,
+    *,
+    start: ResumePoint | None = None,
+    frequencies: Frequencies | None = None,
+) -> Controller:
+    """The controller of a run over real processes.
+
+    Args:
+        scratch: directory of the sockets.
+        start: where the run begins; None: at nothing.
+
+    Raises:
+        ConfigError: the links cannot be opened as the settings say.
+        DataError, FilesError: the run's journal is damaged, or cannot be written.
+    """
+    run_dir = observer.run_dir.path
+    start = start or ResumePoint.fresh(run_dir)
+    checkpoints = CheckpointSpec.of(plan, start, run_dir)
+    cells = frequencies.cells if frequencies is not None else None
+    io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_cells=cells)
+    return Controller(plan, io, RunLog(plan, observer, start), checkpoints, frequencies)
 
 
 def data_spec(settings: Settings) -> DataSpec:
@@ -97,29 +207,6 @@ def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topolo
     print("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()), flush=True)
     agents.prepare(len(ranks), settings.to_dict(), data.to_dict())
     return Topology.of({rank: (host,) for rank, host in hosts.items()})
-
-
-def listen_host(runtime: RuntimeSettings) -> str:
-    """The address on which links of the controller's machine listen.
-
-    Raises:
-        ConfigError: it is not one of this machine's, or one that other machines do not reach.
-    """
-    if runtime.host is not None:
-        return resolve(runtime.host, where=checks.override("runtime.host", runtime.host))
-    if runtime.rendezvous is None:
-        return "127.0.0.1"
-    host, _ = endpoint("runtime.rendezvous", runtime.rendezvous)
-    where = checks.override("runtime.rendezvous", runtime.rendezvous)
-    address = resolve(host, where=where)
-    if is_loopback(address) and not is_loopback(host):
-        raise ConfigError(
-            "links between machines listen on an address that the others reach",
-            got=f"{host} is {address} on this machine",
-            where=where,
-            fix="runtime.host=ADDRESS, one of those that `hostname -I` shows",
-        )
-    return address
 
 
 def _open(settings: Settings) -> Agents | None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery.messages import FinalPages, Finished
 from elaswave_spmd.run_dir import MetricsLine
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.worker.channel import tensor_of
 
 if TYPE_CHECKING:
-    from elaswave_spmd.sharding.layout import ModelLayout
     from elaswave_spmd.worker.plan_run import RunPlan
-
-from torch import Tensor
-
-from elaswave_spmd.sharding.layout import ModelLayout
 
 _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen", "einops")
 
@@ -31,6 +29,8 @@ class RunRecord:
         self._layout = layout
         self.weights: dict[str, np.ndarray] = {}
         self._pages: set[tuple[int, int, int]] = set()
+        self.finished: dict[int, Finished] = {}
+        """By rank: the last report of a worker, once it has sent its final pages."""
         self.last: MetricsLine | None = None
         self.validation_loss: float | None = None
         self.compiled: dict[int, list[int]] = {}
@@ -47,19 +47,12 @@ class RunRecord:
 
     def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
         """Files a run of final master pages."""
-        import torch
-
-        from elaswave_spmd.controller.summary import collect_pages
-        from elaswave_spmd.worker.channel import tensor_of
-
         collect_pages(self._layout, pages, tensor_of(payload, torch.float32), self.weights)
         self._pages.add((pages.layer, pages.first, pages.stop))
 
     @property
     def has_all_weights(self) -> bool:
         """Whether every page of every parameter has come."""
-        from elaswave_spmd.controller.summary import is_complete
-
         return is_complete(self._layout, self._pages)
 
     @property
@@ -67,11 +60,10 @@ class RunRecord:
         return self._tokens / self._seconds if self._seconds else None
 
 
-def make_summary(
-    plan: RunPlan, data: PreparedData, record: RunRecord, finished: Mapping[int, Finished], weights_sha256: str
-) -> dict[str, object]:
+def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_sha256: str) -> dict[str, object]:
     """The fields of summary.json, as docs/run_files.md lists them."""
     assert record.last is not None
+    finished = record.finished
     compiled = {str(rank): found for rank, found in sorted(record.compiled.items())}
     return {
         "steps": record.last.step,
@@ -105,7 +97,6 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-# Putting pages together again as named parameters.
 def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weights: dict[str, np.ndarray]) -> None:
     """Copies a run of master pages into the parameters that they hold parts of, making those when first met.
 

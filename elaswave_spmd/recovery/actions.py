@@ -1,4 +1,4 @@
-"""What the controller's half of the protocol has its driver do."""
+"""Actions of the controller's half of the protocol: what its driver has to carry out, in order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class Send:
     """Send this message to a worker."""
 
     rank: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Send this message to several workers. It is encoded once, however many they are."""
+
+    ranks: tuple[int, ...]
     message: Message
 
 
@@ -95,4 +103,4 @@ class Unrecoverable:
     reason: str
 
 
-Effect: TypeAlias = Send | Evict | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable
+Action: TypeAlias = Send | Broadcast | Evict | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable

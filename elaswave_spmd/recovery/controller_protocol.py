@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery import reconfiguration
 from elaswave_spmd.recovery.actions import (
+    Action,
+    Broadcast,
     Committed,
     Done,
-    Effect,
     EpochBegun,
     Evict,
     Save,
@@ -57,6 +60,21 @@ class Policy:
     min_workers: int = 1
 
 
+class MicrobatchAssigner(Protocol):
+    """Decides how many micro-batches each worker gets when members have come or gone."""
+
+    def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+        """The number of micro-batches of each worker of `stages`, by stage; `old`: the placement until now."""
+        ...
+
+
+class EvenAssigner:
+    """The assignment for workers that are all equally fast."""
+
+    def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+        return deal_evenly(stages, num_microbatches)
+
+
 @dataclass
 class _Change:
     """A change of the epoch that is under way: from PREPARE to PLACE."""
@@ -75,9 +93,7 @@ class ControllerProtocol:
         layout: the pages.
         steps: of the run.
         num_validation_microbatches, validates_at: of validations.
-        domain_of: the failure domains of a newcomer; None: those of all the others.
-        deal: (stages, number of micro-batches) -> the micro-batches of each worker, by stage, after a change of
-        members.
+        assigner: says which worker gets how many micro-batches after a change of members.
     """
 
     placement: Placement
@@ -88,8 +104,8 @@ class ControllerProtocol:
     policy: Policy = field(default_factory=Policy)
     addresses: dict[int, str] = field(default_factory=dict)
     version: int = 0
-    domain_of: Callable[[int], Path | None] = lambda _: None
-    deal: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = deal_evenly
+    assigner: MicrobatchAssigner = field(default_factory=EvenAssigner)
+    _domains: dict[int, Path | None] = field(default_factory=dict)  # of newcomers
     _started: bool = False
     _last_epoch: int = -1
     _reports: dict[int, Applied] = field(default_factory=dict)
@@ -160,18 +176,23 @@ class ControllerProtocol:
 
     # ---- events
 
-    def ready(self, message: Ready) -> list[Effect]:
+    def expect(self, rank: int, domain: Path | None) -> None:
+        """A newcomer has been started in this failure domain; None: in that of all the others."""
+        self._domains[rank] = domain
+
+    def ready(self, message: Ready) -> list[Action]:
         """A worker listens. When all of the first mesh do, they get their places; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
         if self._started:
             self._newcomers.append(message.rank)
             return self._begin(after=self._next_boundary())
-        if not set(self.placement.mesh.members) <= self.addresses.keys():
+        members = self.placement.mesh.members
+        if len(self.addresses) < len(members) or not set(members) <= self.addresses.keys():
             return []
         self._started = True
         return self._send_all(self._place_message(self.version, None))
 
-    def lost(self, rank: int, reason: str) -> list[Effect]:
+    def lost(self, rank: int, reason: str) -> list[Action]:
         """A worker is gone for good. Known at once, and answered at once."""
         self.addresses.pop(rank, None)
         if rank in self._newcomers:
@@ -183,14 +204,14 @@ class ControllerProtocol:
         self._leaving.pop(rank, None)
         return [Evict(rank, lost=True), *self._begin(after=-1)]
 
-    def drain(self, rank: int, reason: str) -> list[Effect]:
+    def drain(self, rank: int, reason: str) -> list[Action]:
         """A member is to leave: at the next boundary between two steps, so that nothing is computed again."""
         if rank not in self.members or rank in self._leaving:
             return []
         self._leaving[rank] = reason
         return self._begin(after=self._next_boundary())
 
-    def relink(self, ends: frozenset[int], reason: str) -> list[Effect]:
+    def relink(self, ends: frozenset[int], reason: str) -> list[Action]:
         """A link between two living members is gone, and perhaps what was on its way.
 
         With its place in the next epoch each makes it again, and sends what the other may lack.
@@ -200,7 +221,7 @@ class ControllerProtocol:
         self._relinked[ends] = reason
         return self._begin(after=-1)
 
-    def learned(self, message: CaughtUp) -> list[Effect]:
+    def learned(self, message: CaughtUp) -> list[Action]:
         """A learner has caught up. When all have, they are promoted by a planned change."""
         if message.epoch != self.placement.mesh.epoch:
             return []
@@ -210,7 +231,7 @@ class ControllerProtocol:
         learners = {r for runs in self._replicas().values() for run in runs for r in run.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._learned else []
 
-    def rebalance(self, goal: Goal) -> list[Effect]:
+    def rebalance(self, goal: Goal) -> list[Action]:
         """Micro-batches, layers or workers are to be elsewhere, while training goes on.
 
         Micro-batches change at the next boundary. Where layers or workers change their stage, state is learned there
@@ -222,7 +243,7 @@ class ControllerProtocol:
         self._goal = goal
         return self._begin(after=self._next_boundary())
 
-    def damaged(self, message: Damaged) -> list[Effect]:
+    def damaged(self, message: Damaged) -> list[Action]:
         """A member's copies of some runs are not what it had written: others take over, and it learns them again."""
         if message.rank not in self.members:
             return []
@@ -231,17 +252,22 @@ class ControllerProtocol:
             self._forgot.add(message.rank)
         return self._begin(after=-1)
 
-    def status(self, message: StepReport) -> list[Effect]:
+    def status(self, message: StepReport) -> list[Action]:
         """An answer to PREPARE; one for another epoch is void [m]."""
-        if self._change is None or message.epoch != self._change.epoch or message.rank not in self.members:
+        if self._change is None or message.epoch != self._change.epoch or not self._is_living_member(message.rank):
             return []
         self._change.statuses[message.rank] = message
-        return [] if self.changing else self._finish_change()
+        # Only living members are in `statuses`, and each loss begins the change again: to count them is enough.
+        num_living = self.placement.mesh.num_workers - len(self._gone)
+        return [] if len(self._change.statuses) < num_living else self._finish_change()
+
+    def _is_living_member(self, rank: int) -> bool:
+        return rank in self.placement.mesh and rank not in self._gone
 
     def _next_boundary(self) -> int:
         return min(self.version + 1, self.steps)
 
-    def _begin(self, after: int) -> list[Effect]:
+    def _begin(self, after: int) -> list[Action]:
         """PREPARE of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
         if self._saving and after >= 0:
             return []
@@ -251,14 +277,14 @@ class ControllerProtocol:
         self._change = _Change(self._last_epoch, after)
         if not self.members:
             return [Unrecoverable((), "no worker is left")]
-        return [Send(rank, Prepare(self._last_epoch, after)) for rank in self.members]
+        return [Broadcast(self.members, Prepare(self._last_epoch, after))]
 
     # ---- the new epoch
 
     def _replicas(self) -> ReplicaMap:
         return self.placement.replica_map(self.layout)
 
-    def _finish_change(self) -> list[Effect]:
+    def _finish_change(self) -> list[Action]:
         """All have answered: a PLACE to each member of the new epoch."""
         change, old = self._change, self.placement
         assert change is not None
@@ -277,7 +303,8 @@ class ControllerProtocol:
         if stops and not version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         stages = next_stages(old.mesh.stages, gone, newcomers, self._wanted_stages)
-        placement = reconfiguration.next_placement(old, self.layout, change.epoch, stages, self.domain_of, self.deal)
+        assign = partial(self.assigner.assign, old)
+        placement = reconfiguration.next_placement(old, self.layout, change.epoch, stages, self._domains.get, assign)
         work: tuple[Recompute, ...] | None = ()
         same_members = not gone and not newcomers and not self._damaged
         self._goal = self._goal if same_members and not stops else None
@@ -299,7 +326,7 @@ class ControllerProtocol:
         place = self._place_message(version, work)
         for table in (self._gone, self._learned, self._damaged, self._forgot, self._relinked):
             table.clear()
-        effects: list[Effect] = self._send_all(place)
+        effects: list[Action] = self._send_all(place)
         if stops:
             return [*effects, *([begun] if kinds else []), Save(version, change.epoch, stops)]
         effects.append(begun)
@@ -344,12 +371,12 @@ class ControllerProtocol:
             self.placement, self.addresses, version, work, validate, saves=bool(self._saving), forgot=forgot
         )
 
-    def _send_all(self, message: Message) -> list[Effect]:
-        return [Send(rank, message) for rank in self.placement.mesh.members]
+    def _send_all(self, message: Message) -> list[Action]:
+        return [Broadcast(self.placement.mesh.members, message)]
 
     # ---- reports
 
-    def applied(self, message: Applied) -> list[Effect]:
+    def applied(self, message: Applied) -> list[Action]:
         """The first report of a step is its commit; later ones must agree with it bit for bit.
 
         Raises:
@@ -370,7 +397,7 @@ class ControllerProtocol:
         self.version = message.step
         return [Committed(message)]
 
-    def validation(self, message: ValidationLoss) -> list[Effect]:
+    def validation(self, message: ValidationLoss) -> list[Action]:
         """When all micro-batches have been reported, training may go on."""
         if message.step <= self._validated:
             return []
@@ -381,12 +408,14 @@ class ControllerProtocol:
         del self._validation[message.step]
         self._validated = message.step
         done = ValidationDone(message.step, math.fsum(found.values()))
-        return [done, *(Send(rank, Validated(message.step)) for rank in self.members)]
+        return [done, Broadcast(self.members, Validated(message.step))]
 
-    def finished(self, message: Finished) -> list[Effect]:
+    def finished(self, message: Finished) -> list[Action]:
         """When all members of the present epoch have sent their final pages, and it is not about to change."""
         self._finished[message.rank] = message.epoch
-        epoch = self.placement.mesh.epoch
-        if self._change is not None or any(self._finished.get(r) != epoch for r in self.placement.mesh.members):
+        mesh = self.placement.mesh
+        if self._change is not None or len(self._finished) < mesh.num_workers:
+            return []
+        if any(self._finished.get(rank) != mesh.epoch for rank in mesh.members):
             return []
         return [Done()]

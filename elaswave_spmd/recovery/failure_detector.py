@@ -1,13 +1,15 @@
-"""Who hangs: heartbeats and ticks in, suspects out. No clock of its own, no I/O.
+"""Detection of workers that hang, and of links that were lost while both ends live. No clock of its own, no I/O.
 
-A death is seen by other means, at once; this is for what does not die: a stopped process, a machine that is gone, a
-training thread in an endless loop, a newcomer that never gets ready. A suspect may be wrong, so it is fenced before
-anybody acts on it.
+A death is noticed by other means, at once. `Liveness` is for what does not die: a stopped process, a machine that is
+gone, a training thread in an endless loop, a newcomer that never gets ready. A suspect may be wrong, so it is fenced
+(its messages are void and its process is killed) before anybody acts on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import heapq
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from elaswave_spmd.conf.schema import Timeouts
@@ -23,41 +25,45 @@ class Suspect:
 
 @dataclass
 class _Watched:
-    """What is known of a worker. Seconds are of ticks: `silent` since a heartbeat, `stalled` in its present action."""
+    """State of a worker that is watched. All times are those of the detector's own clock; None: not running."""
 
+    heard: float  # of the last heartbeat, or when it was first watched
     progress: int | None = None  # None until the first heartbeat
-    finished: bool = False  # an action, since it is watched
-    waiting: bool = True
+    finished: bool = False  # it has finished an action since it is watched
     action: str = ""
-    silent: float = 0.0
-    stalled: float = 0.0
-    owing: float = 0.0  # its answer to PREPARE
-    leaving: float | None = None  # since it asked to; None: it has not
+    busy_since: float | None = None  # its present action, or the last sign of progress in it; None: it waits
+    owing_since: float | None = None  # its answer to PREPARE could have come since then
+    leaving_since: float | None = None  # it asked to leave
     suspected: bool = False
 
 
 class Liveness:
     """Watches the heartbeats of workers.
 
-    Time is that of the ticks, each counted as one heartbeat period at most: after a pause of the controller's machine,
-    heartbeats that wait in its mailbox are read before anybody is silent for long. So a worker is never suspected too
-    early, however late the ticks come.
+    Time is the sum of the ticks, each counted as one heartbeat period at most: after a pause of the controller's
+    machine, heartbeats that wait in its mailbox are read before anybody is silent for long. So a worker is never
+    suspected too early, however late the ticks come.
 
     A worker that waits for a message is not asked for progress. How long an action may take is `timeouts.progress`, or
     `progress_factor` times the mean of all that the watched workers finished, or, before a worker has finished one,
     `timeouts.start`: whatever is longest. The answer to PREPARE may take `timeouts.status`; that of a worker in the
     middle of an action as many times the mean, or a first action's time, if that is longer.
 
-    Args:
-        is_free: whether a worker that has asked to leave may go. Asked at the end of `timeouts.leave`; else it gets as
-            much time again.
+    A heartbeat costs the same however many workers there are: it only writes down the time. A tick looks at the workers
+    whose next deadline is due. A heap has that deadline for each worker; as heartbeats only move deadlines later, an
+    entry that has come too early is computed anew and put back. No deadline is further away than `timeouts.suspect`,
+    the shortest of all, so what begins to count in between (an answer that is owed) is seen in time.
     """
 
-    def __init__(self, timeouts: Timeouts, is_free: Callable[[int], bool] = lambda _: True) -> None:
-        self._timeouts, self._is_free = timeouts, is_free
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._clock = 0.0
         self._workers: dict[int, _Watched] = {}
-        self._starting: dict[int, float] = {}  # newcomers -> seconds
-        self._asked, self._owing = -1, frozenset[int]()
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are gone are skipped
+        self._leavers = set[int]()
+        self._starting: dict[int, float] = {}  # newcomer -> when it was started, or last said that it gets on
+        self._asked = -1
+        self._owing = frozenset[int]()
         self._busy_seconds = 0.0
         self._num_actions = 0
 
@@ -66,34 +72,51 @@ class Liveness:
         """The ranks that are watched, suspects included."""
         return frozenset(self._workers)
 
+    @property
+    def has_leavers(self) -> bool:
+        """True while a watched worker has asked to leave."""
+        return bool(self._leavers)
+
     def expect(self, rank: int) -> None:
         """A newcomer has been started: it is to be ready, and watched, within `timeouts.join`."""
         assert rank not in self._workers, rank
-        self._starting[rank] = 0.0
+        self._starting[rank] = self._clock
 
     def watch(self, rank: int) -> None:
         """Expect heartbeats of `rank` from now on."""
         assert rank not in self._workers, rank
         self._starting.pop(rank, None)
-        self._workers[rank] = _Watched()
+        self._workers[rank] = _Watched(heard=self._clock)
+        heapq.heappush(self._deadlines, (self._clock + self._timeouts.suspect, rank))
 
     def forget(self, rank: int) -> None:
         """Expect nothing of `rank` any more: it has ended, or is fenced. Unknown ranks are ignored."""
         self._starting.pop(rank, None)
         self._workers.pop(rank, None)
+        self._leavers.discard(rank)
 
     def owe(self, epoch: int, ranks: Collection[int]) -> None:
-        """Who could answer the PREPARE of `epoch` by now and has not. Another epoch is another question."""
-        for rank, worker in self._workers.items():
-            if epoch != self._asked or rank not in ranks:
-                worker.owing = 0.0
-        self._asked, self._owing = epoch, frozenset(ranks)
+        """These could answer the PREPARE of `epoch` by now and have not. Another epoch is another question."""
+        if epoch == self._asked and len(ranks) == len(self._owing) and self._owing.issuperset(ranks):
+            return
+        owing = frozenset(ranks)
+        stopped = self._owing if epoch != self._asked else self._owing - owing
+        for rank in stopped:
+            if (worker := self._workers.get(rank)) is not None:
+                worker.owing_since = None
+        for rank in owing:
+            worker = self._workers.get(rank)
+            if worker is not None and worker.owing_since is None:
+                worker.owing_since = self._clock
+        self._asked = epoch
+        self._owing = owing
 
     def wants_to_leave(self, rank: int) -> None:
         """A worker has asked to leave: `timeouts.leave` runs from now on. Unknown ranks are ignored."""
         worker = self._workers.get(rank)
-        if worker is not None and worker.leaving is None:
-            worker.leaving = 0.0
+        if worker is not None and worker.leaving_since is None:
+            worker.leaving_since = self._clock
+            self._leavers.add(rank)
 
     def heartbeat(self, rank: int, progress: int, waiting: bool, action: str = "") -> None:
         """A heartbeat has come. A newcomer gets as much time again; of others that are not watched it is ignored.
@@ -108,75 +131,95 @@ class Liveness:
         worker = self._workers.get(rank)
         if worker is None:
             if rank in self._starting and not waiting:  # it has compiled something
-                self._starting[rank] = 0.0
+                self._starting[rank] = self._clock
             return
         if worker.progress is not None and progress != worker.progress:
             if progress > worker.progress:
-                self._busy_seconds += worker.stalled
                 self._num_actions += progress - worker.progress
+                if worker.busy_since is not None:
+                    self._busy_seconds += self._clock - worker.busy_since
             worker.finished = True
-            worker.stalled = 0.0
+            worker.busy_since = None
         if waiting:
-            worker.stalled = 0.0
-        worker.progress, worker.waiting, worker.action, worker.silent = progress, waiting, action, 0.0
+            worker.busy_since = None
+        elif worker.busy_since is None:
+            worker.busy_since = self._clock
+        worker.progress = progress
+        worker.action = action
+        worker.heard = self._clock
 
-    def tick(self, dt: float) -> list[Suspect]:
+    def tick(self, dt: float, free_to_leave: Collection[int] | None = None) -> list[Suspect]:
         """`dt` seconds have passed since the last tick, and all heartbeats that came before now were handed in.
 
-        Returns: those who became suspect, by rank; each is said once.
+        Args:
+            free_to_leave: workers that have nothing that nobody else has; None: all. A worker that has asked to leave
+                and is not free at the end of `timeouts.leave` gets as much time again.
+
+        Returns: those that became suspect, by rank; each is returned once.
         """
         assert dt >= 0, dt
-        dt = min(dt, self._timeouts.heartbeat)
+        self._clock += min(dt, self._timeouts.heartbeat)
         usual = self._usual_limit()
-        suspects = self._late_newcomers(dt)
-        for rank in sorted(self._workers):
-            worker = self._workers[rank]
-            if worker.suspected:
+        suspects = self._late_newcomers()
+        while self._deadlines and self._deadlines[0][0] <= self._clock:
+            _, rank = heapq.heappop(self._deadlines)
+            worker = self._workers.get(rank)
+            if worker is None or worker.suspected:
                 continue
-            worker.silent += dt
-            if not worker.waiting:
-                worker.stalled += dt
-            if rank in self._owing:
-                worker.owing += dt
-            if worker.leaving is not None:
-                worker.leaving += dt
-                if worker.leaving >= self._timeouts.leave and not self._is_free(rank):
-                    worker.leaving = 0.0
-            if reason := self._reason(worker, usual):
+            if free_to_leave is not None and rank not in free_to_leave and self._is_overdue_leaver(worker):
+                worker.leaving_since = self._clock
+            deadline, reason = self._next_deadline(worker, usual)
+            if deadline <= self._clock:
                 worker.suspected = True
                 suspects.append(Suspect(rank, reason))
+            else:
+                heapq.heappush(self._deadlines, (deadline, rank))
         return sorted(suspects, key=lambda suspect: suspect.rank)
 
-    def _late_newcomers(self, dt: float) -> list[Suspect]:
-        """Those that are given up; nothing is expected of them any more."""
-        for rank in self._starting:
-            self._starting[rank] += dt
-        late = [(rank, seconds) for rank, seconds in self._starting.items() if seconds >= self._timeouts.join]
-        for rank, _ in late:
-            del self._starting[rank]
-        return [Suspect(rank, f"not ready after {seconds:.1f} s") for rank, seconds in late]
+    def _late_newcomers(self) -> list[Suspect]:
+        """Newcomers that are given up; nothing is expected of them any more."""
+        late = [rank for rank, since in self._starting.items() if self._clock - since >= self._timeouts.join]
+        return [Suspect(rank, f"not ready after {self._clock - self._starting.pop(rank):.1f} s") for rank in late]
 
     def _usual_limit(self) -> float:
         """How long an action may take by what actions have taken."""
         usual = self._busy_seconds / self._num_actions if self._num_actions else 0.0
         return self._timeouts.progress_factor * usual
 
-    def _reason(self, worker: _Watched, usual: float) -> str:
-        timeouts = self._timeouts
-        limit = usual if worker.finished else max(usual, timeouts.start)
-        if worker.silent >= timeouts.suspect:
-            return f"no heartbeat for {worker.silent:.1f} s"
-        if worker.stalled >= max(limit, timeouts.progress):
-            return f"no progress for {worker.stalled:.1f} s in {worker.action or 'an action'}, and it waits for nobody"
-        if worker.owing >= (timeouts.status if worker.waiting else max(limit, timeouts.status)):
-            return f"no answer to PREPARE for {worker.owing:.1f} s"
-        if worker.leaving is not None and worker.leaving >= timeouts.leave:
-            return f"it asked to leave {worker.leaving:.1f} s ago and was not let go"
-        return ""
+    def _is_overdue_leaver(self, worker: _Watched) -> bool:
+        return worker.leaving_since is not None and self._clock - worker.leaving_since >= self._timeouts.leave
+
+    def _next_deadline(self, worker: _Watched, usual: float) -> tuple[float, str]:
+        """When the worker is suspect if nothing is heard of it, and the reason that holds if that is now."""
+        timeouts, now = self._timeouts, self._clock
+        longest_action = usual if worker.finished else max(usual, timeouts.start)
+        deadline, reason = math.inf, ""
+        # In the order of what says most to a reader, where several limits are over at once.
+        for since, limit, what in (
+            (worker.heard, timeouts.suspect, "no heartbeat for {:.1f} s"),
+            (
+                worker.busy_since,
+                max(longest_action, timeouts.progress),
+                "no progress for {:.1f} s in " + (worker.action or "an action") + ", and it waits for nobody",
+            ),
+            (
+                worker.owing_since,
+                timeouts.status if worker.busy_since is None else max(longest_action, timeouts.status),
+                "no answer to PREPARE for {:.1f} s",
+            ),
+            (worker.leaving_since, timeouts.leave, "it asked to leave {:.1f} s ago and was not let go"),
+        ):
+            if since is None:
+                continue
+            if now - since >= limit:
+                return now, what.format(now - since)
+            if since + limit < deadline:
+                deadline, reason = since + limit, ""
+        # Rounding may put `since + limit` at or before a clock at which `now - since` is still below the limit.
+        return max(deadline, math.nextafter(now, math.inf)), reason
 
 
-# Links that are lost while both their ends live: reports and heartbeats in, verdicts out. No clock, no I/O.
-_PROOF = 2  # heartbeats: the first may have been on its way already when its sender died
+_PROOF = 2  # heartbeats that show that a worker lives: the first may have been sent just before its death
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -17,9 +16,10 @@ from elaswave_spmd.controller.summary import collect_pages
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import (
+    Action,
+    Broadcast,
     Committed,
     Done,
-    Effect,
     EpochBegun,
     Evict,
     Save,
@@ -95,13 +95,13 @@ class LocalCluster:
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
-        self._notices: list[tuple[int, Callable[[], list[Effect]]]] = []  # (turn, what the controller then knows)
+        self._notices: list[tuple[int, Callable[[], list[Action]]]] = []  # (turn, what the controller then knows)
         self._turn, self._done = 0, False
         self.result = Trained()
         self.copies = Copies()
         validates_at = job.validates_at if validation is not None else lambda _: False
         what = placement, description.layout, job.steps, job.validation_microbatches, validates_at, policy or Policy()
-        self._controller = ControllerProtocol(*what, domain_of=partial(domain_of, placement.mesh))
+        self._controller = ControllerProtocol(*what)
         self._started = False
         for rank in placement.mesh.members:
             self._spawn(rank)
@@ -147,7 +147,7 @@ class LocalCluster:
             self._notices.remove(notice)
             self._perform(notice[1]())
 
-    def _give_up(self, rank: int, reason: str) -> list[Effect]:
+    def _give_up(self, rank: int, reason: str) -> list[Action]:
         self._given_up.add(rank)
         return self._controller.lost(rank, reason)
 
@@ -155,6 +155,7 @@ class LocalCluster:
 
     def _spawn(self, rank: int) -> None:
         worker = self._workers[rank] = Worker(rank, SimulatedChannel(rank, self))
+        self._controller.expect(rank, domain_of(self._healthy.mesh, rank))
         if self._uneven:
             worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
         try:
@@ -312,13 +313,14 @@ class LocalCluster:
             case _:
                 raise AssertionError(f"the controller got {message}")
 
-    def _perform(self, effects: Sequence[Effect]) -> None:
+    def _perform(self, effects: Sequence[Action]) -> None:
         for effect in effects:
             match effect:
                 case Send(rank, message):
-                    if rank in self._workers:
-                        self._wires.put(CONTROLLER, rank, message, None)
-                        self._note("->", rank, message)
+                    self._send(rank, message)
+                case Broadcast(ranks, message):
+                    for rank in ranks:
+                        self._send(rank, message)
                 case Evict(rank, lost):
                     if not lost:
                         self._workers.pop(rank, None)
@@ -336,6 +338,11 @@ class LocalCluster:
                     left = len({*self._controller.members} - {*self._lost, *self._leaving})
                     losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
                     raise LostStateError(effect, losses, self._mirrored, left)
+
+    def _send(self, rank: int, message: m.Message) -> None:
+        if rank in self._workers:
+            self._wires.put(CONTROLLER, rank, message, None)
+            self._note("->", rank, message)
 
     def run(self) -> Trained:
         """All steps.

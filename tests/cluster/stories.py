@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from elaswave_spmd.recovery.actions import Effect
+from elaswave_spmd.recovery.actions import Action
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.worker.fault_points import FaultPoint
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
@@ -47,7 +47,7 @@ def happens(message: str, side: str) -> bool:
     return message not in (FROM_CONTROLLER if side == SENDER else TO_CONTROLLER)
 
 
-def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Effect]:
+def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Action]:
     """Has the members do something else: workers, layers and micro-batches anywhere."""
     placement = controller.placement
     layers, members = placement.layer_cuts[-1], list(placement.mesh.members)

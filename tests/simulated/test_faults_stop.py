@@ -11,7 +11,7 @@ import pytest
 
 from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Effect, Save
+from elaswave_spmd.recovery.actions import Action, Save
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir.manifest import writers_of
 from elaswave_spmd.worker.context import WorkerHooks
@@ -57,7 +57,7 @@ class Saved(MirroredCluster):
                 self.saved.setdefault(epoch, []).append(pages)
                 collect_pages(self.layout, pages, part.master.clone(), self.weights.setdefault(epoch, {}))
 
-    def _perform(self, effects: Sequence[Effect]) -> None:
+    def _perform(self, effects: Sequence[Action]) -> None:
         self.saves += [effect for effect in effects if isinstance(effect, Save)]
         super()._perform([effect for effect in effects if not isinstance(effect, Save)])
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.events import Stopped
+from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
@@ -221,6 +223,12 @@ class Story:
     def _asked(self, said: dict[int, int]) -> bool:
         """Whether a worker has another place than the one that it has finished in."""
         return any(self.places(r) and self.places(r)[-1].epoch != said.get(r) for r in set(self.heard) - self.dead)
+
+
+def run_to_end(controller: Controller) -> None:
+    """Runs a controller. Raises the error with which it stops, if it does."""
+    if isinstance(outcome := controller.run(), Stopped):
+        raise outcome.error
 
 
 def settings_in(folder: Path, steps: int = 2, timeouts: dict[str, float] | None = None, **elastic: Any) -> Settings:

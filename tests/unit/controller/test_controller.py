@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import cast
 
 import pytest
 
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.controller import failures as losses
-from elaswave_spmd.controller import loop as module
-from elaswave_spmd.controller.loop import Controller, data_spec
-from elaswave_spmd.data import PreparedData, prepare_data
+from elaswave_spmd.controller import io as io_module
+from elaswave_spmd.controller import startup as module
+from elaswave_spmd.controller.startup import data_spec, make_controller
+from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
@@ -21,15 +24,15 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServe
 from elaswave_spmd.runtime.transport import links
 from elaswave_spmd.runtime.transport.links import Links, socket_directory
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run
-from tests.unit.controller.made_up_workers import Script, Workers, settings_in
+from tests.unit.controller.made_up_workers import Script, Workers, run_to_end, settings_in
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["elastic", "not elastic"])
-def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, PreparedData]:
+def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     """While the first workers start, a loss ends every run."""
     settings = settings_in(tmp_path_factory.mktemp("controller"), enabled=request.param)
     data = prepare_data(data_spec(settings))
-    return plan_run(settings, data), data
+    return plan_run(settings, data)
 
 
 @pytest.fixture
@@ -40,16 +43,19 @@ def scratch() -> Iterator[str]:
 
 
 @pytest.fixture
-def end(planned: tuple[RunPlan, PreparedData], scratch: str, tmp_path: Path) -> Callable[..., tuple[object, str]]:
+def end(planned: RunPlan, scratch: str, tmp_path: Path) -> Callable[..., tuple[object, str]]:
     """Runs a script to its bad end: the error, and the message of the event `stop`."""
 
     def run(script: Script, start_timeout_s: float = 60.0) -> tuple[object, str]:
         workers = Workers(script)
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
         fork_server = cast(ForkServerClient, workers)
-        controller = Controller(*planned, fork_server, observer, scratch, start_timeout_s=start_timeout_s)
+        timeouts = Timeouts()
+        object.__setattr__(timeouts, "start", start_timeout_s)  # shorter than the checks of settings allow
+        plan = replace(planned, settings=replace(planned.settings, timeouts=timeouts))
+        controller = make_controller(plan, fork_server, observer, scratch)
         with observer, pytest.raises((Exception, KeyboardInterrupt)) as caught:
-            controller.run()
+            run_to_end(controller)
         workers.stop()
         start, stop = read_events(tmp_path / "run")
         assert (start["event"], stop["event"]) == ("start", "stop")
@@ -165,7 +171,7 @@ def test_a_refused_link_leaves_no_directory(
         assert (tmp_path / "run" / "config.yaml").exists()
         raise ConfigError("the link address could not be bound")
 
-    monkeypatch.setattr(module, "Links", refuse)
+    monkeypatch.setattr(io_module, "Links", refuse)
     with pytest.raises(ConfigError, match="could not be bound"):
         module.run(settings_in(tmp_path))
     assert started[0].stopped and not (tmp_path / "run").exists()

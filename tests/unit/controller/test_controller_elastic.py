@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from elaswave_spmd.controller.loop import Controller, data_spec
+from elaswave_spmd.controller.startup import data_spec, make_controller
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
@@ -24,7 +24,7 @@ from elaswave_spmd.runtime.transport.links import socket_directory
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.optimizers import AdamW
 from elaswave_spmd.worker.plan_run import plan_run
-from tests.unit.controller.made_up_workers import Story, settings_in
+from tests.unit.controller.made_up_workers import Story, run_to_end, settings_in
 
 STEPS = 4
 Tell = Callable[[Story, ModelLayout], None]
@@ -56,18 +56,18 @@ def scratch() -> Iterator[str]:
 def told(scratch: str, tmp_path: Path) -> Callable[..., Told]:
     """Runs the controller over a story to its end."""
 
-    def run(tell: Tell, start_timeout_s: float | None = 60.0, **elastic: Any) -> Told:
+    def run(tell: Tell, **elastic: Any) -> Told:
         settings = settings_in(tmp_path, STEPS, **elastic)
         data = prepare_data(data_spec(settings))
         plan = plan_run(settings, data)
         story = Story(lambda story: tell(story, plan.description.layout))
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
         fork_server = cast(ForkServerClient, story.workers)
-        controller = Controller(plan, data, fork_server, observer, scratch, start_timeout_s=start_timeout_s)
+        controller = make_controller(plan, fork_server, observer, scratch)
         error = None
         try:
             with observer:
-                controller.run()
+                run_to_end(controller)
         except (RunError, AssertionError) as caught:
             error = caught
         story.end()
@@ -324,7 +324,6 @@ QUICK = {"heartbeat": 0.05, "suspect": 1.0, "status": 1.1, "join": 1.2, "leave":
 def test_the_first_workers_have_the_time_of_the_settings_to_start(told: Callable[..., Told]) -> None:
     run = told(
         lambda story, layout: story.workers.start(0),
-        start_timeout_s=None,
         timeouts={"heartbeat": 0.05, "suspect": 0.3, "status": 0.4, "progress": 0.5, "start": 0.6},
     )
     assert str(run.error) == "workers [1] did not start within 0.6 s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller import dvfs as module
 from elaswave_spmd.controller.dvfs import Frequencies, modelled_energy, shared, worker_frequencies
-from elaswave_spmd.controller.rescheduler import Rescheduler
+from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
+from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.runtime.devices.dvfs import Answer, DeviceRange
@@ -66,22 +68,18 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.costs, self.speeds = [1.0] * layers, {}
         self.guard, self.step = guard, 0
-        observer = SimpleNamespace(
-            on_event=lambda kind, **fields: self.events.append({"event": kind, **fields}),
-            run_dir=SimpleNamespace(write_costs=lambda text: None),
-        )
         still = {"microbatches": False, "layers": False, "every": 2, "window": 3, "f_margin": 0.0}
         chosen = ScheduleSettings(**still | fields)  # pyright: ignore[reportArgumentType]
-        self.frequencies = Frequencies(chosen, cast(Any, observer), guard)
-        self.rescheduler = Rescheduler(
-            chosen,
-            costs_of([0.001] * layers),
-            200,
-            cast(Any, self.protocol),
-            cast(Any, observer),
-            lambda effects: None,
-            frequencies=self.frequencies,
-        )
+        self.frequencies = Frequencies(chosen, guard)
+        self.measured = MeasuredCosts(chosen, costs_of([0.001] * layers), follows_speeds=chosen.microbatches)
+        roster = Roster(self.placement.mesh.members)
+        policy = ReschedulePolicy(chosen, 200)
+        self.rescheduler = Rescheduler(policy, self.measured, cast(Any, self.protocol), self.frequencies, roster)
+
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Record):
+                self.events.append({"event": action.kind, **action.fields})
 
     def rebalance(self, goal: Goal) -> list[Any]:
         self.goals.append(goal)
@@ -90,7 +88,7 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.rescheduler.committed(self.step)
+            self.do(self.rescheduler.committed(self.step))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 frequency = self.guard.set_to.get(str(rank), 1.0) if self.guard else 1.0
@@ -100,7 +98,7 @@ class World:
                     (ly, 0.01 * slow * self.costs[ly], 0.02 * slow * self.costs[ly], microbatches, microbatches)
                     for ly in layers
                 )
-                self.rescheduler.measured(Measured(rank, self.step, tuple(rows)))
+                self.rescheduler.report(Measured(rank, self.step, tuple(rows)))
 
 
 def uneven(guard: MadeUpGuard | None = None) -> World:
@@ -120,7 +118,7 @@ def test_who_would_wait_is_slowed_down_and_is_not_called_slow() -> None:
     assert event["modelled_energy"] < event["modelled_energy_before"]
     assert event["modelled_seconds"] <= event["modelled_seconds_before"] * (1 + 1e-9)
     assert "3 of 5 workers would wait" in event["why"] and "modelled energy" in event["message"]
-    costs = world.rescheduler.costs
+    costs = world.measured.costs
     assert costs.speed(3) == 1.0 and costs.layers[4].forward_s == pytest.approx(0.01)
 
 
@@ -159,9 +157,9 @@ def test_a_new_mesh_epoch_begins_at_the_normal_frequencies() -> None:
     world = uneven()
     world.train(20)
     assert world.guard is not None and world.guard.set_to["4"] == 0.67
-    world.frequencies.begun(world.placement, world.step)
+    world.frequencies.begun(world.placement, world.step, {})
     assert world.guard.orders[-1] == {} and world.guard.set_to == {}
-    world.frequencies.begun(world.placement, world.step)
+    world.frequencies.begun(world.placement, world.step, {})
     assert len(world.guard.orders) == 2
     world.train(1)
     assert (
@@ -169,7 +167,7 @@ def test_a_new_mesh_epoch_begins_at_the_normal_frequencies() -> None:
         and world.events[-1]["why"] == "the mesh has changed"
     )
     world.train(20)  # and when all is quiet again, hints come again
-    assert len(world.guard.orders) == 3 and world.rescheduler.costs.speed(4) == 1.0
+    assert len(world.guard.orders) == 3 and world.measured.costs.speed(4) == 1.0
 
 
 def test_steps_in_which_a_frequency_changed_count_for_nothing() -> None:
@@ -177,14 +175,14 @@ def test_steps_in_which_a_frequency_changed_count_for_nothing() -> None:
     frequencies, guard = world.frequencies, world.guard
     assert guard is not None and [frequencies.scale(3, step) for step in (1, 9)] == [1.0, 1.0]
     guard.quiet = True
-    frequencies.hint(world.placement, costs_of([0.03] * 6), 10)
+    frequencies.hint(world.placement, costs_of([0.03] * 6), 10, {})
     assert [frequencies.scale(3, step) for step in (10, 11, 99)] == [1.0, None, None]
     assert frequencies.scale(0, 11) == 1.0  # it stays as it is
     guard.quiet = False
-    frequencies.committed(11)
+    world.do(frequencies.committed(11))
     assert [frequencies.scale(3, step) for step in (10, 11, 13, 14)] == [1.0, None, None, 0.67]
-    frequencies.begun(world.placement, 12)  # before the last change is over
-    frequencies.committed(13)
+    frequencies.begun(world.placement, 12, {})  # before the last change is over
+    world.do(frequencies.committed(13))
     assert [frequencies.scale(3, step) for step in (10, 11, 15, 16)] == [1.0, None, None, 1.0]
 
 
@@ -192,7 +190,7 @@ def test_what_the_device_has_counts_not_what_was_asked_for() -> None:
     world = uneven(MadeUpGuard(steps=(0.9, 1.0)))
     world.train(40)
     assert world.events[0]["frequencies"][4] == 0.9 and world.frequencies.scale(4, 40) == 0.9
-    assert world.rescheduler.costs.speed(4) == 1.0
+    assert world.measured.costs.speed(4) == 1.0
 
 
 def test_a_guard_that_fails_ends_the_axis_and_not_the_run() -> None:
@@ -205,13 +203,13 @@ def test_a_guard_that_fails_ends_the_axis_and_not_the_run() -> None:
     (event,) = world.events
     assert event["refused"] == "no permission" and "goes on" in event["message"] and event["ranks"] == []
     assert world.guard.closed and not world.frequencies.active and len(world.guard.orders) == 1
-    assert world.frequencies.scale(4, world.step) == 1.0 and world.rescheduler.costs.speed(4) == 1.0
+    assert world.frequencies.scale(4, world.step) == 1.0 and world.measured.costs.speed(4) == 1.0
 
 
 def test_without_a_guard_nothing_happens() -> None:
     world = World([5], None)
     world.train(20)
-    world.frequencies.begun(world.placement, 3)
+    world.frequencies.begun(world.placement, 3, {})
     world.frequencies.close()
     assert world.events == [] and not world.frequencies.active
 
@@ -222,23 +220,22 @@ def test_processors_of_a_worker_have_the_largest_frequency_of_their_workers() ->
     devices = {"policy0": DeviceRange(1, 2, 3, (mine[0],)), "policy1": DeviceRange(1, 2, 3, (elsewhere,))}
     guard = MadeUpGuard(devices)
     world = uneven(guard)
-    world.frequencies.pid_of = dict.fromkeys(range(5), os.getpid()).get
+    pids = dict.fromkeys(range(5), os.getpid())
     costs = costs_of([0.03] * 6)
-    world.frequencies.hint(world.placement, costs, 5)
+    world.frequencies.hint(world.placement, costs, 5, pids)
     assert guard.orders == [{"policy0": 1.0}]  # shared by all, and no policy of others
-    world.frequencies.committed(6)
+    world.do(world.frequencies.committed(6))
     assert world.events[-1]["frequencies"] == dict.fromkeys(range(5), 1.0)
     guard.orders.clear()
-    world.frequencies.pid_of = {}.get
-    world.frequencies.begun(world.placement, 7)
-    world.frequencies.hint(world.placement, costs, 8)
+    world.frequencies.begun(world.placement, 7, {})
+    world.frequencies.hint(world.placement, costs, 8, {})
     assert guard.orders == [{"policy0": 1.0, "policy1": 1.0}]  # unknown where they run: anywhere
 
 
 def test_accelerators_go_to_workers_in_turn() -> None:
     guard = MadeUpGuard({name: DeviceRange(1, 2, 2) for name in "abc"})
     world = uneven(guard)
-    world.frequencies.hint(world.placement, costs_of([0.03] * 6), 5)
+    world.frequencies.hint(world.placement, costs_of([0.03] * 6), 5, {})
     assert guard.orders == [{"a": 1.0, "b": 1.0, "c": 0.67}]  # the first two run a worker with three micro-batches each
 
 

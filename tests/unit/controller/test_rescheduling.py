@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +11,10 @@ import pytest
 
 from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller import rescheduler
-from elaswave_spmd.controller.rescheduler import Rescheduler
+from elaswave_spmd.controller.dvfs import Frequencies
+from elaswave_spmd.controller.events import Action, Record, WriteCosts
+from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
+from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.scheduling.placement import Placement
@@ -38,23 +41,20 @@ class World:
         self.costs = [1.0] * LAYERS
         self.step = 0
         self.saved = ""
-        observer = SimpleNamespace(
-            on_event=lambda kind, **fields: self.events.append((kind, fields["ranks"])),
-            run_dir=SimpleNamespace(write_costs=self.save),
-        )
+        schedule = ScheduleSettings(**settings)
+        policy = ReschedulePolicy(schedule, 100, evict_below=evict_below, min_workers=min_workers)
+        self.measured = MeasuredCosts(schedule, costs_of([0.001] * LAYERS), follows_speeds=schedule.microbatches)
         self.rescheduler = Rescheduler(
-            ScheduleSettings(**settings),
-            costs_of([0.001] * LAYERS),
-            100,
-            cast(Any, self.protocol),
-            cast(Any, observer),
-            lambda effects: None,
-            evict_below=evict_below,
-            min_workers=min_workers,
+            policy, self.measured, cast(Any, self.protocol), Frequencies(schedule), Roster(self.placement.mesh.members)
         )
 
-    def save(self, text: str) -> None:
-        self.saved = text
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Record(kind, fields):
+                    self.events.append((kind, cast(list[int], fields["ranks"])))
+                case WriteCosts(text):
+                    self.saved = text
 
     def rebalance(self, goal: Goal) -> list[Any]:
         self.goals.append(goal)
@@ -67,21 +67,21 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.rescheduler.committed(self.step)
+            self.do(self.rescheduler.committed(self.step))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 rows = []
                 for layer in self.placement.layers_of_stage(self.placement.mesh.stage_of(rank)):
                     seconds = microbatches * self.costs[layer] / self.speeds.get(rank, 1.0)
                     rows.append((layer, 0.01 * seconds, 0.02 * seconds, microbatches, microbatches))
-                self.rescheduler.measured(Measured(rank, self.step, tuple(rows)))
+                self.rescheduler.report(Measured(rank, self.step, tuple(rows)))
 
 
 def test_equal_workers_and_layers_stay_as_they_are() -> None:
     world = World([2, 2])
     world.train(40)
     assert (world.goals, world.events) == ([], [])
-    layer = world.rescheduler.costs.layers[3]
+    layer = world.measured.costs.layers[3]
     assert (layer.forward_s, layer.backward_s) == (pytest.approx(0.01), pytest.approx(0.02))
     assert '"speeds"' in world.saved
 
@@ -123,7 +123,7 @@ def test_what_is_switched_off_does_not_happen() -> None:
     world = World([2, 1], microbatches=False, layers=False)
     world.speeds[0], world.costs[5] = 0.3, 5.0
     world.train(40)
-    assert world.goals == [] and not hasattr(world.protocol, "deal")
+    assert world.goals == [] and world.measured.assign(world.placement, ((0, 1), (2,)), 12) == ((6, 6), (12,))
 
 
 def test_noise_drives_nothing_to_and_fro() -> None:
@@ -163,7 +163,7 @@ def test_microbatches_are_dealt_by_speed_after_a_change_of_members() -> None:
     world = World([4])
     world.speeds[3] = 0.5
     world.train(12)
-    assert world.protocol.deal(((0, 1, 3),), 10) == ((4, 4, 2),)
+    assert world.measured.assign(world.placement, ((0, 1, 3),), 10) == ((4, 4, 2),)
 
 
 @pytest.mark.parametrize("gain", [0.5, 0.9])
@@ -176,8 +176,8 @@ def test_a_gain_below_the_least_is_none(gain: float) -> None:
 
 def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> None:
     world = World([2, 1], memory_limit=1.0)
-    base = replace(world.rescheduler._base.layers[0], state_bytes=1000)
-    world.rescheduler._base = replace(world.rescheduler._base, layers=(base,) * LAYERS)
+    base = replace(world.measured._base.layers[0], state_bytes=1000)
+    world.measured._base = replace(world.measured._base, layers=(base,) * LAYERS)
     world.train(30)
     assert [kind for kind, _ in world.events] == ["plan"] and not world.goals
 
@@ -202,22 +202,22 @@ def test_other_groupings_are_looked_at_once_while_nothing_changes(monkeypatch: p
 def test_microbatches_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> None:
     world = World(sizes)
     world.train(10)
-    counts = world.rescheduler._deal(world.placement.mesh.stages, 64)
+    counts = world.measured.assign(world.placement, world.placement.mesh.stages, 64)
     assert [len(of_stage) for of_stage in counts] == sizes and all(sum(of_stage) == 64 for of_stage in counts)
     assert all(max(of_stage) - min(of_stage) <= max(1, 64 // len(of_stage)) for of_stage in counts)
 
 
 def test_links_are_as_the_middle_worker_measured_its_own() -> None:
     world = World([2, 2])
-    before = world.rescheduler.costs
+    before = world.measured.costs
     for rank, bandwidth in enumerate((1e9, 9e9, 2e9, 3e9)):
-        world.rescheduler.measured(Measured(rank, 1, (), link=(1e-5 * (rank + 1), bandwidth)))
-    costs = world.rescheduler.costs
+        world.rescheduler.report(Measured(rank, 1, (), link=(1e-5 * (rank + 1), bandwidth)))
+    costs = world.measured.costs
     assert (costs.latency_s, costs.bandwidth) == (pytest.approx(2.5e-5), pytest.approx(2.5e9))
     assert costs.layers == before.layers
 
 
 def test_links_that_settings_name_are_not_measured_ones() -> None:
     world = World([2], bandwidth=5e6, latency=0.25)
-    world.rescheduler.measured(Measured(0, 1, (), link=(1e-5, 1e9)))
-    assert (world.rescheduler.costs.latency_s, world.rescheduler.costs.bandwidth) == (0.25, 5e6)
+    world.rescheduler.report(Measured(0, 1, (), link=(1e-5, 1e9)))
+    assert (world.measured.costs.latency_s, world.measured.costs.bandwidth) == (0.25, 5e6)

@@ -7,9 +7,9 @@ from typing import Any
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
-from elaswave_spmd.recovery.actions import Effect, Send
+from elaswave_spmd.recovery.actions import Action, Broadcast, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Prepare, Ready, Reconfigure, StepHeld, StepReport
+from elaswave_spmd.recovery.messages import Message, Prepare, Ready, Reconfigure, StepHeld, StepReport
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -35,26 +35,37 @@ def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> Con
 def started(*stages: int, **options: Any) -> ControllerProtocol:
     """All members listen and have their places."""
     protocol = make(*stages, **options)
-    effects: list[Effect] = []
+    effects: list[Action] = []
     for rank in protocol.placement.mesh.members:
         effects = protocol.ready(Ready(rank, f"at {rank}"))
     assert places(effects).keys() == set(protocol.placement.mesh.members)
     return protocol
 
 
-def places(effects: Iterable[Effect]) -> dict[int, Reconfigure]:
-    """Rank -> the PLACE that is sent to it."""
-    return {e.rank: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Reconfigure)}
+def messages(effects: Iterable[Action]) -> list[tuple[int, Message]]:
+    """(rank, message) of everything that is sent, to one worker or to several."""
+    found: list[tuple[int, Message]] = []
+    for effect in effects:
+        if isinstance(effect, Send):
+            found.append((effect.rank, effect.message))
+        elif isinstance(effect, Broadcast):
+            found += [(rank, effect.message) for rank in effect.ranks]
+    return found
 
 
-def prepares(effects: Iterable[Effect]) -> dict[int, Prepare]:
-    """Rank -> the PREPARE that is sent to it."""
-    return {e.rank: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Prepare)}
+def places(effects: Iterable[Action]) -> dict[int, Reconfigure]:
+    """Rank -> the Reconfigure message that is sent to it."""
+    return {rank: message for rank, message in messages(effects) if isinstance(message, Reconfigure)}
 
 
-def answer(protocol: ControllerProtocol, version: int = 0, *held: StepHeld) -> list[Effect]:
+def prepares(effects: Iterable[Action]) -> dict[int, Prepare]:
+    """Rank -> the Prepare message that is sent to it."""
+    return {rank: message for rank, message in messages(effects) if isinstance(message, Prepare)}
+
+
+def answer(protocol: ControllerProtocol, version: int = 0, *held: StepHeld) -> list[Action]:
     """All members answer the PREPARE under way, with the same; the effects of the last answer."""
-    effects: list[Effect] = []
+    effects: list[Action] = []
     for rank in protocol.changing:
         assert not places(effects)
         effects = protocol.status(StepReport(protocol._last_epoch, rank, version, held))

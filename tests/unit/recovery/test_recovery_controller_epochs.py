@@ -198,7 +198,8 @@ def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:
 
 
 def test_a_newcomer_is_in_the_failure_domain_that_the_launcher_knows() -> None:
-    protocol = started(domain_of=lambda rank: (f"host {rank}",))
+    protocol = started()
+    protocol.expect(3, ("host 3",))
     protocol.ready(Ready(3, "at 3"))
     answer(protocol)
     assert protocol.placement.mesh.topology.path(3) == ("host 3",)

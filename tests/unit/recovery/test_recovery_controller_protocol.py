@@ -7,9 +7,9 @@ import math
 import pytest
 
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.recovery.actions import Committed, Done, Send, ValidationDone
+from elaswave_spmd.recovery.actions import Broadcast, Committed, Done, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Finished, Ready, Reconfigure, Validated, ValidationLoss
-from tests.unit.recovery.controller_cases import make, places, started
+from tests.unit.recovery.controller_cases import make, messages, places, started
 
 
 def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> Applied:
@@ -21,7 +21,7 @@ def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
     assert protocol.ready(Ready(2, "c")) == [] and protocol.ready(Ready(0, "a")) == []
     assert protocol.ready(Ready(0, "a")) == [], "one member twice is one member"
     effects = protocol.ready(Ready(1, "b"))
-    assert [e.rank for e in effects if isinstance(e, Send)] == [0, 1, 2] and len(effects) == 3
+    assert [rank for rank, _ in messages(effects)] == [0, 1, 2] and len(effects) == 1, "encoded once"
     assert places(effects)[0] == places(effects)[1] == places(effects)[2]
     assert places(effects)[0] == Reconfigure(
         0, ((0, 1), (2,)), (0, 1, 3), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}, (), version=0, work=None, validate=-1
@@ -90,7 +90,7 @@ def test_a_validation_is_the_exactly_rounded_sum_in_any_order() -> None:
         protocol = started(num_validation_microbatches=5)
         results = [protocol.validation(ValidationLoss(7, 2, (u,), (losses[u],))) for u in order]
         assert results[:4] == [[]] * 4 and totals(results[4]) == [(7, 2.25)]
-        assert results[4][1:] == [Send(rank, Validated(7)) for rank in (0, 1, 2)], "training may go on"
+        assert results[4][1:] == [Broadcast((0, 1, 2), Validated(7))], "training may go on"
 
 
 def test_validations_of_two_steps_do_not_mix() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.recovery.actions import Effect, EpochBegun, Evict, Save, Send, Unrecoverable
+from elaswave_spmd.recovery.actions import Action, EpochBegun, Evict, Save, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
     Applied,
@@ -30,11 +30,11 @@ def commit(protocol: ControllerProtocol, step: int) -> None:
         protocol.applied(Applied(at, protocol.placement.mesh.epoch, 0, 1.0, 1.0, True))
 
 
-def saves(effects: list[Effect]) -> list[Save]:
+def saves(effects: list[Action]) -> list[Save]:
     return [effect for effect in effects if isinstance(effect, Save)]
 
 
-def begun(effects: list[Effect]) -> EpochBegun:
+def begun(effects: list[Action]) -> EpochBegun:
     (found,) = [effect for effect in effects if isinstance(effect, EpochBegun)]
     return found
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.recovery.actions import Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Prepare, Ready, Reconfigure, StepReport
+from elaswave_spmd.recovery.messages import Ready, Reconfigure, StepReport
 from elaswave_spmd.scheduling.placement import place
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import from_rows
+from tests.unit.recovery.controller_cases import places, prepares
 
 LAYOUT = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (600,)),)) for i in range(2)], page_size=64)
 
@@ -25,13 +25,15 @@ def protocol_of(hosts: str, newcomers: str = "") -> ControllerProtocol:
     mesh = Mesh.initial(MeshShape.of(dp=len(hosts)), topology)
     placement = place(mesh, LAYOUT, Shardings().with_zero(2), 8)
     replicas = place_replicas(LAYOUT, placement.state_sharding(mirror_count=1, scatter=1))
-    later = {len(hosts) + n: (host,) for n, host in enumerate(newcomers)}
-    return ControllerProtocol(replace(placement, replicas=replicas), LAYOUT, 10, domain_of=later.get)
+    protocol = ControllerProtocol(replace(placement, replicas=replicas), LAYOUT, 10)
+    for number, host in enumerate(newcomers):
+        protocol.expect(len(hosts) + number, (host,))
+    return protocol
 
 
 def start(protocol: ControllerProtocol) -> Reconfigure:
     sent = [it for rank in protocol.placement.mesh.members for it in protocol.ready(Ready(rank, f"at {rank}"))]
-    message, *_ = [it.message for it in sent if isinstance(it, Send) and isinstance(it.message, Reconfigure)]
+    message, *_ = places(sent).values()
     return message
 
 
@@ -54,9 +56,9 @@ def test_a_newcomer_stands_where_it_was_started(host: str) -> None:
     protocol = protocol_of("ab", host)
     start(protocol)
     effects = protocol.ready(Ready(2, "at 2"))
-    (epoch,) = {it.message.epoch for it in effects if isinstance(it, Send) and isinstance(it.message, Prepare)}
+    (epoch,) = {prepare.epoch for prepare in prepares(effects).values()}
     for rank in (0, 1):
         effects = protocol.status(StepReport(epoch, rank, 0, ()))
-    assert any(isinstance(it, Send) and isinstance(it.message, Reconfigure) for it in effects)
+    assert places(effects)
     assert protocol.placement.mesh.members == (0, 1, 2)
     assert protocol.placement.mesh.topology.path(2) == (host,)

@@ -293,13 +293,13 @@ def test_who_asked_to_leave_and_is_not_let_go_has_failed() -> None:
 
 def test_a_leaver_that_has_what_nobody_else_has_gets_as_much_time_again() -> None:
     free: set[int] = set()
-    liveness = Liveness(W, free.__contains__)
+    liveness = Liveness(W)
     liveness.watch(1)
     liveness.wants_to_leave(1)
     ticks = int(W.leave / BEAT)
     for _ in range(3 * ticks):
         liveness.heartbeat(1, 1, True)
-        assert liveness.tick(BEAT) == []
+        assert liveness.tick(BEAT, free) == []
     free.add(1)
     assert all_beating_until_suspect(liveness, 1)[0] == W.leave
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller import run_identity as module
-from elaswave_spmd.controller.run_identity import identity_of
+from elaswave_spmd.controller import run_fingerprint as module
+from elaswave_spmd.controller.run_fingerprint import identity_of
 from tests.unit.devices.made_up_machines import GPU
 
 

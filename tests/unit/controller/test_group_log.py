@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import GroupWatch
+from elaswave_spmd.controller.run_log import GroupLog
 from elaswave_spmd.recovery.messages import GROUPED, Applied, GroupLost
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 
@@ -22,10 +21,6 @@ def open_observer(folder: Path) -> Iterator[RunObserver]:
         observer.close()
 
 
-def watch(observer: RunObserver, collectives: str = "group") -> GroupWatch:
-    return GroupWatch(Settings.from_dict({"runtime": {"collectives": collectives}}), "127.0.0.1", observer)
-
-
 def applied(step: int, epoch: int, grouped: bool) -> Applied:
     return Applied(step, epoch, 0, 1.0, 1.0, True, GROUPED if grouped else "")
 
@@ -37,10 +32,9 @@ def told(folder: Path) -> list[tuple[Any, ...]]:
 
 def test_each_change_of_the_way_is_told_once(tmp_path: Path) -> None:
     with open_observer(tmp_path) as observer:
-        made = watch(observer)
+        made = GroupLog(observer)
         for step, epoch, grouped in [(1, 0, False), (2, 0, True), (3, 0, True), (4, 1, False), (5, 1, True)]:
             made.committed(applied(step, epoch, grouped))
-        made.close()
         folder = observer.run_dir.path
     none_yet = "a new mesh epoch has none yet"
     assert told(folder) == [(2, 0, True, ""), (4, 1, False, none_yet), (5, 1, True, "")]
@@ -48,11 +42,10 @@ def test_each_change_of_the_way_is_told_once(tmp_path: Path) -> None:
 
 def test_a_group_that_never_served_is_told_of_when_it_fails(tmp_path: Path) -> None:
     with open_observer(tmp_path) as observer:
-        made = watch(observer)
+        made = GroupLog(observer)
         made.lost(GroupLost(0, 2, "no such interface"), 3)
         made.lost(GroupLost(0, 1, "Connection closed"), 3)
         made.committed(applied(4, 0, False))
-        made.close()
         folder = observer.run_dir.path
     assert told(folder) == [(4, 0, False, "worker 2: no such interface")]
 
@@ -60,18 +53,9 @@ def test_a_group_that_never_served_is_told_of_when_it_fails(tmp_path: Path) -> N
 def test_a_failure_that_overtakes_the_report_of_a_step_has_the_last_word(tmp_path: Path) -> None:
     """Until the next epoch: a step may be agreed on for groups, and go over links where its group has failed since."""
     with open_observer(tmp_path) as observer:
-        made = watch(observer)
+        made = GroupLog(observer)
         made.lost(GroupLost(0, 1, "timed out"), 0)
         for step, epoch in ((1, 0), (2, 1)):
             made.committed(applied(step, epoch, True))
-        made.close()
         folder = observer.run_dir.path
     assert told(folder) == [(1, 0, False, "worker 1: timed out"), (2, 1, True, "")]
-
-
-def test_with_links_alone_there_is_no_store(tmp_path: Path) -> None:
-    with open_observer(tmp_path) as observer:
-        assert watch(observer, "links").address is None
-        made = watch(observer)
-        assert (made.address or "").startswith("127.0.0.1:")
-        made.close()

@@ -1,0 +1,397 @@
+"""Everything that a controller does to the outside, behind one protocol, and the real one over processes and links.
+
+The simulated cluster (tests/cluster) passes its own `ControllerIO` to the same Controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import select
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from elaswave_spmd.conf import checks
+from elaswave_spmd.conf.schema import GROUP, RuntimeSettings, endpoint
+from elaswave_spmd.controller.admin_server import ControlSocket
+from elaswave_spmd.controller.checkpoints import CheckpointSpec
+from elaswave_spmd.controller.events import (
+    CheckpointFound,
+    Event,
+    ExitsReported,
+    LinkEnded,
+    ManifestWritten,
+    Received,
+    SavedState,
+    Tick,
+    WorkerGone,
+)
+from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
+from elaswave_spmd.mesh.topology import Path as DomainPath
+from elaswave_spmd.recovery.messages import Prepare, decode
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
+from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_manifest
+from elaswave_spmd.run_dir.directory import METRICS
+from elaswave_spmd.run_dir.lock import Journal
+from elaswave_spmd.run_dir.manifest import Manifest
+from elaswave_spmd.runtime.devices.process_group import GroupStore
+from elaswave_spmd.runtime.processes import death_watch
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.launcher import Launcher
+from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
+from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
+from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+_POLL_S = 0.1  # how long the end of a worker that has no death watch can go unnoticed
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A worker that was started.
+
+    Args:
+        pid: its process id; None: it runs on another machine.
+        domain: its failure domain; None: that of all the others.
+    """
+
+    pid: int | None = None
+    domain: DomainPath | None = None
+
+
+class ControllerIO(Protocol):
+    """What a controller can do to the outside, and the one place from which it hears. For one thread."""
+
+    def now(self) -> float:
+        """Seconds of a clock that never runs back."""
+        ...
+
+    def next_event(self, until: float) -> Event:
+        """The next thing that has happened. Tick once the clock has reached `until`, whatever else waits."""
+        ...
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send an encoded message. Never waits; what is sent to a worker without a link is dropped."""
+        ...
+
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
+        """A worker is ready: open the link to it, and watch for its death where it holds its mutex for that."""
+        ...
+
+    def disconnect(self, rank: int) -> None:
+        """Close the link to a worker at once."""
+        ...
+
+    def spawn(self, rank: int) -> Spawned:
+        """Start a worker."""
+        ...
+
+    def kill(self, rank: int) -> None:
+        """End a worker's process for certain, even one that is stopped."""
+        ...
+
+    def report_exits(self) -> None:
+        """WorkerGone for all processes that have ended until now, and then ExitsReported, are among the next events."""
+        ...
+
+    def faulted_at(self, rank: int) -> float | None:
+        """When a fault on purpose hit a worker, if one did and the worker wrote it down."""
+        ...
+
+    def open_admin(self) -> str:
+        """From now on administrators' requests are among the events. Returns why they cannot be; empty: they are."""
+        ...
+
+    def journal(self, prepare: Prepare) -> None:
+        """Write the epoch of a PREPARE to the disk, before anybody is told of it."""
+        ...
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Write a checkpoint's manifest in the background; ManifestWritten follows."""
+        ...
+
+    def find_checkpoint(self) -> None:
+        """Finish what is being written; then CheckpointFound is among the next events."""
+        ...
+
+    def finish_writing(self) -> list[ManifestWritten]:
+        """Wait until all manifests are written. Returns what has not been an event yet."""
+        ...
+
+    def close(self) -> None:
+        """Close everything but the workers' processes; they are the launcher's to end."""
+        ...
+
+
+class ProcessIO:
+    """The controller's side of real worker processes. All but the threads inside is for the controller's thread.
+
+    Args:
+        scratch: directory of the sockets.
+        run_dir: the run's directory, for the journal, manifests and the administrators' socket.
+        frequency_cells: directory in which workers on the emulated accelerator find their frequencies, or None.
+
+    Raises:
+        ConfigError: the links, or the store where groups meet, cannot be opened as the settings say.
+        DataError: the journal is damaged.
+        FilesError: it cannot be written.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        launcher: Launcher | ForkServerClient,
+        scratch: str,
+        run_dir: Path,
+        checkpoints: CheckpointSpec,
+        *,
+        frequency_cells: str | None = None,
+    ) -> None:
+        settings = plan.settings
+        self._launcher = launcher
+        self._run_dir = run_dir
+        self._mailbox = Mailbox()
+        self._ready: deque[Event] = deque()  # events that were found and not returned yet
+        self._deaths: deque[WorkerGone] = deque()  # filled by the death watch's threads
+        token, host = secrets.token_bytes(16), listen_host(settings.runtime)
+        transport = cast(Transport, settings.runtime.transport)
+        with contextlib.ExitStack() as undo:
+            self._links = Links(
+                CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=token, host=host
+            )
+            undo.callback(self._links.close)
+            self._groups = GroupStore(host) if settings.runtime.collectives == GROUP else None
+            self._writer = _ManifestWriter(run_dir, settings.checkpoint.keep, checkpoints, self._mailbox)
+            undo.callback(self._writer.close)
+            table = death_watch.RobustMutexTable(scratch) if death_watch.available() else None
+            self._mutexes = table
+            self._watcher = death_watch.Watcher(table, self._died) if table is not None else None
+            undo.pop_all()
+        self._admin: ControlSocket | None = None
+        self._spec = RunSpec(
+            settings,
+            plan.data,
+            LinkSpec(self._links.address, scratch, token, host),
+            checkpoints.orders,
+            OptionSpec(
+                profile=plan.costs.to_json() if settings.schedule.profile else None,
+                trace=str(run_dir) if settings.run.trace else None,
+                frequencies=frequency_cells,
+                groups=self._groups.address if self._groups is not None else None,
+            ),
+        )
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def next_event(self, until: float) -> Event:
+        """As ControllerIO says.
+
+        Raises:
+            RunError: the fork server, which is the parent of all workers, has died.
+        """
+        while True:
+            if self._ready:
+                return self._ready.popleft()
+            left = until - time.monotonic()
+            if left <= 0:
+                return Tick()
+            item = self._mailbox.get(min(left, _POLL_S))
+            self._ready += self._ended()
+            # A worker that fails says so before its process ends: its message comes before its exit.
+            match item:
+                case Envelope():
+                    return Received(decode(item.header), item.payloads)
+                case Request():
+                    return item
+                case PeerClosed():
+                    return LinkEnded(item.peer)
+            if (written := self._writer.next_result()) is not None:
+                return written
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._links.send(rank, message)
+
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
+        self._links.connect(rank, address)
+        if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
+            self._ready.append(WorkerGone(rank, "its process ended while it started", time.monotonic()))
+
+    def disconnect(self, rank: int) -> None:
+        self._links.drop(rank)
+
+    def spawn(self, rank: int) -> Spawned:
+        pid = self._launcher.spawn(rank, WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict())
+        domain = self._launcher.domain_of(rank) if isinstance(self._launcher, Launcher) else None
+        return Spawned(pid, domain)
+
+    def kill(self, rank: int) -> None:
+        self._launcher.signal(rank, signal.SIGKILL)
+
+    def report_exits(self) -> None:
+        # Signal 0 reaches nobody, but the launcher's answer comes after the notices of all that have ended.
+        self._launcher.signal(-1, 0)
+        self._ready += [*self._ended(), ExitsReported()]
+
+    def faulted_at(self, rank: int) -> float | None:
+        return self._mutexes.struck_at(rank) if self._mutexes is not None else None
+
+    def open_admin(self) -> str:
+        try:
+            self._admin = ControlSocket(self._run_dir, self._mailbox)
+        except OSError as error:  # a file system without sockets
+            return error.strerror or str(error)
+        return ""
+
+    def journal(self, prepare: Prepare) -> None:
+        self._writer.journal(prepare)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        self._writer.write(manifest)
+
+    def find_checkpoint(self) -> None:
+        self._ready += self.finish_writing()
+        self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir)))
+
+    def finish_writing(self) -> list[ManifestWritten]:
+        return self._writer.finish()
+
+    def close(self) -> None:
+        if self._admin is not None:
+            self._admin.close()
+        self._links.close()
+        if self._groups is not None:
+            self._groups.close()
+        self._writer.close()
+        if self._watcher is not None:
+            self._watcher.close()
+        if self._mutexes is not None:
+            self._mutexes.close()
+
+    def _mutex_of(self, rank: int) -> tuple[str, int] | None:
+        """The mutex that a new worker on this machine holds while it lives; None: its end is noticed later."""
+        if self._mutexes is None:
+            return None
+        try:
+            slot = self._mutexes.seat(rank)
+        except OSError:  # no room in the folder of the sockets
+            return None
+        return str(slot.path), slot.slot
+
+    def _ended(self) -> list[WorkerGone]:
+        """Ends of processes that were noticed since the last call."""
+        now = time.monotonic()
+        exits = self._launcher.poll() if select.select([self._launcher], [], [], 0)[0] else []
+        found = [self._deaths.popleft() for _ in range(len(self._deaths))]
+        return found + [WorkerGone(exited.rank, str(exited), now, exited) for exited in exits]
+
+    def _died(self, rank: int) -> None:
+        """In the watcher's thread, at the instant of the death."""
+        self._deaths.append(WorkerGone(rank, "its process ended", time.monotonic()))
+        self._mailbox.interrupt("a process ended")
+
+
+def listen_host(runtime: RuntimeSettings) -> str:
+    """The address on which links of the controller's machine listen.
+
+    Raises:
+        ConfigError: it is not one of this machine's, or one that other machines do not reach.
+    """
+    if runtime.host is not None:
+        return resolve(runtime.host, where=checks.override("runtime.host", runtime.host))
+    if runtime.rendezvous is None:
+        return "127.0.0.1"
+    host, _ = endpoint("runtime.rendezvous", runtime.rendezvous)
+    where = checks.override("runtime.rendezvous", runtime.rendezvous)
+    address = resolve(host, where=where)
+    if is_loopback(address) and not is_loopback(host):
+        raise ConfigError(
+            "links between machines listen on an address that the others reach",
+            got=f"{host} is {address} on this machine",
+            where=where,
+            fix="runtime.host=ADDRESS, one of those that `hostname -I` shows",
+        )
+    return address
+
+
+def newest_checkpoint(run_dir: Path) -> SavedState | None:
+    """The newest good checkpoint in a run's directory."""
+    try:
+        return load_newest_good(run_dir)[0]
+    except CheckpointError:
+        return None
+
+
+class _ManifestWriter:
+    """The journal of mesh epochs, and a thread that writes manifests and removes old checkpoints.
+
+    Nothing in the controller waits for a disk but the journal, whose line comes before a PREPARE.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, spec: CheckpointSpec, mailbox: Mailbox) -> None:
+        self._run_dir = run_dir
+        self._keep = keep
+        self._mailbox = mailbox
+        self._incarnation = spec.incarnation
+        self._manifests: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
+        self._results: deque[ManifestWritten] = deque()
+        self._thread: threading.Thread | None = None
+        self._journal = Journal(run_dir)
+        # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
+        about = {"run": spec.run, "identity": spec.fingerprint, "layout": spec.layout, "kinds": spec.kinds}
+        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about)
+
+    def journal(self, prepare: Prepare) -> None:
+        self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after)
+
+    def write(self, manifest: Manifest) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="manifests", daemon=True)
+            self._thread.start()
+        self._manifests.put(manifest)
+
+    def next_result(self) -> ManifestWritten | None:
+        return self._results.popleft() if self._results else None
+
+    def finish(self) -> list[ManifestWritten]:
+        if self._thread is not None:
+            self._manifests.put(None)
+            self._thread.join()
+            self._thread = None
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    def close(self) -> None:
+        self.finish()
+        self._journal.close()
+
+    def _write_all(self) -> None:
+        """The thread: one manifest after another, and the removal of old checkpoints after each."""
+        while (manifest := self._manifests.get()) is not None:
+            error = ""
+            try:
+                # The lines up to this step are part of what a resumed run begins with.
+                _flush(self._run_dir / METRICS)
+                write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
+                prune(self._run_dir, self._keep)
+            except (RunError, UserError, OSError) as caught:
+                error = str(caught)
+            self._results.append(ManifestWritten(manifest, error))
+            self._mailbox.interrupt("a manifest is written")
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,407 @@
+"""The log of a run: everything that is written down about it. It only listens; nothing is decided here.
+
+`RunLog` hears every event that the controller takes and every action that it carries out, and passes each to those of
+its parts that it concerns: metrics and the result, mesh epochs and what they cost, compiled programs, damaged copies of
+state, groups of stages, steps without an update.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elaswave_spmd.controller.events import Action, Event, Received, Record, WriteCosts
+from elaswave_spmd.controller.resume import ResumePoint, run_info
+from elaswave_spmd.controller.summary import RunRecord, make_summary
+from elaswave_spmd.controller.supervision import Sign
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, Evict, ValidationDone
+from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
+from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+_UNDISTURBED = 50  # steps whose median is the usual one
+
+
+@dataclass
+class _Recovered:
+    """The line `recovered` of an epoch, kept until all of its members have applied the first step."""
+
+    epoch: EpochBegun
+    step: int
+    fields: dict[str, object]
+    applied: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A loss: when it was seen, and the last that is known of the worker before."""
+
+    at: float
+    sign: Sign | None
+
+    @property
+    def detect_ms(self) -> float | None:
+        return None if self.sign is None else max(0.0, round(1e3 * (self.at - self.sign.at), 3))
+
+    @property
+    def detect_from(self) -> str | None:
+        return None if self.sign is None else "death" if self.sign.is_death else "heartbeat"
+
+
+class EpochEvents:
+    """Writes `fail`, `leave`, `join`, `link`, `rebalance` and `recovered` lines.
+
+    Args:
+        element_bytes: of all kinds of state together, per element.
+
+    Their fields that end in `_at` are times of the controller's clock (CLOCK_MONOTONIC on Linux, the same in all
+    processes of a machine): the loss was seen, the first PREPARE was sent, the last STATUS came, the PLACE was sent,
+    the next step was committed, the last member had applied it.
+    """
+
+    def __init__(self, observer: RunObserver, element_bytes: int) -> None:
+        self._observer = observer
+        self._element_bytes = element_bytes
+        self._seen: dict[int, _Seen] = {}  # rank -> its loss, until the epoch without it
+        self._usual: deque[float] = deque(maxlen=_UNDISTURBED)
+        self._disturbed: EpochBegun | None = None
+        self._recovered: _Recovered | None = None
+        self._prepared_at = 0.0
+        self._answered_at = 0.0
+
+    def lost(self, rank: int, at: float, sign: Sign | None) -> None:
+        """A loss was seen at a time; `sign`: the last that is known of the worker."""
+        self._seen.setdefault(rank, _Seen(at, sign))
+
+    def preparing(self, now: float) -> None:
+        """A PREPARE has been sent. Of a change that begins again the first one counts."""
+        self._prepared_at = self._prepared_at or now
+
+    def answered(self, now: float) -> None:
+        """A STATUS has come."""
+        self._answered_at = now
+
+    def begun(self, epoch: EpochBegun, now: float) -> None:
+        """The PLACE of an epoch has been sent."""
+        mesh = epoch.placement.mesh
+        self._write_recovered(None)
+        if epoch.kinds:
+            self._disturbed = epoch
+        answered, prepared, self._prepared_at = self._answered_at, self._prepared_at, 0.0
+        moved, bound = self._bytes(epoch)
+        for kind in sorted(set(epoch.kinds.values())) or ["rebalance"]:
+            ranks = sorted(rank for rank, k in epoch.kinds.items() if k == kind)
+            seen = [loss for rank, loss in self._seen.items() if rank in ranks]
+            seen_at = min((loss.at for loss in seen), default=None)
+            latest = max(seen, key=lambda loss: loss.detect_ms or 0.0, default=None)
+            reasons = sorted({epoch.reasons[rank] for rank in ranks if rank in epoch.reasons})
+            reasons = reasons or [epoch.why] * bool(epoch.why)
+            self._observer.on_event(
+                kind,
+                ranks=ranks,
+                mesh_epoch=mesh.epoch,
+                mesh=mesh.shape.name,
+                reason="; ".join(reasons),
+                after_step=epoch.version,
+                detect_ms=latest.detect_ms if latest else None,
+                detect_from=latest.detect_from if latest else None,
+                edit_ms=None if seen_at is None else round(1e3 * (now - seen_at), 3),
+                microbatches_redone=epoch.microbatches_redone,
+                stages=mesh.stages,
+                layer_cuts=epoch.placement.layer_cuts,
+                microbatch_counts=epoch.placement.microbatch_counts,
+                copies=epoch.num_copies,
+                bytes_moved=moved,
+                bytes_bound=bound,
+                seen_at=seen_at,
+                prepared_at=prepared,
+                answered_at=answered,
+                placed_at=now,
+                message=_text(kind, ranks, reasons, epoch),
+            )
+        self._seen.clear()
+
+    def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
+        """Bytes of state that are copied because of an epoch, and the least that could be. After its PLACE is sent."""
+        if epoch.plan is None:
+            return 0, 0
+        return self._element_bytes * epoch.plan.moved_elements, self._element_bytes * epoch.plan.least_elements
+
+    def committed(self, line: MetricsLine, now: float) -> None:
+        """A step has committed; the first one after an event shows what the event cost."""
+        epoch, self._disturbed = self._disturbed, None
+        if epoch is None:
+            self._usual.append(line.seconds)
+        elif self._usual:
+            usual = statistics.median(self._usual)
+            placement, workers = epoch.placement, len(epoch.placement.mesh.members)
+            before = workers + sum({"join": -1, "link": 0}.get(kind, 1) for kind in epoch.kinds.values())
+            microbatch = (
+                usual * before / (placement.num_microbatches * placement.num_stages)
+            )  # one micro-batch through one stage
+            redo = epoch.microbatches_redone * microbatch / workers
+            penalty = 1e3 * (line.seconds - usual - redo)
+            fields: dict[str, object] = {
+                "step": line.step,
+                "mesh_epoch": placement.mesh.epoch,
+                "penalty_ms": round(penalty, 3),
+                "committed_at": now,
+                "message": f"step {line.step} took {line.seconds:.3f} s, {penalty:.0f} ms more than work explains",
+            }
+            self._recovered = _Recovered(epoch, line.step, fields)
+
+    def applied(self, rank: int, step: int, now: float) -> None:
+        """A member has applied a step, which is committed."""
+        waiting = self._recovered
+        if waiting is None or step != waiting.step:
+            return
+        waiting.applied.add(rank)
+        if waiting.applied >= set(waiting.epoch.placement.mesh.members):
+            self._write_recovered(now)
+
+    def _write_recovered(self, all_applied_at: float | None) -> None:
+        """Writes the line: everybody has applied the step, or (None) the next epoch came first."""
+        waiting, self._recovered = self._recovered, None
+        if waiting is not None:
+            self._observer.on_event("recovered", **waiting.fields, all_applied_at=all_applied_at)
+
+
+def _text(kind: str, ranks: list[int], reasons: list[str], epoch: EpochBegun) -> str:
+    mesh = epoch.placement.mesh
+    who = f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "state"
+    words = {"fail": "lost", "leave": "left", "join": "joined", "link": "linked again"}
+    what = words.get(kind, "lies where it belongs")
+    if epoch.why and not ranks:
+        who, what = "placement", "is being changed, state is copied" if epoch.num_copies else "changed"
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    again = f", {epoch.microbatches_redone} micro-batches again" if epoch.microbatches_redone else ""
+    return f"{who} {what}{why}: {mesh.shape.name}, mesh epoch {mesh.epoch}, after step {epoch.version}{again}"
+
+
+class CompilationLog:
+    """Writes the events `compile` and `recompile`, and the record's `compiled`.
+
+    Workers compile everything before they are ready; what they compile afterwards holds training up.
+    """
+
+    def __init__(self, observer: RunObserver, record: RunRecord) -> None:
+        self._observer = observer
+        self._compiled = record.compiled
+
+    def ready(self, message: Ready) -> None:
+        """A worker is ready."""
+        if message.compiled:
+            self._compiled[message.rank] = [message.compiled, 0]
+            text = f"worker {message.rank} is ready, with {message.compiled} programs"
+            self._observer.on_event("compile", rank=message.rank, programs=message.compiled, message=text)
+
+    def measured(self, message: Measured) -> None:
+        """A worker reports its times, and how many programs it has compiled so far."""
+        rank, step = message.rank, message.step
+        known = self._compiled.setdefault(rank, [0, 0]) if message.compiled else [0, 0]
+        if (more := message.compiled - sum(known)) > 0:
+            known[1] += more
+            text = f"worker {rank} compiled {more} programs in step {step}: training waited for them"
+            self._observer.on_event("recompile", rank=rank, step=step, programs=more, message=text)
+
+
+class DamageLog:
+    """Writes the events `corruption` and `device`: damaged memory that workers found in their own copies of state, and
+    devices that failed and were brought back."""
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+
+    def damaged(self, message: Damaged) -> None:
+        """A worker's copies are not what it wrote, or its device failed. Other replicas take over meanwhile."""
+        if message.reason:
+            self._device(message)
+            return
+        runs = ", ".join(f"layer {layer} pages [{first}, {stop})" for layer, first, stop in message.runs[:4])
+        self._observer.on_event(
+            "corruption",
+            ranks=[message.rank],
+            step=message.step,
+            runs=[list(run) for run in message.runs],
+            message=f"worker {message.rank}: {runs} changed after they were written, before step {message.step}; "
+            "other copies take their place",
+        )
+
+    def _device(self, message: Damaged) -> None:
+        lost = f"; {len(message.runs)} page ranges of state are sent to it again" if message.runs else ""
+        self._observer.on_event(
+            "device",
+            ranks=[message.rank],
+            step=message.step,
+            reason=message.reason,
+            reloads=bool(message.runs),
+            message=f"worker {message.rank}: its device failed in step {message.step} and was brought back "
+            f"({message.reason}); the step is done again{lost}",
+        )
+
+
+class GroupLog:
+    """Writes `group` lines: from this step on parameters are published through groups, or not any more; or a group has
+    failed, the first of each mesh epoch. Where stages have no groups there is nothing to write."""
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+        self._serves = False
+        self._failed_in = -1  # the newest mesh epoch in which a group has failed
+
+    def lost(self, message: m.GroupLost, version: int) -> None:
+        """A worker reports that the group of its stage has failed. `version`: the step that was committed last."""
+        if message.epoch > self._failed_in:
+            self._failed_in = message.epoch
+            self._serves = False
+            self._write(version + 1, message.epoch, f"worker {message.sender}: {message.reason}")
+
+    def committed(self, applied: Applied) -> None:
+        """A step is published in the one way or the other."""
+        grouped = applied.extension == m.GROUPED
+        if grouped != self._serves and applied.epoch > self._failed_in:
+            self._serves = grouped
+            self._write(applied.step, applied.epoch, "" if self._serves else "a new mesh epoch has none yet")
+
+    def _write(self, step: int, epoch: int, reason: str) -> None:
+        way = "a group" if self._serves else "links"
+        message = f"from step {step} on parameters go by {way}" + (f": {reason}" if reason else "")
+        line = {"mesh_epoch": epoch, "serves": self._serves, "reason": reason, "message": message}
+        self._observer.on_event("group", step=step, **line)
+
+
+class RunLog:
+    """Listens to a run and writes it down.
+
+    Args:
+        observer: the run's directory, display and boards.
+        start: where the run begins.
+    """
+
+    def __init__(self, plan: RunPlan, observer: RunObserver, start: ResumePoint) -> None:
+        self.observer = observer
+        self._plan = plan
+        self._start = start
+        self._num_workers = plan.placement.mesh.num_workers
+        self._version = start.step
+        self._committed_at = 0.0
+        self._placed = False  # the first mesh has its configuration: steps are timed from then on
+        self._record = RunRecord(plan.description.layout)
+        if start.step == plan.job.steps:  # nothing is left to do but to collect the weights
+            self._record.last = start.last_line
+        kinds_of_state = 1 + len(plan.job.optimizer.state_names)
+        self._epochs = EpochEvents(observer, 4 * kinds_of_state)
+        self._compilations = CompilationLog(observer, self._record)
+        self._damage = DamageLog(observer)
+        self._groups = GroupLog(observer)
+
+    @property
+    def has_all_weights(self) -> bool:
+        """True once every page of the trained parameters has come."""
+        return self._record.has_all_weights
+
+    def started(self) -> None:
+        """The run begins: its header, and where it goes on from if it is resumed."""
+        plan, observer = self._plan, self.observer
+        observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
+        self._start.announce(observer, plan.placement.mesh.shape.name)
+
+    def event(self, event: Event, now: float) -> None:
+        """The controller is about to decide about an event."""
+        if not isinstance(event, Received):
+            return
+        match event.message:
+            case m.StepReport():
+                self._epochs.answered(now)
+            case m.Applied() as message:
+                self._epochs.applied(message.rank, message.step, now)
+            case m.Ready() as message:
+                self._compilations.ready(message)
+            case m.Measured() as message:
+                self._compilations.measured(message)
+            case m.Damaged() as message:
+                self._damage.damaged(message)
+            case m.GroupLost() as message:
+                self._groups.lost(message, self._version)
+            case m.FinalPages() as message:
+                self._record.add_pages(message, event.payloads[0])
+            case m.Finished() as message:
+                self._record.finished[message.rank] = message
+
+    def action(self, action: Action, now: float) -> None:
+        """The controller has carried out an action.
+
+        Raises:
+            RunError: a step of a resumed run is not what it was before.
+            FilesError: the disk is full.
+        """
+        match action:
+            case Broadcast(message=m.Prepare()):
+                self._epochs.preparing(now)
+            case Broadcast(message=m.Reconfigure()) if not self._placed:
+                self._placed = True
+                self._committed_at = now
+            case Committed(applied):
+                self._committed(applied, now)
+            case ValidationDone(step, total):
+                loss = mean_loss(self._plan, total)
+                self._record.validation_loss = loss
+                self.observer.on_validation(step, loss)
+            case EpochBegun():
+                self._num_workers = action.placement.mesh.num_workers
+                self._epochs.begun(action, now)
+            case Evict(rank):
+                self._record.finished.pop(rank, None)
+            case Record(kind, fields):
+                self.observer.on_event(kind, **fields)
+            case WriteCosts(text):
+                self.observer.run_dir.write_costs(text)
+
+    def lost(self, rank: int, at: float, sign: Sign | None) -> None:
+        """A member was found to be lost at a time; `sign`: the last that is known of it."""
+        self._epochs.lost(rank, at, sign)
+
+    def finished(self) -> None:
+        """The run is complete: its weights and summary."""
+        plan, record = self._plan, self._record
+        summary = make_summary(plan, plan.data, record, weights_sha256(record.weights))
+        self.observer.on_finish(summary, record.weights)
+
+    def stopped(self, error: BaseException) -> None:
+        """The run ends before its last step."""
+        self.observer.on_stop(error)
+
+    def _committed(self, applied: Applied, now: float) -> None:
+        job = self._plan.job
+        line = MetricsLine.of(
+            step=applied.step,
+            mesh_epoch=applied.epoch,
+            loss=applied.loss,
+            grad_norm=applied.grad_norm,
+            lr=job.learning_rate.at(applied.step),
+            tokens=job.tokens_per_step,
+            seconds=now - self._committed_at,
+            workers=self._num_workers,
+        )
+        self._committed_at = now
+        self._version = applied.step
+        self._groups.committed(applied)
+        self._epochs.committed(line, now)
+        # The report that commits a step is also that of a member which has applied it.
+        self._epochs.applied(applied.rank, applied.step, now)
+        self._record.add_step(line, after_validation=job.validates_at(applied.step - 1))
+        self.observer.on_step(line)
+        if not applied.updated:
+            message = f"step {applied.step}: gradient not finite, no update"
+            self.observer.on_event("skip", step=applied.step, message=message)
+
+
+def mean_loss(plan: RunPlan, total: float) -> float:
+    """The mean loss per token of a validation; `total`: the sum over all of its tokens."""
+    job = plan.job
+    return total / (job.validation_microbatches * job.microbatch_size * job.seq_len)

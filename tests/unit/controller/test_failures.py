@@ -1,0 +1,331 @@
+"""What the controller does about workers that fail or are lost, with a made-up protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.events import (
+    Action,
+    CheckpointFound,
+    End,
+    Event,
+    ExitsReported,
+    FindCheckpoint,
+    Kill,
+    Lost,
+    Received,
+    Record,
+    ReportExits,
+    Spawn,
+    Stopped,
+    Tick,
+    WorkerGone,
+)
+from elaswave_spmd.controller.failures import FailureHandler, SaveEnded
+from elaswave_spmd.controller.roster import Roster
+from elaswave_spmd.errors import RunError, WorkerError
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.recovery.actions import Save, Unrecoverable
+from elaswave_spmd.recovery.messages import Failed
+from elaswave_spmd.runtime.processes.fork_server_client import Exited
+
+
+class World:
+    """Workers 0 and 1 are members, 2 is a newcomer; keeps what is decided about losses."""
+
+    def __init__(self, **elastic: bool) -> None:
+        self.roster = Roster([0, 1, 2])
+        for rank in (0, 1, 2):
+            self.roster.add(rank, None)
+        self.told: list[tuple[int, str]] = []
+        self.relinked: list[tuple[set[int], str]] = []
+        mesh = Mesh.initial(MeshShape.of_stages((2,)))
+        self.protocol = SimpleNamespace(
+            started=True,
+            version=4,
+            placement=SimpleNamespace(mesh=mesh),
+            members=(0, 1),
+            lost=self.lost,
+            relink=self.relink,
+        )
+        settings = Settings.from_dict({"elastic": elastic, "mesh": {"dp": 2}})
+        self.losses = FailureHandler(settings, cast(Any, self.protocol), self.roster, Path("run"))
+        self.actions: list[Action] = []
+        self.now = 1.0
+
+    def lost(self, rank: int, reason: str) -> list[Any]:
+        self.told.append((rank, reason))
+        return []
+
+    def relink(self, ends: frozenset[int], reason: str) -> list[Any]:
+        self.relinked.append((set(ends), reason))
+        return []
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """Keeps the actions, and answers those that ask for something. Raises the error with which the run stops."""
+        for action in actions:
+            self.actions.append(action)
+            match action:
+                case End(Stopped(error)):
+                    raise error
+                case ReportExits():
+                    self.happens(ExitsReported())
+                case FindCheckpoint():
+                    self.happens(CheckpointFound(None))
+
+    def happens(self, event: Event) -> None:
+        self.do(self.losses.decide_while_ending(event, self.now))
+
+    def failed(self, message: Failed) -> None:
+        if self.losses.is_ending:
+            self.happens(Received(message))
+        else:
+            self.do(self.losses.failed(message, self.now))
+
+    def gone(self, event: WorkerGone) -> None:
+        if self.losses.is_ending:
+            self.happens(event)
+        else:
+            self.do(self.losses.gone(event))
+
+    def live(self, *ranks: int) -> None:
+        for rank in (*ranks, *ranks):
+            self.do(self.losses.heartbeat(rank, self.now))
+
+    def exits(self, rank: int, code: int | None = None, signal: int | None = None) -> None:
+        exited = Exited(rank, 70 + rank, code, signal)
+        self.gone(WorkerGone(rank, str(exited), self.now, exited))
+
+    def time_passes(self) -> None:
+        """Long enough for everything that is waited for."""
+        self.now += 60.0
+        self.happens(Tick())
+
+    @property
+    def spawned(self) -> list[int]:
+        return [rank for action in self.actions if isinstance(action, Spawn) for rank in action.ranks]
+
+    @property
+    def reported(self) -> list[int]:
+        return [action.rank for action in self.actions if isinstance(action, Lost)]
+
+    @property
+    def ended(self) -> list[int]:
+        return [action.rank for action in self.actions if isinstance(action, Kill)]
+
+    @property
+    def newcomers_lost(self) -> list[tuple[int, object]]:
+        records = [action.fields for action in self.actions if isinstance(action, Record) and action.kind == "fail"]
+        return [(rank, fields["reason"]) for fields in records for rank in cast(list[int], fields["ranks"])]
+
+
+def test_a_loss_is_told_once() -> None:
+    world = World()
+    world.exits(1, signal=9)
+    world.exits(1, signal=9)
+    world.failed(Failed(1, "late words", 5))
+    assert [rank for rank, _ in world.told] == world.reported == [1] and sorted(world.roster.pids) == [0, 2]
+    assert "SIGKILL" in world.told[0][1] and not world.spawned
+
+
+def test_a_lost_member_is_replaced_and_a_newcomer_is_not() -> None:
+    world = World(replace=True)
+    world.exits(0, signal=9)
+    world.exits(2, signal=9)
+    assert world.spawned == [3]
+    assert world.newcomers_lost == [(2, "worker 2 (pid 72) was ended by signal 9 (SIGKILL)")]
+    assert world.reported == [0] and [rank for rank, _ in world.told] == [0, 2] and sorted(world.roster.pids) == [1]
+    assert world.ended == [2], "it may only be late: it must not come when the mesh has given it up"
+
+
+def test_an_exception_is_a_lost_device_until_it_repeats_in_the_same_step() -> None:
+    world = World()
+    world.failed(Failed(0, "Traceback ...\nValueError: first", 5))
+    assert world.told == [(0, "an exception: ValueError: first")]
+    with pytest.raises(WorkerError) as caught:
+        world.failed(Failed(1, "ValueError: second", 5))
+    assert (caught.value.rank, caught.value.report) == (0, "Traceback ...\nValueError: first")
+
+
+def test_that_the_first_one_was_ended_for_certain_does_not_hide_the_bug() -> None:
+    world = World()
+    world.failed(Failed(0, "ValueError: first", 5))
+    world.do(
+        [action for action in world.losses.failed(Failed(1, "ValueError: second", 5), 1.0) if action != ReportExits()]
+    )
+    world.exits(0, signal=9)
+    with pytest.raises(WorkerError, match="ValueError: first"):
+        world.happens(ExitsReported())
+
+
+def test_exceptions_in_different_steps_are_different_devices() -> None:
+    world = World()
+    world.failed(Failed(0, "ValueError", 5))
+    world.failed(Failed(1, "ValueError", 6))
+    assert len(world.told) == 2
+
+
+@pytest.mark.parametrize("how", [{"signal": 11}, {"code": 3}])
+def test_a_crash_that_repeats_in_the_same_step_is_a_bug(how: dict[str, int]) -> None:
+    world = World()
+    world.exits(0, **how)
+    with pytest.raises(RunError, match=r"worker 1 .*, as worker 0 did in the same step 5"):
+        world.exits(1, **how)
+
+
+def test_kills_in_the_same_step_come_from_outside() -> None:
+    world = World()
+    world.exits(0, signal=9)
+    world.exits(1, signal=15)
+    assert len(world.told) == 2
+
+
+def test_newcomers_that_cannot_start_harm_nobody() -> None:
+    world = World()
+    for rank in world.roster.allocate(3):
+        world.roster.add(rank, None)
+    world.failed(Failed(2, "ImportError", 0))
+    world.failed(Failed(3, "ImportError", 0))
+    world.exits(4, signal=11)
+    world.exits(5, signal=11)
+    assert [rank for rank, _ in world.newcomers_lost] == [2, 3, 4, 5]
+    assert sorted(world.roster.pids) == [0, 1] and not world.reported
+
+
+def test_who_was_let_go_may_end_as_it_likes() -> None:
+    world = World()
+    world.protocol.placement.mesh = Mesh.initial(MeshShape.of_stages((1,)))
+    world.roster.remove(1)
+    world.failed(Failed(1, "ValueError", 5))
+    world.exits(1, code=1)
+    assert not world.told and not world.newcomers_lost
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_what_is_not_survived_ends_the_run(started: bool) -> None:
+    def make() -> World:
+        world = World(enabled=not started)
+        world.protocol.started = started
+        return world
+
+    world = make()
+    with pytest.raises(RunError, match=r"worker 1 .* signal 9"):
+        world.exits(1, signal=9)
+    world = make()
+    world.exits(1, code=7)  # its own report may come
+    with pytest.raises(RunError, match=r"worker 1 .* exit code 7"):
+        world.time_passes()
+    world = make()
+    with pytest.raises(WorkerError, match="ValueError"):
+        world.failed(Failed(0, "ValueError", 1))
+    assert not world.told
+
+
+def test_a_report_that_comes_after_an_exit_that_ends_the_run_is_shown() -> None:
+    world = World(enabled=False)
+    world.exits(1, code=1)
+    world.failed(Failed(0, "ValueError: a consequence", 1))
+    with pytest.raises(WorkerError, match="ValueError: the cause"):
+        world.failed(Failed(1, "ValueError: the cause", 1))
+
+
+def test_a_worker_that_is_killed_meanwhile_is_the_cause() -> None:
+    world = World(enabled=False)
+    world.exits(1, code=1)
+    with pytest.raises(RunError, match=r"worker 0 .* signal 9"):
+        world.exits(0, signal=9)
+
+
+def test_giving_up_shows_the_last_crash() -> None:
+    nobody = Unrecoverable((), "no worker is left")
+    world = World()
+    with pytest.raises(RunError, match="no worker is left"):
+        world.do(world.losses.end(nobody, world.now))
+    world = World()
+    world.failed(Failed(0, "ValueError", 5))
+    with pytest.raises(WorkerError, match="ValueError"):
+        world.do(world.losses.end(nobody, world.now))
+
+
+def test_giving_up_waits_for_the_cause_of_an_end() -> None:
+    nobody = Unrecoverable((), "no worker is left")
+    for is_crash in (True, False):
+        world = World()
+        world.gone(WorkerGone(0, "its process ended", 1.0))
+        world.do(world.losses.end(nobody, world.now))
+        assert world.losses.is_ending and not any(isinstance(action, End) for action in world.actions)
+        with pytest.raises(RunError, match="SIGSEGV" if is_crash else "no worker is left"):
+            if is_crash:
+                world.exits(0, signal=11)
+            else:
+                world.time_passes()
+
+
+def test_a_crash_counts_when_its_cause_is_known_after_its_end() -> None:
+    world = World()
+    world.gone(WorkerGone(0, "its process ended", 1.0))
+    world.exits(0, signal=6)
+    world.gone(WorkerGone(1, "its process ended", 1.1))
+    with pytest.raises(RunError, match=r"SIGABRT.*as worker 0 did in the same step 5"):
+        world.exits(1, signal=6)
+
+
+def test_a_report_that_comes_after_the_exit_is_that_of_the_same_crash() -> None:
+    world = World()
+    world.exits(0, code=1)
+    world.failed(Failed(0, "Traceback ...\nValueError: first", 5))
+    assert [rank for rank, _ in world.told] == [0]
+
+
+def test_the_end_of_a_run_that_is_saved_shows_the_exception_that_brought_it_to_it() -> None:
+    saved = SaveEnded(Save(4, 1, "too few workers are left"))
+    world = World()
+    world.failed(Failed(0, "Traceback ...\nValueError: old", 3))
+    with pytest.raises(RunError) as caught:
+        world.do(world.losses.end(saved, world.now))
+    assert str(caught.value).startswith("the run stops: too few workers are left. Its state after step 4 is in ")
+    assert "ValueError" not in str(caught.value)
+    world = World()
+    world.failed(Failed(1, "Traceback ...\nValueError: new", 5))
+    with pytest.raises(RunError) as caught:
+        world.do(world.losses.end(saved, world.now))
+    assert str(caught.value).endswith("\n\nworker 1 failed:\nTraceback ...\nValueError: new")
+    assert "ValueError" not in caught.value.headline
+
+
+def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> None:
+    world = World()
+    world.losses.link_closed(0, 1)
+    assert not world.relinked
+    world.live(0, 1)
+    assert world.relinked == [({0, 1}, "the link between workers 0 and 1 was lost")] and not world.told
+    world.losses.link_closed(1, 0)
+    world.live(0, 1)
+    assert world.told == [(1, "the link between workers 0 and 1 was lost again")] and len(world.relinked) == 1
+    assert world.reported == [1]
+
+
+def test_links_that_end_with_a_worker_are_none_that_were_lost() -> None:
+    world = World()
+    world.losses.link_closed(0, 1)
+    world.exits(1, signal=9)
+    world.losses.link_closed(0, 1)
+    world.live(0, 1)
+    assert not world.relinked and [rank for rank, _ in world.told] == [1]
+
+
+def test_who_has_lost_the_link_to_the_controller_and_lives_is_lost() -> None:
+    world = World()
+    world.losses.link_closed(0)
+    world.live(0)
+    assert world.told == [(0, "its link to the controller was lost")]
+    world = World(enabled=False)
+    world.losses.link_closed(0)
+    with pytest.raises(RunError, match="worker 0: its link to the controller was lost"):
+        world.live(0)
