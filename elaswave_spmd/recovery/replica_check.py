@@ -1,4 +1,4 @@
-"""Do the copies of state agree? Hashes of all replicas, compared as they come, off the path of any step."""
+"""Comparison of replicas: hashes of their state, compared as they arrive, beside the steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from elaswave_spmd.recovery.messages import Fingerprints
 PageRange = tuple[int, int, int]
 
 _KEPT_VERSIONS = 4
+"""Versions that are remembered. Workers are at most two steps apart, so a hash of an older one comes no more."""
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Replicas of a run that wrote different states at a version, each of which is what its writer wrote.
+    """Replicas of a page range whose states differ at a version, though each is what its worker wrote.
 
-    `minority`: those to distrust where a majority agrees; empty where there is none.
+    Args:
+        step: the version.
+        run: the page range.
+        ranks: the workers whose hashes are known.
+        minority: the workers to distrust, where a majority agrees; empty where there is none.
     """
 
     step: int
@@ -26,12 +31,12 @@ class Disagreement:
 
 @dataclass
 class Copies:
-    """The hashes of the newest versions, by run and worker."""
+    """The hashes of the newest versions, by page range and worker."""
 
     _hashes: dict[int, dict[PageRange, dict[int, bytes]]] = field(default_factory=dict)
 
     def add(self, message: Fingerprints) -> list[Disagreement]:
-        """Files a worker's hashes. Returns the runs whose copies are seen to differ now."""
+        """File a worker's hashes. Returns the page ranges whose replicas are seen to differ now."""
         of_step = self._hashes.setdefault(message.step, {})
         for old in sorted(self._hashes)[:-_KEPT_VERSIONS]:
             del self._hashes[old]

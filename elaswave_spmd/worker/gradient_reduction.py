@@ -1,7 +1,9 @@
-"""The canonical reduction of gradients: local tree nodes go to the primaries, entries from there to the mirrors.
+"""The canonical reduction of gradients: partial sums go to primaries, which add them up to the reduced gradient.
 
-A worker adds up its own micro-batches as far as the tree allows. A node that it cannot complete alone is cut by page
-runs and sent to each run's primary. The primary adds nodes until it has the root: the entry.
+The order of additions is that of one binary tree over micro-batches (determinism.reduction_tree), whichever worker
+computes which micro-batch. A worker adds up its own micro-batches as far as the tree allows. A tree node that it cannot
+complete alone is cut by page ranges and sent to the primary of each. The primary adds until it has the root: the
+reduced gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ EntryDone = Callable[[int, ReplicaSet, Tensor], None]
 
 @dataclass(frozen=True)
 class Route:
-    """Pages [first, stop) of a layer's gradient buffer go to the replicas of `run`: the same pages, or their source."""
+    """Pages [first, stop) of a layer's gradient buffer go to the primary of `run`: the same pages, or their source."""
 
     layer: int
     first: int
@@ -33,7 +35,7 @@ class Route:
 
 
 def routes(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> tuple[Route, ...]:
-    """Where the gradient pages of one layer go. A reader block's pages go to the replicas of the pages it reads."""
+    """The routes of one layer's gradient pages. Those of a tied parameter go to the primary of its source."""
     found = [Route(layer, run.first, run.stop, run) for run in replica_map[layer]]
     for block in layout.layers[layer].reader_blocks:
         assert block.source is not None
@@ -47,18 +49,19 @@ def routes(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> tuple[Ro
 
 
 class GradientReducer:
-    """The reduction of one step after another on one worker, from mesh epoch to mesh epoch.
+    """The reduction of one step after another on one worker, from configuration to configuration.
 
-    A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary; with
-    sharded gradients they are given up when sent, and a micro-batch whose sum is lost with a primary is computed again.
+    A worker's own sums are kept until their step is decided, so that they can be sent again to a new primary. Sharded
+    gradients are given up when sent: keeping them would take a full-size buffer per micro-batch. A micro-batch whose
+    sum is lost with a primary is computed again.
 
     Args:
         place: the device on which sums lie, and where payloads come that are added to them.
-        sharded: gradients are sharded: nodes leave as soon as they are done and their buffers are not kept.
+        sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept.
         add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
-        entry_done: called with (step, run, entry) for each entry completed of a run that this worker is primary of. The
-            step may be one that this worker has not begun.
+        entry_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
+            primary of is complete. The step may be one that this worker has not begun.
     """
 
     def __init__(
@@ -73,9 +76,14 @@ class GradientReducer:
         send: Send,
         entry_done: EntryDone,
     ) -> None:
-        self.rank, self.num_microbatches, self._place = rank, num_microbatches, place
-        self._layout, self._sharded, self._add_in_place = layout, sharded, add_in_place
-        self._send, self._entry_done = send, entry_done
+        self.rank = rank
+        self.num_microbatches = num_microbatches
+        self._place = place
+        self._layout = layout
+        self._sharded = sharded
+        self._add_in_place = add_in_place
+        self._send = send
+        self._entry_done = entry_done
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}
         self._primary: list[ReplicaSet] = []
@@ -90,14 +98,14 @@ class GradientReducer:
         self._sum_bytes = self._peak_sum_bytes = 0
 
     def bind(self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
-        """Takes part in a (newer) mesh epoch: sends what its sums hold for pages that have another primary now.
+        """Take part in a newer configuration: send sums of pages that have another primary now.
 
         Args:
-            unsure: peers that may have missed what they were sent: they get all of it again.
-            replica_map: of all layers that concern this worker's layers and held pages; runs are those of the older
-                epoch, or parts of them.
+            replica_map: of all layers that concern this worker's layers and held pages; page ranges are those of the
+                older configuration, or parts of them.
             layers: that this worker computes.
             current: the step under way.
+            unsure: peers that may have missed what they were sent: they get all of it again.
         """
         old_routes, self._routes = self._routes, {}
         for layer in {*layers, *self._kept, *self._local} & replica_map.keys():
@@ -110,13 +118,13 @@ class GradientReducer:
             before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
                 was = _primary_at(before, route.first, route.stop)
-                if was == self.rank:  # its own part went into its trees
+                if was == self.rank:  # this worker was the primary: its own part went into its trees
                     continue
                 if was != route.run.primary or route.run.primary in unsure:
                     for node, buffer in kept:
                         self._emit_part(current, route, node, buffer, mine=False)
         for use in handed_over:
-            self._kept.pop(use, None)  # what they had of these pages went into the tree
+            self._kept.pop(use, None)  # what their sums held of these pages went into the tree
         early, self._early = self._early, []
         for message, payload in early:
             self.node_received(message, payload)
@@ -127,9 +135,10 @@ class GradientReducer:
         self._keeps_all = True
 
     def _split_trees(self, replica_map: ReplicaMap) -> set[int]:
-        """Trees of runs that were cut follow the cuts; those of runs that have another primary now are sent there.
+        """Cut trees as page ranges were cut, and send those that have another primary now.
 
-        Returns: the layers whose sums went into trees that were sent.
+        Returns:
+            The layers whose sums went into trees that were sent.
         """
         handed_over: set[int] = set()
         by_layer = {layer: list(runs) for layer, runs in replica_map.items()}
@@ -159,10 +168,10 @@ class GradientReducer:
     # ---- this worker's own micro-batches
 
     def begin_step(self, step: int, microbatches: Iterable[int]) -> None:
-        """The micro-batches that this worker is to add up as far as the tree allows, of the step that begins.
+        """Begin a step, in which this worker adds up these micro-batches as far as the tree allows.
 
-        Again in the middle of a step, with those added up so far and those that are still to come: a sum that waits
-        for a micro-batch which another worker does now is finished.
+        Called again in the middle of a step that is recovered, with the micro-batches added up so far and those that
+        are still to come: a sum that waited for a micro-batch which another worker computes now is sent as it is.
         """
         self._final = frozenset(maximal_nodes(microbatches, self.num_microbatches))
         for layer, (_, buffers) in self._local.items():
@@ -170,18 +179,22 @@ class GradientReducer:
                 self._emit(step, layer, node, buffers.pop(node))
 
     def _grows(self, node: Node) -> bool:
-        """Whether micro-batches are still to come that an open sum is to be added to."""
+        """True if micro-batches are still to come that are added to this open sum."""
         return node not in self._final and any(f[0] <= node[0] and node[1] <= f[1] for f in self._final)
 
     @property
     def has_sums(self) -> bool:
-        """Whether anything of the step under way was added up or kept here."""
+        """True if anything of the step under way was added up or kept here."""
         return bool(self._local or self._kept)
 
     def begin_microbatch(self, layer: int, microbatch: int, *, alone: bool = False) -> tuple[GradientBuffer, bool]:
-        """The buffer for the micro-batch's gradient of this layer; True: add to it, False: overwrite it.
+        """The buffer for a micro-batch's gradient of a layer, and whether to add to it (True) or to overwrite it.
 
-        `alone`: a micro-batch that this worker does for another one, or again: it is not added to others here.
+        Autograd adds straight into the buffer of the sibling in the tree where that gives the same bits, which saves a
+        buffer and a pass over it.
+
+        Args:
+            alone: the micro-batch was another worker's, or is computed again: it is not added to others here.
         """
         pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
         leaf = (microbatch, microbatch + 1)
@@ -195,7 +208,7 @@ class GradientReducer:
         return buffer, sibling is not None
 
     def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:
-        """The micro-batch's gradient is in its buffer: add up what the tree allows, and let finished nodes go."""
+        """The micro-batch's gradient is in its buffer: add up what the tree allows, and send complete nodes."""
         node = (microbatch, microbatch + 1)
         if alone:
             self._emit(step, layer, node, self._alone)
@@ -214,10 +227,11 @@ class GradientReducer:
             self._emit(step, layer, node, buffers.pop(node))
 
     def drop_microbatch(self, layer: int) -> None:
-        """The gradient of a micro-batch that was run for its input's gradient only is not wanted."""
+        """Drop the weight gradient of a micro-batch that was run for its input's gradient only."""
         self._pools[layer].release(self._alone)
 
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
+        """Send a node that is complete on this worker to the primaries of its pages."""
         if self._sharded and not self._keeps_all:
             self._pools[layer].forget(buffer)
         else:
@@ -226,7 +240,7 @@ class GradientReducer:
             self._emit_part(step, route, node, buffer, mine=True)
 
     def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
-        """One run's part of a node. `mine`: if this worker is its primary, that part may be overwritten."""
+        """Send, or add, one page range's part of a node. `mine`: a part that stays here may be overwritten."""
         part = buffer.pages(route.first, route.stop)
         if route.run.primary != self.rank:
             self._send(route.run.primary, PartialSum(step, route.layer, route.first, route.stop, *node), part)
@@ -235,13 +249,13 @@ class GradientReducer:
             part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
         self._add(step, route.run, route.layer, node, part, owned=mine)
 
-    # ---- everybody's nodes, at the primary
+    # ---- the nodes of all workers, at the primary
 
     def node_received(self, message: PartialSum, payload: Tensor) -> None:
-        """A node from another worker; ignored when its step is decided already.
+        """Add a node of another worker; ignored if its step is decided already.
 
-        It may be cut as in an older mesh epoch. What is for pages that this worker is not the primary of, as far as it
-        knows, waits for the epoch in which it is.
+        It may be cut as in an older configuration. Parts for pages that this worker is not the primary of wait for the
+        configuration in which it is: the sender may have entered that one already.
         """
         if message.step <= self.decided:
             return
@@ -272,7 +286,7 @@ class GradientReducer:
             self._entry_done(step, run, entry)
 
     def entry_known(self, step: int, run: PageRange) -> None:
-        """The entry of a run of this worker's primary pages has come from elsewhere: no node of it is needed."""
+        """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
         if run in self._uses:
             tree = self._steps.setdefault(step, {}).setdefault(
                 run, PrimaryRange(self._uses[run], self.num_microbatches)
@@ -280,7 +294,7 @@ class GradientReducer:
             tree.finish()
 
     def step_decided(self, step: int) -> None:
-        """Everybody has what it needs of this step: its buffers may be used again."""
+        """The step is applied: every vote said that its sender has received, so the buffers may be used again."""
         self.decided = step
         self._steps.pop(step, None)
         self._early = [(message, payload) for message, payload in self._early if message.step > step]
@@ -291,21 +305,21 @@ class GradientReducer:
             pool.release_all()
 
     def forget(self) -> None:
-        """Gives up everything of undecided steps, own sums and those of others."""
+        """Give up everything of undecided steps, own sums and those of other workers."""
         for table in (self._local, self._kept, self._steps):
             table.clear()
         self._early, self._final, self._sum_bytes = [], frozenset(), 0
-        self._pools.clear()  # messages that are under way may refer to its buffers, and their memory may be bad
+        self._pools.clear()  # messages under way may refer to its buffers, and their memory may be bad
 
-    # ---- what it has
+    # ---- reports
 
     @property
     def gives_up(self) -> bool:
-        """Whether sums are given up when they are sent."""
+        """True if sums are given up when they are sent."""
         return self._sharded
 
     def nodes_held(self) -> dict[int, tuple[Node, ...]]:
-        """Layer -> the nodes of the step under way whose sums are kept here, whole layers each."""
+        """Layer -> the tree nodes of the step under way whose sums are kept here, each of the whole layer."""
         found: dict[int, list[Node]] = {layer: [node for node, _ in kept] for layer, kept in self._kept.items()}
         for layer, (_, buffers) in self._local.items():
             found.setdefault(layer, []).extend(buffers)
@@ -314,7 +328,9 @@ class GradientReducer:
     def trees_held(self, step: int, *, current: bool) -> tuple[tuple[int, int, int, int, tuple[Node, ...]], ...]:
         """(layer, first, stop, use, nodes) of the unfinished trees at this primary.
 
-        `current`: the step is the one under way, so that its own open sums, which no node was made of yet, belong here.
+        Args:
+            current: the step is the one under way: this worker's own open sums, which it has not sent to itself yet,
+                count as well.
         """
         found = []
         for run in self._primary:
@@ -340,7 +356,7 @@ class GradientReducer:
 
 
 def _first_page_of_use(layout: ModelLayout, run: ReplicaSet, use: int) -> int:
-    """Where the pages of a run lie in the gradient buffer of one of its uses."""
+    """The first page of a page range in the gradient buffer of one of its uses."""
     if use == run.layer:
         return run.first
     block = layout.layers[run.layer].block_of(run.first)
@@ -349,7 +365,7 @@ def _first_page_of_use(layout: ModelLayout, run: ReplicaSet, use: int) -> int:
 
 
 def _by_use(layout: ModelLayout, runs: Iterable[ReplicaSet]) -> dict[int, list[tuple[int, ReplicaSet]]]:
-    """Layer -> (first page, run) of the runs whose nodes arrive under that layer."""
+    """Layer -> (first page, page range) of the ranges whose nodes arrive under that layer."""
     found: dict[int, list[tuple[int, ReplicaSet]]] = {}
     for run in runs:
         for use in uses_of(layout, run):
@@ -358,22 +374,27 @@ def _by_use(layout: ModelLayout, runs: Iterable[ReplicaSet]) -> dict[int, list[t
 
 
 def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) -> int | None:
-    """The primary of the older run that pages [first, stop) were part of."""
+    """The primary of the older page range that pages [first, stop) were part of."""
     return next((primary for (a, b), primary in before.items() if a <= first and stop <= b), None)
 
 
 def uses_of(layout: ModelLayout, run: ReplicaSet) -> tuple[int, ...]:
-    """The layers whose gradients add up to the entry of a run, in layer order."""
+    """The layers whose gradients add up to the reduced gradient of a page range, in layer order: two for a tie."""
     block = layout.layers[run.layer].block_of(run.first)
     assert block.kind != READER
     readers = layout.readers.get((run.layer, block.first_page), ()) if block.kind != LOSS else ()
     return tuple(sorted({run.layer, *(layer for layer, _ in readers)}))
 
 
-# The canonical tree's sums at a primary: one tree per use of the parameters of a page range.
 @dataclass
 class Tree:
-    """One tree: which nodes are held, and their sums, `num_elements` in all. `owned` sums may be overwritten."""
+    """One reduction tree at a primary: the nodes that it has, and their sums.
+
+    Args:
+        sums: node -> fp32 [elements].
+        owned: nodes whose sums may be overwritten; others lie in memory that is still needed.
+        num_elements: of all sums.
+    """
 
     reduction: Reduction
     sums: dict[Node, Tensor] = field(default_factory=dict)
@@ -381,7 +402,7 @@ class Tree:
     num_elements: int = 0
 
     def add(self, node: Node, value: Tensor, *, owned: bool) -> None:
-        """Files a node's sum and makes the additions that it allows; what is already covered is ignored."""
+        """Add a node's sum, and do the additions that it allows; a node that is covered already is ignored."""
         added = self.reduction.add(node)
         if added is None:
             return
@@ -406,7 +427,7 @@ def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -
 
 
 class PrimaryRange:
-    """The trees of one run at its primary: one per use of the parameters (two for a tied one), in layer order."""
+    """The trees of one page range at its primary: one per use of the parameters (two for a tie), in layer order."""
 
     def __init__(self, uses: Sequence[int], num_microbatches: int) -> None:
         self._trees = {use: Tree(Reduction(num_microbatches)) for use in sorted(uses)}
@@ -419,7 +440,7 @@ class PrimaryRange:
         return sum(4 * tree.num_elements for tree in self._trees.values())
 
     def add(self, use: int, node: Node, value: Tensor, *, owned: bool) -> Tensor | None:
-        """The entry, once every use's tree has its root; None before, and again after."""
+        """Add a node's sum. Returns the reduced gradient when every use's tree has its root; None before and after."""
         self._trees[use].add(node, value, owned=owned)
         if self.done or not all(tree.reduction.done for tree in self._trees.values()):
             return None
@@ -433,15 +454,16 @@ class PrimaryRange:
         return entry
 
     def finish(self) -> None:
-        """Its entry is known."""
+        """The reduced gradient is known: no sum is needed any more."""
         self.done = True
         self._trees.clear()
 
     def nodes_of(self, use: int) -> tuple[Node, ...]:
+        """The nodes of one use's tree."""
         return tuple(self._trees[use].sums) if use in self._trees else ()
 
     def sums(self) -> Iterator[tuple[int, Node, Tensor]]:
-        """(use, node, sum) of all that is held."""
+        """(use, node, sum) of all sums held."""
         for use, tree in self._trees.items():
             for node, value in tree.sums.items():
                 yield use, node, value

@@ -30,7 +30,7 @@ class Job:
         dtype: "fp32" or "bf16": of parameters and activations in layer programs; master state is fp32.
         optimizer, learning_rate: the update.
         clip: largest gradient norm; 0 for none.
-        checkpointing: keep only layer inputs, run each layer again for its backward.
+        checkpointing: keep only the inputs of layers, and run each layer forward again in its backward.
         validate_every: steps between validations; 0 for none. The last step validates too.
         validation_microbatches: micro-batches of a validation.
         verify_every: steps between two comparisons of the copies of state by their hashes; 0 for none.
@@ -55,6 +55,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
+        """Micro-batches per step, over the whole mesh."""
         return self.global_batch // self.microbatch_size
 
     @property
@@ -67,10 +68,11 @@ class Job:
 
     @property
     def validates(self) -> bool:
-        """Whether there is any validation in the run."""
+        """True if the run validates at all."""
         return self.validate_every > 0 and self.validation_microbatches > 0
 
     def validates_at(self, step: int) -> bool:
+        """True if the version after this step is validated."""
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
 
 

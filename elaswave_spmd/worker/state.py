@@ -1,8 +1,8 @@
-"""The state pages that a worker holds: fp32 master and optimizer state, their update, and how they change hands.
+"""The pages of training state that a worker holds: fp32 master parameters and optimizer state, and their update.
 
-A held run is one contiguous slice of its layer, so that an update is a few kernel calls on whole runs. In fp32 with
-replicated parameters the master *is* the slice of the compute buffer, on workers that compute with the layer; elsewhere
-it lies in a buffer of its own.
+A held page range is one contiguous slice of its layer, so that an update is a few kernel calls on whole ranges. In fp32
+with replicated parameters the master *is* the slice of the compute buffer, on workers that compute with the layer;
+elsewhere it lies in a buffer of its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ Saved = Callable[[PageRange, str], Tensor]
 """(page range, kind of state: "master" or the optimizer's) -> fp32 [elements]."""
 
 LEARNING = -1
-"""The version of a run whose state has not come yet."""
+"""The version of a page range whose state has not come yet."""
 
 
 @dataclass
 class HeldRange:
-    """One run of state pages: elements [start, stop) of its layer, at `version`."""
+    """The state of one page range, at `version`.
+
+    Args:
+        run: the pages, and who else holds them.
+        start, stop: its elements of the layer.
+        master: fp32 [stop - start], may be a slice of a compute buffer.
+        optimizer_state: kind of state -> fp32 [stop - start].
+    """
 
     run: ReplicaSet
     start: int
@@ -40,7 +47,7 @@ class HeldRange:
     version: int = LEARNING
 
     def part(self, run: ReplicaSet, layout: LayerLayout) -> HeldRange:
-        """The same memory under a run that lies inside this one."""
+        """The same memory, as a page range that lies inside this one."""
         start, stop = layout.span(run.first, run.stop)
         a, b = start - self.start, stop - self.start
         states = {name: values[a:b] for name, values in self.optimizer_state.items()}
@@ -49,7 +56,7 @@ class HeldRange:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What one call of the optimizer updates: pieces [first, stop) of held runs that share a rule, and their slices."""
+    """The arguments of one call of the optimizer: pieces [first, stop) of held ranges that share an update rule."""
 
     decay: bool
     lr_scale: float
@@ -59,7 +66,7 @@ class _Cut:
 
 
 class HeldState:
-    """All held runs of one worker, by layer.
+    """All page ranges that one worker holds, by layer.
 
     Args:
         layout: of the model.
@@ -71,17 +78,18 @@ class HeldState:
     def __init__(self, layout: ModelLayout, optimizer: PageOptimizer, device: Device, *, separate_master: bool) -> None:
         self.optimizer = optimizer
         self.separate_master = separate_master
-        self._layout, self._device = layout, device
+        self._layout = layout
+        self._device = device
         self._values: Mapping[int, ValueBuffer] = {}
         self.layers: dict[int, list[HeldRange]] = {}
         self._cuts: dict[int, list[_Cut]] = {}
 
     def rebind(self, runs: Iterable[ReplicaSet], values: Mapping[int, ValueBuffer]) -> None:
-        """Holds exactly these runs from now on.
+        """Hold exactly these page ranges from now on.
 
         Args:
-            runs: each is one that was held, a part of one, or new: then without state, at version LEARNING.
-            values: the compute buffers of the layers that this worker computes with.
+            runs: each is one that was held, a part of one, or new: then it has no state, and version LEARNING.
+            values: the compute buffers of the layers that this worker computes.
         """
         old, self._values = self.layers, values
         found: dict[int, list[HeldRange]] = {}
@@ -106,7 +114,7 @@ class HeldState:
         return not self.separate_master and run.layer in self._values
 
     def _settle(self, held: HeldRange) -> None:
-        """Moves a master to where it belongs, when this worker has begun or ceased to compute with its layer."""
+        """Move a master into, or out of, the compute buffer, if this worker began or ceased to compute its layer."""
         if self._in_compute_buffer(held.run):
             place = self._values[held.run.layer].pages(held.run.first, held.run.stop)
             if held.version != LEARNING and held.master.data_ptr() != place.data_ptr():
@@ -121,7 +129,7 @@ class HeldState:
         return (part for _, held in sorted(self.layers.items()) for part in held)
 
     def initialise(self, draw: Callable[[str, int, int], Tensor]) -> None:
-        """Fills the masters with initial values: version 0.
+        """Fill the masters with initial values: version 0.
 
         Args:
             draw: (parameter name, first, stop) -> fp32 elements [first, stop) of the flattened parameter.
@@ -139,7 +147,7 @@ class HeldState:
             self.to_compute(layer)
 
     def restore(self, saved: Saved, version: int) -> None:
-        """Fills all runs from a checkpoint."""
+        """Fill all page ranges from a checkpoint."""
         for part in self:
             for kind, target in {"master": part.master, **part.optimizer_state}.items():
                 target.copy_(saved(part.run.key, kind))
@@ -156,14 +164,17 @@ class HeldState:
         lr: float,
         divisor: float,
     ) -> None:
-        """Updates all held pages of a layer from its entries and moves their values into the compute buffer.
+        """Update all held pages of a layer, and copy their new values into the compute buffer.
 
         Args:
-            entries: (layer, first, stop) -> fp32 reduced gradient of that run; may be overwritten.
+            entries: (layer, first, stop) -> reduced gradient of that page range, fp32; may be overwritten.
+            step: that is applied; ranges that are at another version than step - 1 are left alone.
+            lr: learning rate.
+            divisor: of the gradients, for clipping.
         """
         held = self.layers.get(layer, ())
         current = [part for part in held if part.version == step - 1]
-        # Not all, while something is being learned here.
+        # Ranges whose state has not come yet are left out, and ranges whose state came from a primary that was ahead.
         cuts = self._cuts.get(layer, []) if len(current) == len(held) else self._cut(layer, current)
         for cut in cuts:
             self.optimizer.update(
@@ -178,20 +189,20 @@ class HeldState:
         return _cut_by_rule(self._layout.layers[layer], held)
 
     def keep(self, layer: int, step: int) -> None:
-        """The version advances; alone, when the step's gradient was not finite, it changes nothing else."""
+        """Advance the version without an update. Called by itself when the step's gradient was not finite."""
         for part in self.layers.get(layer, ()):
-            # A learner's state may be a step ahead of the learner, or not here yet.
+            # The state of a learner may be a step ahead of the learner, or not here yet.
             assert part.version in (LEARNING, step - 1, step), (part.run, part.version, step)
             if part.version == step - 1:
                 part.version = step
         self.to_compute(layer)
 
     def compute_values(self, part: HeldRange) -> Tensor:
-        """The run's values as this worker computes with them, a view."""
+        """The parameters of a page range in the compute buffer, a view."""
         return self._values[part.run.layer].pages(part.run.first, part.run.stop)
 
     def to_compute(self, layer: int) -> None:
-        """The held pages of a layer go to its compute buffer, where there is one."""
+        """Copy the held pages of a layer to its compute buffer, if this worker computes the layer."""
         values = self._values.get(layer)
         if values is None:
             return
@@ -203,10 +214,10 @@ class HeldState:
             else:
                 values.mark(part.run.first, part.run.stop, part.version)
 
-    # ---- changing hands
+    # ---- state transfer, and damage
 
     def copy_state(self, part: HeldRange, into: Tensor) -> Iterator[None]:
-        """Copies the run's state in pieces, fp32, flat: the master and then each optimizer state in turn.
+        """Copy the state of a page range, fp32 and flat: the master, then each optimizer state. One item per piece.
 
         Args:
             into: of `state_size(part)` elements.
@@ -215,7 +226,7 @@ class HeldState:
         return _copy_in_pieces(zip(into.view(len(rows), -1), rows, strict=True))
 
     def state_size(self, part: HeldRange) -> int:
-        """Elements of the state of a run."""
+        """Number of elements of the state of a page range."""
         return (1 + len(part.optimizer_state)) * (part.stop - part.start)
 
     def receive(
@@ -224,7 +235,7 @@ class HeldState:
         """Copies in the state of pages [first, stop), laid out as `copy_state` does it, in pieces.
 
         Args:
-            learned: told of each run that was waiting for it.
+            learned: called with each page range that was waiting for it, when its state is complete.
         """
         start, end = self._layout.layers[layer].span(first, stop)
         rows = payload.view(1 + len(self.optimizer.state_names), end - start)
@@ -247,14 +258,14 @@ class HeldState:
             self.to_compute(layer)
 
     def fingerprints(self) -> dict[PageRange, bytes]:
-        """A hash of the state of each held run that has any."""
+        """Page range -> hash of its state, of those that have state."""
         return {part.run.key: self._fingerprint(part) for part in self if part.version != LEARNING}
 
     def disown_damaged(self, written: Mapping[PageRange, bytes]) -> list[PageRange]:
-        """Gives up the runs whose state is no longer what was written; they are to be learned from somebody else."""
+        """Give up page ranges whose state is no longer what was written; another replica sends them. Returns them."""
         damaged = []
         for part in self:
-            hashed = written.get(part.run.key)  # a hash costs about as much as the update: taken where asked for
+            hashed = written.get(part.run.key)  # a hash costs about as much as the update
             if hashed is not None and part.version != LEARNING and hashed != self._fingerprint(part):
                 part.version = LEARNING
                 damaged.append(part.run.key)
@@ -267,21 +278,21 @@ class HeldState:
         return found.digest()
 
     def disown_all(self) -> list[PageRange]:
-        """Gives up the state of all runs; it is to be learned from somebody else. Returns what it had."""
+        """Give up the state of all page ranges; other replicas send it. Returns those that had state."""
         had = [part for part in self if part.version != LEARNING]
         for part in had:
             part.version = LEARNING
         return [part.run.key for part in had]
 
     def flip_a_bit(self) -> None:
-        """Damages the optimizer state of the first held run, as failing memory would (chaos)."""
+        """Damage the optimizer state of the first held page range, as failing memory would (fault injection)."""
         part = next(iter(self))
         next(iter(part.optimizer_state.values())).view(torch.int32)[0] ^= 1 << 20
 
     def num_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes of masters (whether or not they are part of a compute buffer), of optimizer state, and of mirrors.
+        """Bytes of `master` (part of a compute buffer or not) and `optimizer` state that this worker is the primary of.
 
-        `mirrors`: both, of the runs that this worker is not the primary of, where state is sharded.
+        `mirror_master` and `mirror_optimizer`: of pages that it is not the primary of.
         """
         found = {"master": 0, "optimizer": 0, "mirror_master": 0, "mirror_optimizer": 0}
         for part in self:
@@ -292,7 +303,7 @@ class HeldState:
 
 
 def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Copies the second of each pair to the first."""
+    """Copy the second of each pair to the first. One item per piece."""
     for target, source in pairs:
         for at in range(0, len(source), COPY_ELEMENTS):
             target[at : at + COPY_ELEMENTS].copy_(source[at : at + COPY_ELEMENTS])
@@ -300,7 +311,7 @@ def _copy_in_pieces(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def _cut_by_rule(layout: LayerLayout, held: list[HeldRange]) -> list[_Cut]:
-    """The held elements of a layer, by update rule."""
+    """The held elements of a layer, grouped by update rule (weight decay, scale of the learning rate)."""
     cuts: dict[tuple[bool, float], _Cut] = {}
     for part in held:
         for segment in layout.segments:
@@ -361,12 +372,15 @@ class BackgroundCopies:
 
 
 def contains(whole: PageRange, part: PageRange) -> bool:
-    """Whether all pages of `part` are pages of `whole`."""
+    """True if all pages of `part` are pages of `whole`."""
     return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]
 
 
 def cut(layout: ModelLayout, runs: Collection[PageRange], whole: PageRange, payload: Tensor) -> dict[PageRange, Tensor]:
-    """Those of `runs` that lie inside `whole`, each with its part of the payload, which is that of `whole`."""
+    """Cut the payload of `whole` into the parts of those of `runs` that lie inside it.
+
+    Messages may be cut as an older, or a newer, configuration cuts pages.
+    """
     if whole in runs:
         return {whole: payload}
     inside = [key for key in runs if contains(whole, key)]
