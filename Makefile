@@ -1,4 +1,9 @@
-# `make train` and `make test` need Python 3.10 to 3.13 with venv, git and make, and nothing else; they set up .venv in this folder.
+# All targets need Python 3.10 to 3.13 with venv, git and make, and nothing else; they set up .venv in this folder.
+#   make train       a run on four workers
+#   make check       lint, types, unit tests with few examples of each property, 200 random schedules: before each commit
+#   make test        all tests
+#   make test-xla    the tests that need PyTorch/XLA
+#   make golden      bits and outcomes as recorded in tests/golden.json: 192 simulated runs, 8 real ones, 2,000 schedules
 #   make train PYTHON=python3.12                                              another Python for .venv
 #   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"    the CPU build of torch, 200 MB in place of 5 GB
 PYTHON ?= python3
@@ -10,14 +15,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-xla lint clean
+.PHONY: train check check-units check-schedules test test-xla golden lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
 	$(BIN)/python train.py $(TRAIN_ARGS)
 
+# Side by side: types are checked by one process. Layers that are compiled, and what starts a compiler, are left to `make test`.
+check: $(STAMP)
+	$(MAKE) -j 3 --output-sync=target lint check-units check-schedules
+
+check-units: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m units -k "not compiled" --hypothesis-profile=check $(TEST_ARGS)
+
+check-schedules: $(STAMP)
+	$(BIN)/python -m tests.cluster.schedules --count 200
+
+# Three processes for two cores: tests of real runs wait now and then for what workers do. Files stay whole, so that the
+# tests of one file share what its fixtures have run; tests/conftest.py puts the longest files first.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+golden: $(STAMP)
+	$(BIN)/python -m tests.golden check --jobs 2
 
 # PyTorch/XLA's tests, in an environment of their own: torch_xla fits one version of torch only. Where that environment cannot be
 # made, they run in .venv, which skips them, with the reason.

@@ -49,3 +49,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks each test with the tier of its folder, unless its file names another tier."""
     if not {mark.name for mark in item.iter_markers()} & {*TIERS.values()}:
         item.add_marker(TIERS[item.path.relative_to(TESTS).parts[0]])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts slow tiers first, so that no process is left alone with a long file when the others have finished."""
+    slow_first = ["faults", "processes", "simulated"]
+
+    def when(item: pytest.Item) -> int:
+        tiers = [number for number, tier in enumerate(slow_first) if item.get_closest_marker(tier)]
+        return min(tiers, default=len(slow_first))
+
+    items.sort(key=when)  # stable: files stay whole, and in their order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import shutil
@@ -12,10 +13,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from tests.multiprocess.train_server import TrainServer
 from tests.waiting import PATIENCE_S
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -47,17 +50,7 @@ class Launched:
 
     def processes(self) -> dict[int, int]:
         """Process id -> parent's id of all living processes of the run, the command itself included."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX" and self.mark in (entry / "environ").read_text(errors="replace"):
-                    found[int(entry.name)] = int(parent)
-            except OSError:  # it has just ended, or is somebody else's
-                continue
-        return found
+        return processes_with(self.mark)
 
     def workers(self) -> list[int]:
         """The workers' process ids: the fork server's children."""
@@ -117,8 +110,52 @@ def launch(folder: Path, *arguments: str, mark: str = "", script: Path = TRAIN) 
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-def train(folder: Path, *arguments: str, timeout: float = PATIENCE_S, script: Path = TRAIN) -> Done:
-    """Runs `python train.py ARGUMENTS`, or another script, to its end."""
+def processes_with(mark: str) -> dict[int, int]:
+    """Process id -> parent's id of all living processes whose environment began with `mark` in it."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX" and mark in (entry / "environ").read_text(errors="replace"):
+                found[int(entry.name)] = int(parent)
+        except OSError:  # it has just ended, or is somebody else's
+            continue
+    return found
+
+
+@cache
+def train_server() -> TrainServer:
+    """The server of this test process, which ends with it."""
+    server = TrainServer()
+    atexit.register(server.stop)
+    return server
+
+
+def train(folder: Path, *arguments: str, timeout: float = PATIENCE_S) -> Done:
+    """Runs `python train.py ARGUMENTS` to its end; asserts that nothing of it is left."""
+    server, sockets = train_server(), Path(tempfile.mkdtemp(prefix="ew", dir="/tmp"))
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(sockets)}
+    try:
+        code, out, err = server.run(TRAIN, folder, arguments, environment, timeout)
+        left = {pid: parent for pid, parent in processes_with(server.mark).items() if pid != server.pid}
+        assert not left, f"processes left behind: {left}"
+        assert not list(sockets.iterdir()), "sockets left behind"
+        return Done(code, out, err)
+    except BaseException:
+        server.stop()
+        train_server.cache_clear()
+        for pid in processes_with(server.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def train_in_new_interpreter(folder: Path, *arguments: str, timeout: float = PATIENCE_S, script: Path = TRAIN) -> Done:
+    """The same, or another script, as a command that imports everything itself."""
     with launch(folder, *arguments, script=script) as launched:
         return launched.finish(timeout)
 

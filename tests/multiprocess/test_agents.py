@@ -18,14 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.run_dir import read_metrics, read_summary
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
-from tests.multiprocess.real_runs import SMALL, Done, Launched, launch, train, write_text
+from tests.multiprocess import patient_model
+from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
 
 HOST = socket.gethostname()
 SHORT = [*SMALL, "mesh=dp2", "train.steps=3"]
-LONG = [*SMALL, "mesh=dp2", "train.steps=300", "train.validate_every=0"]
+PATIENT = [*SMALL, "mesh=dp2", "train.steps=60", "train.validate_every=0"]
 ENDLESS = [*SMALL, "mesh=dp2", "train.steps=1000000", "train.validate_every=0"]
 Sides = tuple[Launched, subprocess.Popen[str]]
 
@@ -93,8 +94,10 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a long run on one machine."""
-    return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
+    """The directory of a patient run on one machine."""
+    folder, go = tmp_path_factory.mktemp("undisturbed") / "run", tmp_path_factory.getbasetemp()
+    folder.mkdir()
+    return alone(folder, *PATIENT, *patient_model.write(folder, go))
 
 
 def end_of(process: subprocess.Popen[str]) -> Done:
@@ -104,7 +107,7 @@ def end_of(process: subprocess.Popen[str]) -> Done:
 
 def alone(folder: Path, *arguments: str) -> Path:
     """The directory of the same run on one machine."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     write_text(folder)
     done = train(folder, *arguments)
     assert done.code == 0, done.err
@@ -168,10 +171,14 @@ def test_a_run_goes_on_without_what_died_on_another_machine(
     site: Site, undisturbed: Path, victim: Callable[..., int], num_agents: int
 ) -> None:
     """A newcomer takes the place of the dead worker: on the other machine, if its agent still lives."""
-    options = ("--name", "elsewhere")
-    with site.run(*LONG, "elastic.replace=true", options=options) as (run, agent):
+    options, go = ("--name", "elsewhere"), site.here / "go"
+    for folder in (site.here, site.there):
+        model = patient_model.write(folder, go)
+    with site.run(*PATIENT, *model, "elastic.replace=true", options=options) as (run, agent):
         run.wait_for_steps(2)
         os.kill(victim(run, agent), signal.SIGKILL)
+        eventually(lambda: "join" in [event["event"] for event in read_events(site.here / "run")], run.process)
+        go.touch()
         of_agent, of_run = end_of(agent), run.finish()
     assert of_run.code == 0, of_run.err
     assert f"workers: 1 on {HOST}, 1 on elsewhere\n" in of_run.out

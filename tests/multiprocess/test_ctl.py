@@ -16,6 +16,7 @@ import pytest
 from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
 
@@ -45,13 +46,12 @@ def refusal(folder: Path, **request: object) -> str:
 
 
 def test_workers_leave_and_join_on_demand_without_a_changed_bit(tmp_path: Path) -> None:
-    steps = "train.steps=350"
-    undisturbed = tmp_path / "undisturbed"
+    undisturbed, go = tmp_path / "undisturbed", tmp_path / "go"
     undisturbed.mkdir()
     write_text(undisturbed)
     write_text(tmp_path)
-    assert train(undisturbed, *RUN, steps).code == 0
-    with launch(tmp_path, *RUN, steps) as run:
+    waits = ["train.steps=60", *patient_model.write(tmp_path, go)]
+    with launch(tmp_path, *RUN, *waits) as run:
         eventually(lambda: (tmp_path / "run" / "ctl.sock").exists(), run.process)
         assert stat.S_IMODE(os.lstat(tmp_path / "run" / "ctl.sock").st_mode) == 0o600
         run.wait_for_steps(3)
@@ -65,8 +65,11 @@ def test_workers_leave_and_join_on_demand_without_a_changed_bit(tmp_path: Path) 
         assert ctl(tmp_path, "add", "1") == "worker 4 will join; training goes on meanwhile\n"
         eventually(lambda: status(tmp_path)["stages"] == [[0, 4], [2, 3]], run.process)
         assert any("join: worker 4 joined" in event["text"] for event in status(tmp_path)["events"])
+        go.touch()
         done = run.finish()
     assert done.code == 0, done.err
+    patient_model.write(undisturbed, go)
+    assert train(undisturbed, *RUN, *waits).code == 0
     assert not (tmp_path / "run" / "ctl.sock").exists()
     assert "which has finished" in ctl(tmp_path, "status", code=2)
     kinds = [event["event"] for event in read_events(tmp_path / "run")]

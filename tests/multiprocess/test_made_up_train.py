@@ -10,7 +10,7 @@ from pathlib import Path
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.made_up_train import SEEN
 from tests.multiprocess.made_up_train import __file__ as script
-from tests.multiprocess.real_runs import SMALL, train, write_text
+from tests.multiprocess.real_runs import SMALL, train, train_in_new_interpreter, write_text
 
 ARGUMENTS = [*SMALL, "model=mlp_tiny", "model.dropout=0.1", "mesh=dp2_pp2", "checkpoint.every=3"]
 STEPS = 16
@@ -24,7 +24,7 @@ def test_a_real_run_on_the_made_up_device(tmp_path: Path) -> None:
     arguments = [*ARGUMENTS, f"train.steps={STEPS}", "sharding=zero3"]
     on_cpu = train(tmp_path, *arguments, "run.dir=cpu")
     assert on_cpu.code == 0, on_cpu.err
-    done = train(tmp_path, *arguments, EVENTS, script=Path(script))
+    done = train_in_new_interpreter(tmp_path, *arguments, EVENTS, script=Path(script))
     assert done.code == 0, done.err
     assert done.out.count(SEEN) >= 4
     runs = [tmp_path / name for name in ("cpu", "run")]

@@ -10,7 +10,7 @@ import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from tests.multiprocess.real_runs import eventually, launch, train, write_text
+from tests.multiprocess.real_runs import eventually, launch, train_in_new_interpreter, write_text
 from tests.xla.xla_runs import LAYERS, NEEDS_XLA, SMALL, STEPS, XlaRun, chaos, run
 
 pytestmark = NEEDS_XLA
@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> XlaRun:
 
 def test_losses_are_those_of_the_cpu(undisturbed: XlaRun, tmp_path: Path) -> None:
     write_text(tmp_path)
-    done = train(tmp_path, *SMALL, "runtime.device=cpu", "train.steps=5", "optim.schedule=constant")
+    done = train_in_new_interpreter(tmp_path, *SMALL, "runtime.device=cpu", "train.steps=5", "optim.schedule=constant")
     assert done.code == 0, done.err
     xla = run(tmp_path / "xla", "mesh.tp=2", "train.steps=5", "optim.schedule=constant")
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
@@ -51,7 +51,7 @@ def test_losses_are_those_of_the_cpu(undisturbed: XlaRun, tmp_path: Path) -> Non
 def test_the_mlp_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
     write_text(tmp_path)
     same = "model.target=mlp", "train.steps=3", "optim.schedule=constant"
-    done = train(tmp_path, *SMALL, "runtime.device=cpu", *same)
+    done = train_in_new_interpreter(tmp_path, *SMALL, "runtime.device=cpu", *same)
     assert done.code == 0, done.err
     xla = run(tmp_path / "xla", "mesh.tp=2", *same)
     cpu = [line.loss for line in read_metrics(tmp_path / "run")]
@@ -148,7 +148,7 @@ def test_variables_that_contradict_are_refused(
 )
 def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], telling: str, tmp_path: Path) -> None:
     write_text(tmp_path)
-    done = train(tmp_path, *SMALL, *arguments)
+    done = train_in_new_interpreter(tmp_path, *SMALL, *arguments)
     assert done.code == 2 and telling in done.err and "Traceback" not in done.err
     assert not (tmp_path / "run").exists()
 
@@ -156,7 +156,7 @@ def test_islands_that_a_model_does_not_fit_are_refused(arguments: list[str], tel
 def test_a_layer_with_an_operator_that_xla_lacks_is_told(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "unfolds.py").write_text(UNFOLDS)
-    done = train(tmp_path, *SMALL, "model.target=unfolds.Unfolds")
+    done = train_in_new_interpreter(tmp_path, *SMALL, "model.target=unfolds.Unfolds")
     assert done.code == 1 and "aten::unfold" in done.err and "layer block0" in done.err
 
 
@@ -164,5 +164,5 @@ def test_another_size_of_islands_or_number_of_threads_is_not_resumed(tmp_path: P
     first = run(tmp_path, "mesh.tp=2", "train.steps=6", "train.validate_every=0", "checkpoint.every=3")
     assert first.summary["steps"] == 6
     for other in ("mesh.tp=1", "runtime.threads_per_worker=2"):
-        done = train(tmp_path, "train.resume=run", "run.dir=again", other)
+        done = train_in_new_interpreter(tmp_path, "train.resume=run", "run.dir=again", other)
         assert done.code == 2 and "saved" in done.err, done.err
