@@ -1,8 +1,8 @@
 """Whole runs on a device that is no CPU, in a process of its own: for test_made_up_device and test_gpu.
 
-    python -m tests.simulated.device_runs DEVICE BESIDE MODEL DTYPE MESH ZERO [EVENT ...]
+    python -m tests.simulated.device_runs 'DEVICE BESIDE MODEL DTYPE MESH ZERO [EVENT ...]' [CASE ...]
 
-Prints, as JSON, what differs from the same run on one worker of BESIDE, and what happened on the way.
+Prints for each case a line of JSON: what differs from the same run on one worker of BESIDE, and what happened.
 """
 
 from __future__ import annotations
@@ -83,13 +83,11 @@ def main(device: str, beside: str, model: str, dtype: str, mesh: str, zero: str,
     runs = Runs(Run(model=model, dtype=dtype, microbatches=4, steps=4, checkpointing=dtype == "bf16"))
     # The made-up device has no fused attention, and takes the kernel that is made of operators.
     kernel = sdpa_kernel(SDPBackend.MATH) if device == NAME else nullcontext()
-    library = register() if device == NAME else []  # before the first backward of any device
     first, second = ((MadeUp() if name == NAME else device_of(name)).open(0, Island()) for name in (beside, device))
     with kernel:
         wanted = outcome(runs.train(first, "single", 0))
         runs.seen.clear()
         trained = runs.train(second, mesh, int(zero), [EVENTS[event] for event in events])
-    del library
     found = outcome(trained)
     return {
         "differs": [name for name in vars(found) if getattr(found, name) != getattr(wanted, name)],
@@ -101,4 +99,8 @@ def main(device: str, beside: str, model: str, dtype: str, mesh: str, zero: str,
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    cases = [case.split() for case in sys.argv[1:]]
+    operators = register() if any(case[0] == NAME for case in cases) else []  # before the first backward of any device
+    for case in cases:
+        print(json.dumps(main(*case)), flush=True)
+    del operators

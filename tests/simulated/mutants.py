@@ -1,4 +1,4 @@
-"""The protocol with one rule taken out, for each rule of protocol.md whose loss would not be seen at once.
+"""The product with one rule of docs/protocol.md taken out, for each rule whose loss would not be seen at once.
 
 Each mutant replaces methods of the real classes, inside a `with`. It is the smallest damage that breaks the one rule: a
 mutant that crashes by itself would prove nothing about the schedules that have to find it.
@@ -22,7 +22,7 @@ Patches = Mapping[tuple[type, str], Callable[..., Any]]
 
 
 def _applies_after_prepare() -> Patches:
-    """A PREPARE was answered, and a step is decided in the old epoch all the same."""
+    """A worker that has answered a Prepare still decides a step in the old epoch."""
     decide = WorkerProtocol._decide
 
     def _decide(self: WorkerProtocol) -> list[Effect]:
@@ -35,26 +35,26 @@ def _applies_after_prepare() -> Patches:
     return {(WorkerProtocol, "_decide"): _decide}
 
 
-def _reuses_a_status() -> Patches:
-    """What a worker has said once is taken for an answer to every later PREPARE."""
+def _reuses_a_report() -> Patches:
+    """The controller takes a worker's last StepReport for its answer to every later Prepare."""
     begin, status = ControllerProtocol._begin, ControllerProtocol.status
 
     def _begin(self: ControllerProtocol, after: int) -> list[Any]:
         effects = begin(self, after)
         if self._change is not None and after < 0:
-            said: dict[int, StepReport] = vars(self).get("said", {})
-            self._change.statuses |= {rank: status for rank, status in said.items() if rank in self.members}
+            reports: dict[int, StepReport] = vars(self).get("reports", {})
+            self._change.statuses |= {rank: status for rank, status in reports.items() if rank in self.members}
         return effects
 
     def _status(self: ControllerProtocol, message: StepReport) -> list[Any]:
-        vars(self).setdefault("said", {})[message.rank] = message
+        vars(self).setdefault("reports", {})[message.rank] = message
         return status(self, message)
 
     return {(ControllerProtocol, "_begin"): _begin, (ControllerProtocol, "status"): _status}
 
 
-def _votes_before_mirrored_entries() -> Patches:
-    """A vote speaks for the pages that the worker is the primary of; entries that it mirrors may come after it."""
+def _votes_before_mirrored_gradients() -> Patches:
+    """A vote speaks for pages that the worker is the primary of; gradients of those that it mirrors may come later."""
     vote_if_complete, decide = WorkerProtocol._vote_if_complete, WorkerProtocol._decide
 
     def _vote_if_complete(self: WorkerProtocol, step: int) -> list[Effect]:
@@ -75,7 +75,7 @@ def _votes_before_mirrored_entries() -> Patches:
 
 
 def _drops_future_epochs() -> Patches:
-    """A vote of an epoch that this worker has not entered yet is thrown away."""
+    """A vote of an epoch that this worker has not entered yet is dropped."""
     vote_received = WorkerProtocol.vote_received
 
     def _vote_received(self: WorkerProtocol, vote: Vote) -> list[Effect]:
@@ -85,7 +85,7 @@ def _drops_future_epochs() -> Patches:
 
 
 def _installs_on_receipt() -> Patches:
-    """Published pages go into the compute buffers as they come."""
+    """Published parameters are written into the compute buffers when they arrive, whatever is being computed."""
 
     def _publish_received(self: WorkerProtocol, publish: Publish) -> list[Effect]:
         return [Install(publish)] if publish.step >= self.version else []
@@ -94,7 +94,7 @@ def _installs_on_receipt() -> Patches:
 
 
 def _no_version_check() -> Patches:
-    """A micro-batch is computed with whatever is in the compute buffers, as soon as there is something."""
+    """A micro-batch runs as soon as the compute buffers hold parameters, of whichever version."""
 
     def _is_at(self: ValueBuffer, version: int) -> bool:
         return self.flat.untyped_storage().nbytes() > 0
@@ -103,7 +103,7 @@ def _no_version_check() -> Patches:
 
 
 def _applies_twice() -> Patches:
-    """An entry is applied to the state of its pages whether or not that state has it."""
+    """A reduced gradient is applied to the state of its pages even if that state is at its version already."""
     apply = HeldState.apply
 
     def _apply(self: HeldState, layer: int, entries: Mapping[Any, Any], **how: Any) -> None:
@@ -116,7 +116,7 @@ def _applies_twice() -> Patches:
 
 
 def _votes_two_ahead() -> Patches:
-    """A worker that has all entries of the step after next votes for it, without having applied the one before."""
+    """A worker that has all gradients of the step after next votes for it, before it has applied the step between."""
     gradient_complete = WorkerProtocol.gradient_complete
 
     def _gradient_complete(self: WorkerProtocol, step: int, *rest: Any) -> list[Effect]:
@@ -132,7 +132,7 @@ def _votes_two_ahead() -> Patches:
 
 
 def _no_fence() -> Patches:
-    """A vote counts in whatever epoch it comes."""
+    """A vote of an older epoch counts in the present one."""
     vote_received = WorkerProtocol.vote_received
 
     def _vote_received(self: WorkerProtocol, vote: Vote) -> list[Effect]:
@@ -144,21 +144,21 @@ def _no_fence() -> Patches:
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
-    "applies in e after answering PREPARE": _applies_after_prepare,
-    "reuses a STATUS": _reuses_a_status,
-    "votes before the mirrored entries": _votes_before_mirrored_entries,
-    "drops future-epoch messages": _drops_future_epochs,
-    "installs PUBLISH on receipt": _installs_on_receipt,
-    "no version check in compute": _no_version_check,
-    "applies twice": _applies_twice,
-    "votes two ahead": _votes_two_ahead,
-    "no fence": _no_fence,
+    "updates in an epoch after its Prepare was answered": _applies_after_prepare,
+    "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
+    "votes before the mirrored gradients": _votes_before_mirrored_gradients,
+    "drops messages of future epochs": _drops_future_epochs,
+    "installs published parameters on receipt": _installs_on_receipt,
+    "computes with parameters of any version": _no_version_check,
+    "applies a reduced gradient twice": _applies_twice,
+    "votes two steps ahead": _votes_two_ahead,
+    "counts votes of older epochs": _no_fence,
 }
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """The product with this damage, inside the `with`."""
+    """Takes the rule out of the product, inside the `with`."""
     with ExitStack() as stack:
         for (owner, method), replacement in MUTANTS[name]().items():
             stack.enter_context(mock.patch.object(owner, method, replacement))

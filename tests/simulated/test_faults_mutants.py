@@ -1,23 +1,27 @@
-"""The schedules find what they are made for: each rule of the protocol, taken out, shows."""
+"""Schedules of faults find what they are made for: a rule of the protocol that is taken out shows as a failure."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.schedules import Schedule, run, undisturbed
 from tests.simulated.mutants import MUTANTS, planted
 
-# Seeds of schedules that show the damage; others: `python -m tests.simulated.mutants`.
+VERIFICATION = Path(__file__).parents[2] / "docs" / "verification.md"
+# Seeds of schedules that show the damage; `python -m tests.simulated.mutants` finds others.
 SEEDS: dict[str, tuple[int, ...]] = {
-    "applies in e after answering PREPARE": (154, 177, 353),
-    "reuses a STATUS": (23, 50, 80),
-    "votes before the mirrored entries": (14, 24, 26),
-    "drops future-epoch messages": (6, 7, 10),
-    "installs PUBLISH on receipt": (23, 65, 69),
-    "no version check in compute": (0, 3),
-    "applies twice": (6, 10, 22),
-    "votes two ahead": (15, 144, 600),
-    "no fence": (198, 248),
+    "updates in an epoch after its Prepare was answered": (154, 177, 353),
+    "takes a StepReport for an answer to every later Prepare": (23, 50, 80),
+    "votes before the mirrored gradients": (14, 24, 26),
+    "drops messages of future epochs": (6, 7, 10),
+    "installs published parameters on receipt": (23, 65, 69),
+    "computes with parameters of any version": (0, 3),
+    "applies a reduced gradient twice": (6, 10, 22),
+    "votes two steps ahead": (15, 144, 600),
+    "counts votes of older epochs": (198, 248),
 }
 
 
@@ -26,7 +30,7 @@ def test_a_schedule_finds_the_mutant(name: str) -> None:
     found = []
     for seed in SEEDS[name]:
         schedule = Schedule.draw(seed)
-        undisturbed(schedule.run.key)  # what is expected is not of the mutant
+        undisturbed(schedule.run.key)  # cached before the mutant is planted: it must not change what is expected
         assert run(schedule).failure == "", f"schedule {seed} fails without any damage"
         with planted(name):
             found.append(run(schedule).failure)
@@ -39,3 +43,10 @@ def test_a_mutant_is_gone_after_its_with() -> None:
         with planted(name):
             assert all(vars(owner)[method] is not before[owner, method] for owner, method in MUTANTS[name]())
     assert all(vars(owner)[method] is original for (owner, method), original in before.items())
+
+
+def test_the_table_in_the_docs_has_the_same_seeds_in_the_same_order() -> None:
+    table = VERIFICATION.read_text(encoding="utf-8").partition("| rule taken out |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| [^|]+ \| ([0-9, ]+) \|$", table, re.MULTILINE)
+    assert [tuple(map(int, row.split(", "))) for row in rows] == list(SEEDS.values())
+    assert list(SEEDS) == list(MUTANTS)

@@ -87,12 +87,12 @@ CASES = [
 def test_a_disturbed_run_has_the_bits_of_one_worker(
     model: str, dtype: str, mesh: str, zero: int, events: list[str]
 ) -> None:
-    found = python("-m", "tests.simulated.device_runs", GPU, GPU, model, dtype, mesh, str(zero), *events)
+    found = python("-m", "tests.simulated.device_runs", " ".join([GPU, GPU, model, dtype, mesh, str(zero), *events]))
     assert (found["differs"], found["seen"], len(found["losses"])) == ([], [GPU], 4)
     assert found["epochs"] >= len(events), found
 
 
 def test_losses_are_those_of_the_cpu_within_rounding() -> None:
-    found = python("-m", "tests.simulated.device_runs", GPU, "cpu", "gpt", "fp32", "dp2_pp2", "1")
+    found = python("-m", "tests.simulated.device_runs", f"{GPU} cpu gpt fp32 dp2_pp2 1")
     pairs = zip(found["losses"], found["beside"], strict=True)
     assert all(abs(float.fromhex(a) - float.fromhex(b)) < 1e-4 for a, b in pairs), found
