@@ -1,29 +1,23 @@
 """The command line: `python train.py`, `python -m elaswave_spmd train` and `elaswave-spmd train` are the same.
 
-Hydra composes, `settings.from_config` checks, the controller runs. Exit codes: 0 done; 1 the run failed (or Hydra
-refused an override, in its own words); 2 bad input, found before any worker starts; 130 Ctrl-C. Heavy imports wait
-until the settings are good.
+`conf.compose` makes settings of the words, the controller runs them. Exit codes: 0 done; 1 the run failed; 2 bad input,
+found before any worker starts; 130 Ctrl-C. Heavy imports wait until the settings are good.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elaswave_spmd.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
 
-GROUPS = (
-    *("mesh", "sharding", "model", "data", "optim", "train", "page", "runtime", "run"),
-    *("elastic", "mirror", "checkpoint", "timeouts", "chaos", "schedule", "emulated"),
-)
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
@@ -43,17 +37,10 @@ def main() -> int:
     """
     program = "elaswave-spmd" if not sys.argv[0].endswith("__main__.py") else "python -m elaswave_spmd"
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command in ("-h", "--help"):
-        print(_USAGE.format(program=program))
-        return DONE
-    commands = {"agent": _agent, "ctl": _ctl, "plan": _plan, "simulate": _simulate}
-    if command != "train" and command not in commands:
-        print(_USAGE.format(program=program), file=sys.stderr)
-        exists = ", ".join(("train", *commands))
-        got = command or "nothing"
-        return _bad_input(ConfigError("a command comes first", got=got, exists=exists, fix=f"{program} train"))
-    del sys.argv[1]
-    return train() if command == "train" else guarded(lambda: commands[command](program))
+    if command == "train":
+        del sys.argv[1]
+        return train()
+    return guarded(lambda: _command(command, program))
 
 
 def train() -> int:
@@ -77,51 +64,64 @@ def guarded(command: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def refuse_multirun(arguments: Sequence[str]) -> None:
-    """Hydra writes files of its own as soon as it sees a sweep, so this comes before it.
-
-    Raises:
-        ConfigError: -m, --multirun (or what argparse takes for it), or hydra.mode=MULTIRUN.
-    """
-    for argument in arguments:
-        is_flag = re.fullmatch(r"-m.*|--mu?l?t?i?r?u?n?", argument)
-        if is_flag or re.fullmatch(r"\+*hydra\.mode=.*", argument):
-            raise ConfigError(
-                "a command is one run; sweeps are left to a shell",
-                got=argument,
-                where="the command line",
-                fix="for seed in 0 1 2; do python train.py seed=$seed; done",
-            )
+def _command(command: str, program: str) -> int:
+    """Any command but `train`."""
+    commands = {"agent": _agent, "ctl": _ctl, "plan": _plan, "simulate": _simulate}
+    with _reader_may_leave():
+        if command in ("-h", "--help"):
+            print(_USAGE.format(program=program))
+            return DONE
+        if command not in commands:
+            raise _unknown(command, ["train", *commands], program)
+        del sys.argv[1]
+        return commands[command](program)
 
 
-def refuse_choices_without_name(arguments: Sequence[str]) -> None:
-    """`mesh=3` and `model=null`, on which Hydra would end with a traceback.
+def _unknown(command: str, commands: Sequence[str], program: str) -> ConfigError:
+    from elaswave_spmd.conf.checks import closest
 
-    Raises:
-        ConfigError: with the form of a choice.
-    """
-    for argument in arguments:
-        group, _, choice = argument.partition("=")
-        if group in GROUPS and re.fullmatch(r"null|true|false|[-+]?[0-9._]+(e[-+]?[0-9]+)?", choice, re.IGNORECASE):
-            raise ConfigError(
-                f"{group} is chosen by a name",
-                got=choice,
-                where=argument,
-                exists="what --help lists under Choices",
-                fix=f"mesh=dp{choice}, mesh=pp{choice}" if group == "mesh" and choice.isdigit() else f"{group}=NAME",
-            )
+    exists = ", ".join(commands)
+    if not command:
+        return ConfigError("no command is given", rule="a command comes first", exists=exists, fix=f"{program} --help")
+    rest = " ".join(sys.argv[1:]) if "=" in command else ""
+    like = closest(command, commands)
+    fix = f"{program} train {rest}" if rest else f"{program} {like}" if like else f"{program} --help"
+    return ConfigError(
+        f"{command} is not a command", rule="a command comes first", where=command, exists=exists, fix=fix
+    )
 
 
 def _train() -> int:
-    refuse_multirun(sys.argv[1:])
-    refuse_choices_without_name(sys.argv[1:])
-    with _interrupt_deferred():
-        config = _compose()
-    if config is None:
-        return DONE
-    from elaswave_spmd.conf.resume import settings_of
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        from elaswave_spmd.conf.help import help_text
 
-    return _run(settings_of(*config))
+        with _reader_may_leave():
+            print(help_text())
+        return DONE
+    show = _takes_out(words, ["--cfg", "job"])
+    with _interrupt_deferred():
+        settings = _settings(words)
+    if show:
+        with _reader_may_leave():
+            print(settings.to_yaml(), end="")
+        return DONE
+    return _run(settings)
+
+
+def _takes_out(words: list[str], flag: list[str]) -> bool:
+    """Remove the consecutive words of a flag from `words`. Returns whether they were there."""
+    for start in range(len(words)):
+        if words[start : start + len(flag)] == flag:
+            del words[start : start + len(flag)]
+            return True
+    return False
+
+
+def _settings(words: Sequence[str]) -> Settings:
+    from elaswave_spmd.conf.compose import settings_from
+
+    return settings_from(words)
 
 
 def _run(settings: Settings) -> int:
@@ -136,7 +136,7 @@ def _run(settings: Settings) -> int:
 def _agent(program: str) -> int:
     from elaswave_spmd.runtime.devices import check_usable
 
-    check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller tells it
+    check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller sends it
     from elaswave_spmd.controller import agent  # imports torch
 
     return agent.main(sys.argv[1:], program)
@@ -160,27 +160,26 @@ def _simulate(program: str) -> int:
     return simulate_command.main(sys.argv[1:], program)
 
 
-def _compose() -> Any:
-    """What Hydra composes from `sys.argv`, a DictConfig, and the overrides that it took; None if it only printed."""
-    import hydra.core.hydra_config
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """A `with` whose output may be cut short by its reader: `--help | head -3` is no error.
 
-    from elaswave_spmd.conf import register_mesh_names
-
-    register_mesh_names()
-    composed: list[Any] = []
-
-    # Hydra ignores what its task returns and prints a traceback for what it raises: so the task only keeps the config.
-    @hydra.main(config_path="pkg://elaswave_spmd.conf", config_name="config", version_base="1.3")
-    def keep(config: Any) -> None:
-        composed.append((config, list(hydra.core.hydra_config.HydraConfig.get().overrides.task)))
-
-    keep()
-    return composed[0] if composed else None
+    Only around commands that print and end. A run that trains must not end like this because of a broken socket.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end; give it a file that takes everything.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(DONE) from None
 
 
 @contextlib.contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C counts at the end of the `with`. Within Hydra it can turn into another exception, which Hydra prints."""
+    """Ctrl-C takes effect at the end of the `with`: inside Hydra it can turn into another exception."""
     came: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:

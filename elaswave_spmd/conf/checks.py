@@ -1,33 +1,61 @@
-"""Checks of single settings. Each returns the value, in its type, or raises ConfigError that names the override."""
+"""Checks of single values, as they stand behind a name on the command line.
+
+Each check returns the value in its own type, or raises a ConfigError that begins with the override ("train.steps=0").
+`section.py` calls them with the limits that a setting declares.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError
 
+_LARGEST = 2**63
+
 
 def override(name: str, value: object) -> str:
-    """How a setting is written on the command line: "mesh.stages=[3,2]", "train.resume=null"."""
+    """The way a setting is written on the command line: "mesh.stages=[3,2]", "train.resume=null"."""
+    return f"{name}={shown(value)}"
+
+
+def shown(value: object) -> str:
+    """A value in YAML's flow style, as the command line takes it."""
     if value is None:
-        shown = "null"
-    elif isinstance(value, bool):
-        shown = str(value).lower()
-    elif isinstance(value, (list, tuple)):
-        shown = "[" + ",".join(map(str, value)) + "]"
-    else:
-        shown = str(value)
-    return f"{name}={shown}"
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {shown(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(shown, value)) + "]"
+    return str(value)
 
 
-def whole(name: str, value: object, *, at_least: int, below: int = 2**63) -> int:
-    """A whole number in [at_least, below). 8.0, "8" and true are none."""
-    if isinstance(value, int) and not isinstance(value, bool) and at_least <= value < below:
-        return value
-    asked = f"{at_least} or more" if below == 2**63 else f"from {at_least} to {below - 1}"
-    raise _wrong(f"{name} is a whole number, {asked}", name, value)
+def closest(word: str, words: Iterable[str]) -> str:
+    """The one of `words` that is most like `word`, or "" if none is."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
+
+
+def whole(name: str, value: object, *, at_least: float = 0, below: float = _LARGEST, multiple_of: int = 1) -> int:
+    """A whole number in [at_least, below). Floats, strings and bools are rejected: 8.0, "8", true."""
+    rule = f"{name} is {asked_whole(at_least, below, multiple_of)}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _refused(name, value, "is not a whole number", rule)
+    if not at_least <= value < below:
+        raise _refused(name, value, "is out of range", rule)
+    if value % multiple_of:
+        fix = override(name, value // multiple_of * multiple_of)
+        raise _refused(name, value, f"is not a multiple of {multiple_of}", rule, fix=fix)
+    return value
+
+
+def asked_whole(at_least: float, below: float, multiple_of: int = 1) -> str:
+    """The rule that `whole` checks: "a whole number, 1 or more"."""
+    asked = f"{at_least:g} or more" if below >= _LARGEST else f"from {at_least:g} to {below - 1:g}"
+    return f"a whole number, {asked}" + (f", and a multiple of {multiple_of}" if multiple_of > 1 else "")
 
 
 def number(
@@ -39,60 +67,61 @@ def number(
     below: float = math.inf,
     at_most: float = math.inf,
 ) -> float:
-    """A finite number with above < value < below and at_least <= value <= at_most; whole ones become floats."""
-    found = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if math.isfinite(found) and above < found < below and at_least <= found <= at_most:
-        return float(found)
+    """A finite number with above < value < below and at_least <= value <= at_most; whole numbers become floats."""
+    rule = f"{name} is {asked_number(above, at_least, below, at_most)}"
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise _refused(name, value, "is not a number", rule)
+    if not (above < value < below and at_least <= value <= at_most):
+        raise _refused(name, value, "is out of range", rule)
+    return float(value)
+
+
+def asked_number(above: float, at_least: float, below: float, at_most: float) -> str:
+    """The rule that `number` checks: "a number above 0 and at most 1"."""
     limits = {"above": above, "at least": at_least, "below": below, "at most": at_most}
-    asked = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
-    raise _wrong(f"{name} is a number {asked}".rstrip(), name, value)
+    return f"a number {' and '.join(f'{word} {limit:g}' for word, limit in limits.items() if math.isfinite(limit))}"
 
 
 def flag(name: str, value: object) -> bool:
-    """true or false."""
+    """A bool: true or false."""
     if isinstance(value, bool):
         return value
-    raise _wrong(f"{name} is true or false", name, value, fix=f"{name}=true or {name}=false")
+    raise _refused(name, value, "is neither true nor false", "", fix=f"{name}=true or {name}=false")
 
 
 def text(name: str, value: object) -> str:
-    """Text that is not empty. A whole number is taken as its digits: `run.dir=7` is a folder."""
+    """A text that is not empty. A whole number is taken as its digits: `run.dir=7` names a folder."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, str) and value.strip():
         return value
-    raise _wrong(f"{name} is a text, and not an empty one", name, value)
+    raise _refused(name, value, "is not a text", f"{name} is a text that is not empty")
 
 
 def choice(name: str, value: object, exists: tuple[str, ...]) -> str:
-    """One of `exists`."""
+    """One of the words `exists`. The error advises the closest one."""
     if isinstance(value, str) and value in exists:
         return value
-    raise _wrong(f"{name} is one of {len(exists)} words", name, value, exists=", ".join(exists), fix="use one of these")
+    like = closest(str(value), exists)
+    fix = f"{name}={like}" if like else "use one of these"
+    raise _refused(name, value, "is not one of its choices", "", exists=", ".join(exists), fix=fix)
 
 
 def plain_mapping(name: str, value: object) -> dict[str, Any]:
     """A mapping from names to plain values, as JSON has them."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
-    raise _wrong(f"{name} is a mapping from names to values", name, value, fix=f"+{name}.NAME=VALUE")
-
-
-def put(section: object, **values: object) -> None:
-    """Put checked values in their own type into a frozen dataclass that is being made."""
-    for name, value in values.items():
-        object.__setattr__(section, name, value)
+    raise _refused(name, value, "is not a mapping from names to values", "", fix=f"+{name}.NAME=VALUE")
 
 
 def plain(value: Any) -> Any:
-    """The value with lists for tuples, as JSON has them."""
+    """The value with lists in place of tuples, as JSON has them."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _wrong(rule: str, name: str, value: object, *, exists: str = "", fix: str = "") -> ConfigError:
-    got = "nothing" if value is None or value == "" else value
-    return ConfigError(
-        rule, got=got, where=override(name, value), exists=exists, fix=fix or f"give {name}=VALUE, or leave it out"
-    )
+def _refused(name: str, value: object, why: str, rule: str, *, exists: str = "", fix: str = "") -> ConfigError:
+    where = override(name, value)
+    what = f"{name} has no value" if value == "" else f"{where} {why}"
+    return ConfigError(what, rule=rule, where=where, exists=exists, fix=fix or f"{name}=VALUE, or leave it out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -11,26 +13,35 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from elaswave_spmd.errors import MeshError
+from elaswave_spmd.errors import ConfigError, MeshError
 from elaswave_spmd.mesh import ISLAND_AXES, WORKER_AXES, MeshShape
 
 _SCHEME = "elaswave-mesh"
 _GROUP = "mesh"
 FORMS = ("dpN", "dpN_ppM", "ppM", "single")
-"""What `--help` and completion show for `mesh=`."""
+"""The forms of names that `--help` shows for `mesh=`."""
 
 
 def spell_out(name: str) -> dict[str, Any]:
-    """The group `mesh` that a name stands for: {"dp": 3, "pp": 2, "stages": None, "tp": None, "fsdp": None}.
+    """The settings of the group `mesh` that a name stands for.
 
-    A name that is none is kept as {"name": ...}, so that the typed conversion refuses it: an exception here would reach
-    the user as a traceback through Hydra.
+    "dp3_pp2" is {"dp": 3, "pp": 2, "stages": None, "tp": None, "fsdp": None}.
+
+    Raises:
+        ConfigError: the name is not that of a mesh; with the closest one.
     """
     group: dict[str, Any] = {"dp": None, "pp": None, "stages": None, "tp": None, "fsdp": None}
     try:
         shape = MeshShape.parse(name)
-    except MeshError:
-        return group | {"name": name}
+    except MeshError as error:
+        like = _closest(name)
+        raise ConfigError(
+            f"mesh={name} is not the name of a mesh",
+            rule=error.what[:1].lower() + error.what[1:],
+            where=f"mesh={name}",
+            exists="single, dpN, ppM, dpN_ppM (dp3, pp4, dp3_pp2), stagesN-M; on XLA also dpN_ppM_tpK",
+            fix=f"mesh={like}" if like else "use one of these forms, or 'mesh.stages=[3,2]' for ragged stages",
+        ) from None
     words = [word.rstrip("0123456789") for word in name.split("_")]
     sizes = {axis: shape.axis_size(axis) for axis in ISLAND_AXES if axis in words}
     if any(word.startswith("stages") for word in words):
@@ -38,8 +49,28 @@ def spell_out(name: str) -> dict[str, Any]:
     return group | {axis: shape.axis_size(axis) for axis in WORKER_AXES if axis in words} | sizes
 
 
+def _closest(name: str) -> str:
+    """The mesh that `name` probably means: "dp2_pp2" for "dp2_p2". "" if it is like none."""
+    if difflib.get_close_matches(name.rstrip("0123456789"), ["single"], cutoff=0.7):
+        return "single"
+    words = []
+    free = ["dp", "pp", "tp", "fsdp"]
+    for word in re.split(r"[_\-,x]", name):
+        found = re.fullmatch(r"([a-z]*)([0-9]+)", word)
+        if found is None or not free:
+            return ""
+        letters, size = found.groups()
+        axis = max(free, key=lambda axis, letters=letters: difflib.SequenceMatcher(None, letters, axis).ratio())
+        free.remove(axis)
+        words.append(f"{axis}{size}")
+    try:
+        return MeshShape.parse("_".join(words)).name
+    except MeshError:
+        return ""
+
+
 class MeshNames(ConfigSource):
-    """The group `mesh`, without files. Hydra passes its arguments by name: they keep Hydra's names."""
+    """The group `mesh`, without files. Hydra passes arguments by name, so they keep Hydra's names."""
 
     @staticmethod
     def scheme() -> str:
@@ -74,7 +105,7 @@ class MeshNamesPath(SearchPathPlugin):
 
 
 def register_mesh_names() -> None:
-    """Make `mesh=<any name>` known to Hydra in this process; again is harmless."""
+    """Make `mesh=<any name>` known to Hydra in this process. Calling it again is harmless."""
     plugins = Plugins.instance()
     plugins.register(MeshNames)
     plugins.register(MeshNamesPath)

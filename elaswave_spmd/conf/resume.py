@@ -3,63 +3,42 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
-from elaswave_spmd.conf.schema import Settings, from_config
 from elaswave_spmd.errors import ConfigError
 
 CONFIG = "config.yaml"
 """Name of the file in a run directory that holds the settings of the run."""
 
 _WHOLE = ("mesh",)  # groups whose settings exclude each other: naming one names them all
-
-
-def settings_of(config: Any, overrides: Iterable[str]) -> Settings:
-    """The settings of a command line.
-
-    Args:
-        config: what Hydra composed, an `omegaconf.DictConfig`.
-        overrides: what the command line named, in Hydra's form: `mesh=dp3`, `train.steps=20`, `+model.args.window=4`.
-
-    Raises:
-        ConfigError: as `from_config`; or there is no run where `train.resume` says.
-    """
-    overrides = list(overrides)
-    resume = config.train.get("resume")
-    if resume is None:
-        return from_config(config)
-    from omegaconf import OmegaConf
-
-    named = [re.split(r"[=@]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides]
-    base = _saved(str(resume))
-    composed: Any = OmegaConf.to_container(config, resolve=False)
-    return from_config(OmegaConf.create(merge(base, composed, named)))
+_NOT_TAKEN_OVER = ("chaos", "run")  # injected faults and the directory belong to one command line
 
 
 def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
-    """The saved settings, with the named ones (groups, or dotted names) as composed.
+    """The saved settings, with those that were named as they were composed.
 
-    Faults on purpose and the directory are those of the command line alone.
+    Args:
+        saved: settings of the run that is resumed.
+        composed: settings of the command line.
+        named: groups and dotted names of settings that the command line names.
     """
     found: dict[str, Any] = copy.deepcopy(dict(saved))
-    for name in ("chaos", "run"):
+    for name in _NOT_TAKEN_OVER:
         found[name] = composed[name]
     found.setdefault("train", {}).pop("resume", None)
-    for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):  # groups first
+    # Groups come first: `model.layers=2 model=llama_tiny` is llama_tiny with 2 layers in any order.
+    for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):
         path = name.split(".")
-        if path[0] in _WHOLE:
-            path = path[:1]
-        _put(found, composed, path)
+        _put(found, composed, path[:1] if path[0] in _WHOLE else path)
     return found
 
 
 def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -> None:
-    """What was composed takes the place of what was saved; what it does not have (`~name`) goes."""
+    """Copy what was composed at `path`; what is not there any more (`~name`) is removed from `target`."""
     head, *rest = path
     if head not in composed:
         target.pop(head, None)
@@ -69,11 +48,11 @@ def _put(target: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -
         target[head] = copy.deepcopy(composed[head])
 
 
-def _saved(run: str) -> dict[str, Any]:
-    """The settings in a run's config.yaml.
+def saved(run: str) -> dict[str, Any]:
+    """The settings in a run's config.yaml, as plain data.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it was written by a version with another format.
+        ConfigError: the file is missing or damaged, or a version with another format wrote it.
     """
     import yaml
 
@@ -83,15 +62,15 @@ def _saved(run: str) -> dict[str, Any]:
         fields = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            "train.resume names the directory of a run",
-            got=f"{file} ({error.strerror or error})",
+            f"cannot read {file} ({error.strerror or error})",
+            rule="train.resume names the directory of a run",
             where=where,
             fix="train.resume=runs/NAME",
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError):
         fields = None
     if not isinstance(fields, dict):
-        raise ConfigError("the run's config.yaml holds its settings", got=str(file), where=where)
+        raise ConfigError(f"{file} does not hold the settings of a run", where=where, fix="another run")
     if mismatch := version_mismatch(fields.pop(FORMAT_FIELD, None)):
         raise ConfigError(
             f"{file} {mismatch}",

@@ -1,27 +1,26 @@
-"""What Hydra composes from conf/: names that exist, mesh names without files, overrides, and defaults said once."""
+"""The command line's words: choices that exist, mesh names without files, overrides, and defaults said once."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import hydra
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
 
 from elaswave_spmd import conf
-from elaswave_spmd.cli import GROUPS
+from elaswave_spmd.conf.compose import CHOICES, choices_of, settings_from
+from elaswave_spmd.conf.help import help_text
 from elaswave_spmd.conf.mesh_names import FORMS, spell_out
-from elaswave_spmd.conf.schema import Settings, from_config
+from elaswave_spmd.conf.schema import GROUPS, Settings, TrainSettings
+from elaswave_spmd.conf.schema import NAMES as ALL_NAMES
+from elaswave_spmd.conf.section import declarations
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import MeshShape
 
 FOLDER = Path(conf.__file__).parent
-CHOICES = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.yaml"))]
+FILES = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.yaml"))]
 
 NAMES = """
 seed run.dir run.tensorboard train.steps train.global_batch train.seq_len train.validate_every
@@ -31,8 +30,8 @@ model.args optim.name optim.lr optim.weight_decay optim.clip optim.betas optim.e
 optim.final_lr_ratio optim.max_skipped data.name data.path data.tokenizer data.target data.cache
 data.validation_fraction runtime.device runtime.threads_per_worker runtime.dtype runtime.transport
 runtime.activation_checkpointing runtime.compile runtime.collectives mesh.dp mesh.pp mesh.stages mesh.tp mesh.fsdp
-sharding elastic.enabled elastic.min_workers
-elastic.replace elastic.spares mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
+sharding.name elastic.enabled elastic.min_workers
+elastic.replace mirror.count mirror.scatter mirror.verify_every checkpoint.every checkpoint.keep
 timeouts.heartbeat timeouts.suspect timeouts.status timeouts.progress timeouts.progress_factor timeouts.start
 timeouts.join timeouts.leave timeouts.controller timeouts.group timeouts.shutdown
 chaos.events chaos.random chaos.seed chaos.rate elastic.evict_slower_than
@@ -44,39 +43,27 @@ emulated.forward_ms emulated.backward_ms emulated.layer_costs emulated.slow
 """
 
 
-@pytest.fixture(autouse=True)
-def config_source() -> Iterator[None]:
-    conf.register_mesh_names()
-    with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
-        yield
-
-
-def compose(*overrides: str) -> DictConfig:
-    return hydra.compose("config", overrides=list(overrides))
-
-
 def settings(*overrides: str) -> Settings:
-    return from_config(compose(*overrides))
+    return settings_from(overrides)
 
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_names_that_stay(name: str) -> None:
-    missing = object()
-    assert OmegaConf.select(compose(), name, default=missing) is not missing
+    assert name in ALL_NAMES
 
 
-def test_the_defaults_of_files_and_of_dataclasses_are_the_same() -> None:
+def test_the_defaults_of_the_command_line_and_of_the_dataclasses_are_the_same() -> None:
     assert settings() == Settings()
 
 
-def test_files_and_dataclasses_have_the_same_names() -> None:
-    for group, choice in CHOICES:
-        found = OmegaConf.load(FOLDER / group / f"{choice}.yaml")
-        section = getattr(Settings(), group)
-        assert [*found] == [field.name for field in dataclasses.fields(section)], f"{group}/{choice}.yaml"
+def test_files_are_choices_and_name_settings_that_exist() -> None:
+    assert {group for group, _ in FILES} == CHOICES.keys() - {"mesh"}
+    for group, choice in FILES:
+        found = yaml.safe_load((FOLDER / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+        assert {*found} <= {declared.field for declared in declarations(GROUPS[group])}, f"{group}/{choice}.yaml"
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["=".join(pair) for pair in CHOICES])
+@pytest.mark.parametrize(("group", "choice"), FILES, ids=["=".join(pair) for pair in FILES])
 def test_every_choice_is_good(group: str, choice: str) -> None:
     needs = {"text": ["data.path=a"], "custom": ["data.target=my_file.MyDataset"]}.get(choice, [])
     made = settings(f"{group}={choice}", *needs)
@@ -125,7 +112,7 @@ def test_stages_stand_alone(beside: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpp3", "dp0", "dp", "dp2-pp2", "dp2_dp3", "dp2_tp0", "dp2_tp2_tp2", "double"])
 def test_a_typo_in_a_mesh_name_lists_what_exists(name: str) -> None:
-    with pytest.raises(ConfigError, match="mesh is named by") as caught:
+    with pytest.raises(ConfigError, match="is not the name of a mesh") as caught:
         settings(f"mesh={name}")
     assert caught.value.where == f"mesh={name}" and "dpN_ppM" in caught.value.exists
 
@@ -138,12 +125,28 @@ def test_names_are_spelled_out(dp: int, pp: int) -> None:
     assert spell_out(f"dp{dp}_fsdp{pp}") == rest | {"dp": dp, "pp": None, "fsdp": pp}
 
 
-def test_help_lists_the_forms_of_mesh_names() -> None:
-    from hydra.core.global_hydra import GlobalHydra
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("dp2_p2", "dp2_pp2"), ("dpp3", "dp3"), ("pd3", "dp3"), ("dp2-pp2", "dp2_pp2"), ("singel", "single"), ("x", "")],
+)
+def test_the_closest_mesh_is_advised(name: str, like: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(f"mesh={name}")
+    assert caught.value.fix == f"mesh={like}" or (not like and "one of these forms" in caught.value.fix)
 
-    loader: Any = GlobalHydra.instance().config_loader()
-    assert loader.get_group_options("mesh") == sorted(FORMS)
-    assert "mesh" in loader.list_groups("")
+
+def test_help_has_a_line_for_each_setting_and_each_choice() -> None:
+    lines = help_text().splitlines()
+    for section in (Settings, *GROUPS.values()):
+        for declared in declarations(section):
+            (line,) = [line for line in lines if line.startswith(f"  {declared.name}=")]
+            assert line.endswith(declared.limits.meaning) or (
+                declared.limits.choices and declared.limits.meaning in line
+            )
+    for group in CHOICES:
+        assert f"  {group}: {', '.join(choices_of(group))}" in lines
+    assert choices_of("mesh") == [*FORMS]
+    assert all("got" not in line for line in lines) and max(map(len, lines)) < 200
 
 
 @pytest.mark.parametrize(
@@ -153,29 +156,63 @@ def test_help_lists_the_forms_of_mesh_names() -> None:
         ("train.steps=", "train.steps="),
         ("run.dir=", "run.dir="),
         ("mesh.stages=[]", "mesh.stages=[]"),
-        ("data=text", "data.path=???"),
-        ("data=custom", "data.target=???"),
+        ("data=text", "data=text"),
+        ("data=custom", "data=custom"),
         ("train.steps=???", "train.steps=???"),
         ("+chaotic=1", "+chaotic=1"),
         ("timeouts.suspect=0.1", "timeouts.suspect=0.1 timeouts.heartbeat=0.1"),
         ("chaos.events=[]  chaos.rate=-1", "chaos.rate=-1"),
         ("+train.step=1", "+train.step=1"),
+        ("trian.steps=3", "trian.steps=3"),
+        ("model.args.window=3", "model.args.window=3"),
+        ("~model.args.window", "~model.args.window"),
+        ("train=3", "train=3"),
+        ("train={steps:3}", "train={steps:3}"),
+        ("seed=1,2", "seed=1,2"),
+        ("seed", "seed"),
+        ("+seed=3", "+seed=3"),
         ("seed=${nowhere}", ""),
     ],
 )
-def test_what_hydra_lets_through_is_refused(overrides: str, where: str) -> None:
+def test_words_that_cannot_be_are_refused_by_their_override(overrides: str, where: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(*overrides.split())
     assert caught.value.where == where
 
 
-def test_groups_of_the_command_line() -> None:
-    assert set(GROUPS) == {group for group, _ in CHOICES}
-
-
 def test_arguments_of_a_users_model() -> None:
     made = settings("model.target=my_file.MyModel", "+model.args.window=8", "+data.args.shift=2").model
     assert made.args == {"window": 8} and made.label == "MyModel"
+
+
+def test_an_argument_of_a_choice_can_be_removed() -> None:
+    assert settings("model=llama_tiny").model.args == {"kv_heads": 2, "tied": True}
+    assert settings("model=llama_tiny", "~model.args.kv_heads").model.args == {"tied": True}
+    assert settings("~train.steps", "train.seq_len=64").train == TrainSettings(seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("model.layers=2 model=llama_tiny", ("llama_tiny", 2)),
+        ("model=llama_tiny model.layers=2", ("llama_tiny", 2)),
+        ("model.layers=2", ("gpt_tiny", 2)),
+    ],
+)
+def test_a_value_counts_more_than_a_choice(words: str, values: tuple[str, int]) -> None:
+    model = settings(*words.split()).model
+    assert (model.name, model.layers) == values
+
+
+def test_a_setting_may_name_another() -> None:
+    assert settings("train.global_batch=8", "train.seq_len=${train.global_batch}").train.seq_len == 8
+
+
+def test_choices_of_your_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: mine\nlayers: 7\n")
+    made = settings(f"hydra.searchpath=[file://{tmp_path}]", "model=mine")
+    assert (made.model.name, made.model.layers, made.model.target) == ("mine", 7, "gpt")
 
 
 def test_nothing_of_hydra_is_left() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hydra
 import pytest
 import yaml
 
-from elaswave_spmd.conf import register_mesh_names
+from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
-from elaswave_spmd.conf.resume import settings_of
 from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.failures import mesh_of
 from elaswave_spmd.errors import ConfigError
@@ -31,12 +29,9 @@ SAVED = {
 def resume(tmp_path: Path):
     """The settings of a command line that resumes a run with the settings SAVED."""
     (tmp_path / "config.yaml").write_text(f"format: {FORMAT_VERSION}\n" + Settings.from_dict(SAVED).to_yaml())
-    register_mesh_names()
 
     def settings(*overrides: str) -> Settings:
-        overrides = (f"train.resume={tmp_path}", *overrides)
-        with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
-            return settings_of(hydra.compose("config", overrides=list(overrides)), overrides)
+        return settings_from([f"train.resume={tmp_path}", *overrides])
 
     return settings
 

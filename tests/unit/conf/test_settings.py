@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +26,7 @@ from elaswave_spmd.conf.schema import (
 from elaswave_spmd.data.spec import CORPUS_NAMES
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.worker.learning_rate import SCHEDULES
-
-PACKAGE = Path(schema.__file__).parents[1]
+from tests.unit.conf.settings_usage import read_in, settings_read_outside
 
 
 def leaves(section: type = Settings, prefix: str = "") -> Iterator[str]:
@@ -84,7 +82,7 @@ BAD = [
     ("run.dir", ""), ("run.dir", ["a"]), ("run.tensorboard", 1), ("run.tensorboard", None),
     ("run.trace", "yes"),
     ("elastic.enabled", "yes"), ("elastic.min_workers", 0), ("elastic.min_workers", 2), ("elastic.replace", 1),
-    ("elastic.spares", -1), ("mirror.count", -1), ("mirror.scatter", 0.5), ("mirror.verify_every", None),
+    ("mirror.count", -1), ("mirror.scatter", 0.5), ("mirror.verify_every", None),
     ("checkpoint.every", -1), ("checkpoint.keep", 0),
     *((f"timeouts.{field.name}", value) for field in dataclasses.fields(Timeouts) for value in (0, -1.0, "1 s", None)),
     ("chaos.events", None), ("chaos.events", {"step": 1, "kind": "kill"}), ("chaos.events", ["kill"]),
@@ -105,44 +103,52 @@ def test_every_setting_has_a_bad_value_above() -> None:
     assert {name for name, _ in BAD} == set(leaves())
 
 
-# Checked already, read as soon as the part that they are for drives a run.
-FOR_LATER = ("elastic.", "mirror.", "checkpoint.", "timeouts.", "chaos.")
+def test_every_setting_is_read_outside_conf() -> None:
+    assert settings_read_outside() >= set(leaves())
 
 
-def test_every_setting_is_used() -> None:
-    read = {
-        node.attr
-        for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "conf"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
-    # Read inside conf/, for others: the mesh as a shape, the sharding as a level.
-    inside = {"mesh.dp", "mesh.pp", "mesh.stages", "mesh.tp", "mesh.fsdp", "sharding.name"}
-    unread = [name for name in leaves() if name.split(".")[-1] not in read and name not in inside]
-    assert [name for name in unread if not name.startswith(FOR_LATER)] == []
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("def f(settings: Settings): return settings.train.steps", {"train.steps"}),
+        ("def f(train: TrainSettings): return train.steps", {"train.steps"}),
+        ("class A:\n  def f(self): t = self._settings.train; return t.steps", {"train.steps"}),
+        ("def f(other): return other.train.steps, other.steps", set()),
+        ("def f(settings: Settings): settings.train.steps = 3", set()),
+    ],
+)
+def test_what_counts_as_reading_a_setting(source: str, read: set[str]) -> None:
+    names = {(type(section).__name__, name): f"train.{name}" for section in [TrainSettings()] for name in vars(section)}
+    assert {names[pair] for pair in read_in(ast.parse(source)) if pair in names} == read
 
 
-def test_the_screen_says_rule_value_origin_and_fix() -> None:
+def test_the_screen_says_what_happened_then_the_rule_and_the_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         MeshSettings(dp="abc")  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "mesh.dp is a whole number, 1 or more\n"
-        "  got:    abc   (from mesh.dp=abc)\n"
-        "  fix:    give mesh.dp=VALUE, or leave it out"
+        "mesh.dp=abc is not a whole number\n"
+        "  rule:   mesh.dp is a whole number, 1 or more\n"
+        "  fix:    mesh.dp=VALUE, or leave it out"
     )
 
 
-@pytest.mark.parametrize("unknown", [{"sed": 1}, {"model": {"layer": 2}}, {"chaos": {"event": []}}])
-def test_unknown_settings_are_refused_with_what_exists(unknown: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="no such setting") as caught:
+@pytest.mark.parametrize(
+    ("unknown", "fix"),
+    [
+        ({"sed": 1}, "seed=1"),
+        ({"model": {"layer": 2}}, "model.layers=2"),
+        ({"chaos": {"event": []}}, "chaos.events=[]"),
+    ],
+)
+def test_unknown_settings_are_refused_with_the_closest_one(unknown: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match="there is no setting") as caught:
         Settings.from_dict(unknown)
-    assert "seed" in caught.value.exists or "model.layers" in caught.value.exists
+    assert fix.partition("=")[0] in caught.value.exists and caught.value.fix == fix
 
 
 @pytest.mark.parametrize("value", [None, "", 3, "abc"])
 def test_a_section_is_a_group(value: object) -> None:
-    with pytest.raises(ConfigError, match="a group of settings"):
+    with pytest.raises(ConfigError, match="is not a group of settings"):
         Settings.from_dict({"model": value})
 
 
@@ -156,12 +162,12 @@ def test_microbatches_divide_the_batch() -> None:
 
 @given(batch=st.integers(1, 10_000), size=st.integers(1, 10_000))
 def test_microbatches_and_batch(batch: int, size: int) -> None:
-    train = TrainSettings(global_batch=batch, microbatch_size=size)
     if batch % size == 0:
+        train = TrainSettings(global_batch=batch, microbatch_size=size)
         assert Settings(train=train).num_microbatches * size == batch
     else:
         with pytest.raises(ConfigError) as caught:
-            Settings(train=train)
+            TrainSettings(global_batch=batch, microbatch_size=size)
         advised = int(caught.value.fix.partition(",")[0].removeprefix("train.microbatch_size="))
         assert batch % advised == 0
 
@@ -177,7 +183,7 @@ def test_mesh_of_sizes_or_of_stages(dp: int | None, pp: int | None, stages: list
     elif dp is None and pp is None:
         assert MeshSettings(stages=tuple(stages)).shape.stage_sizes == tuple(stages)
     else:
-        with pytest.raises(ConfigError, match=r"mesh\.stages says"):
+        with pytest.raises(ConfigError, match=r"mesh\.stages=.* contradicts"):
             MeshSettings(dp, pp, tuple(stages))
 
 
@@ -213,6 +219,13 @@ def test_values_take_their_own_type() -> None:
     made = Settings.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "run": {"dir": 7}, "mesh": {"stages": [3, 2]}})
     assert made.optim.lr == 1.0 and isinstance(made.optim.lr, float) and made.optim.betas == (0.0, 0.5)
     assert made.run.dir == "7" and made.mesh.stages == (3, 2)
+
+
+def test_a_data_set_that_needs_more_says_so() -> None:
+    for name, fix in (("text", "data.path"), ("custom", "data.target=my_file.MyDataset")):
+        with pytest.raises(ConfigError, match=f"data={name} is given without") as caught:
+            Settings.from_dict({"data": {"name": name}})
+        assert fix in caught.value.fix
 
 
 def test_frozen() -> None:
@@ -258,5 +271,5 @@ def test_frequencies_are_of_the_devices_that_workers_run_on(frequency: str, devi
 
 def test_frequencies_are_not_set_on_other_machines() -> None:
     meeting = {"transport": "tcp", "rendezvous": "node0:29400", "agents": 1, "token_file": "token"}
-    with pytest.raises(ConfigError, match="on the controller's machine"):
+    with pytest.raises(ConfigError, match="on the controller's machine only"):
         Settings.from_dict({"schedule": {"frequency": "cpufreq"}, "runtime": meeting})

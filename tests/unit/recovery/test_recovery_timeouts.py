@@ -66,8 +66,9 @@ def test_each_rung_names_both_values_and_its_reason(given_seconds: dict[str, flo
         Timeouts(**given_seconds)
     values = {name: given_seconds.get(name, getattr(Timeouts(), name)) for name in (upper, lower)}
     assert caught.value.where == f"timeouts.{upper}={values[upper]:g} timeouts.{lower}={values[lower]:g}"
-    assert caught.value.got == f"{upper} {values[upper]:g} s, {lower} {values[lower]:g} s"
-    assert caught.value.what.startswith(f"timeouts.{upper} is ") and ": " in caught.value.what and caught.value.fix
+    assert caught.value.what.startswith(f"timeouts.{upper}={values[upper]:g} is ")
+    assert caught.value.what.endswith(f"timeouts.{lower}={values[lower]:g}")
+    assert caught.value.rule and caught.value.fix.startswith(f"timeouts.{upper} ")
 
 
 def test_orphans_wait_for_the_controller_and_then_have_the_time_of_a_shutdown() -> None:

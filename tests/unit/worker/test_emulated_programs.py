@@ -102,5 +102,5 @@ def test_of_several_slowdowns_the_last_one_in_force_counts() -> None:
 def test_there_is_one_cost_for_each_layer() -> None:
     EmulatedSettings(layer_costs=(1, 2)).check_layers(2)
     EmulatedSettings().check_layers(7)
-    with pytest.raises(ConfigError, match="2 numbers, 3 layers"):
+    with pytest.raises(ConfigError, match="2 numbers, and the model has 3 layers"):
         EmulatedSettings(layer_costs=(1, 2)).check_layers(3)

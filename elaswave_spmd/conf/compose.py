@@ -1,0 +1,183 @@
+"""From the words of a command line to settings: `train mesh=dp2_pp2 train.steps=20 +model.args.window=8`.
+
+Hydra's grammar and composition, without Hydra's command line: names are checked here first, so that a typo ends with
+the closest name that exists, and everything Hydra refuses becomes a ConfigError. The configuration that overrides apply
+to is made from the declarations in `schema.py`; the YAML files beside this file are choices (`model=llama_tiny`) that
+are laid over it. No Hydra or OmegaConf object leaves this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from elaswave_spmd.conf import checks, resume
+from elaswave_spmd.conf.mesh_names import FORMS, register_mesh_names
+from elaswave_spmd.conf.schema import GROUPS, NAMES, Settings
+from elaswave_spmd.conf.section import unknown_setting
+from elaswave_spmd.errors import ConfigError
+
+CHOICES: Mapping[str, str] = {
+    "mesh": "single",
+    "sharding": "model",
+    "model": "gpt_tiny",
+    "data": "stdlib",
+    "optim": "adamw",
+    "chaos": "none",
+}
+"""The groups whose settings are chosen by a name, each with the choice that holds where none is named."""
+
+_OPEN = ("model.args.", "data.args.")  # names below these belong to the user's own code
+
+
+def choices_of(group: str) -> list[str]:
+    """The names that a group can be set to. For `mesh`, whose names have no end, their forms."""
+    if group == "mesh":
+        return [*FORMS]
+    return sorted(file.stem for file in (Path(__file__).parent / group).glob("*.yaml"))
+
+
+def settings_from(words: Sequence[str]) -> Settings:
+    """The settings of a command line, as `name=value` words in Hydra's grammar.
+
+    With `train.resume=RUN` they are those of RUN, except for what the words name.
+
+    Raises:
+        ConfigError: a word, a name, a choice or a value that cannot be; or there is no run to resume.
+    """
+    own = any("hydra.searchpath" in word for word in words)
+    overrides = [_parsed(word, own) for word in words]
+    composed = _compose(words)
+    if (run := composed["train"].get("resume")) is not None:
+        named = [override.key_or_group for override in overrides]
+        composed = resume.merge(resume.saved(str(run)), composed, named)
+    return Settings.from_dict(_resolved(composed))
+
+
+def named_settings(words: Sequence[str]) -> set[str]:
+    """The settings and groups that the words of a command line name: {"mesh", "train.steps"}."""
+    return {_parsed(word, own=True).key_or_group for word in words}
+
+
+def _compose(words: Sequence[str]) -> dict[str, Any]:
+    """The configuration as Hydra composes it, with `${...}` not resolved yet."""
+    register_mesh_names()
+    defaults = ["_self_", *({group: choice} for group, choice in CHOICES.items())]
+    ConfigStore.instance().store("config", {"defaults": defaults, **Settings().to_dict()}, provider="elaswave_spmd")
+    try:
+        with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
+            config = hydra.compose("config", overrides=[*words])
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _refused_by_hydra(error, words) from None
+    return plain
+
+
+def _resolved(composed: Mapping[str, Any]) -> dict[str, Any]:
+    config = OmegaConf.create(dict(composed))
+    assert isinstance(config, DictConfig)
+    try:
+        if missing := sorted(map(str, OmegaConf.missing_keys(config))):
+            raise ConfigError(
+                f"{' and '.join(missing)} must be given",
+                where=" ".join(f"{name}=???" for name in missing),
+                fix=" ".join(f"{name}=VALUE" for name in missing),
+            )
+        fields = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        what = f"a setting cannot be resolved ({str(error).splitlines()[0]})"
+        raise ConfigError(what, rule="${...} in a setting names another setting") from None
+    assert isinstance(fields, dict)
+    return {str(name): value for name, value in fields.items()}
+
+
+def _parsed(word: str, own: bool = False) -> Override:
+    """One override, if its name and, for a group, its choice exist.
+
+    `hydra.searchpath=[file:///my/conf]` is the one setting of Hydra's that is passed on: it adds choices of your own.
+
+    Args:
+        own: choices are not only those of conf/, so their names are left to Hydra.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if re.fullmatch(r"-m.*|--mu?l?t?i?r?u?n?", word) or word.lstrip("+").startswith("hydra.mode="):
+        raise _is_sweep(word)
+    if word.startswith("-"):
+        raise ConfigError(f"{word} is not an option", where=word, exists="name=value, --help, --cfg job", fix="--help")
+    if "=" not in word and not word.startswith("~"):
+        raise _without_value(word)
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except OverrideParseException as error:
+        why = str(error).splitlines()[0]
+        fix = "quote what a shell or a list would take apart: 'data.path=\"a b.txt\"'"
+        raise ConfigError(f"{word} cannot be read ({why})", where=word, fix=fix) from None
+    name = override.key_or_group
+    if override.is_sweep_override():
+        raise _is_sweep(word)
+    if name in CHOICES and not override.is_delete():
+        _check_choice(name, override.value(), word, own)
+    elif name in GROUPS and not override.is_delete():
+        what = f"{word} does not name a setting: {name} is a group of settings"
+        raise ConfigError(what, where=word, fix=f"{name}.NAME=VALUE")
+    elif name not in (*NAMES, *GROUPS, "hydra.searchpath") and not name.startswith(_OPEN):
+        raise unknown_setting(name, [*NAMES, *CHOICES], word.lstrip("~"))
+    return override
+
+
+def _is_sweep(word: str) -> ConfigError:
+    return ConfigError(
+        f"{word} asks for several runs",
+        rule="a command is one run; sweeps are left to a shell",
+        where=word,
+        fix="for seed in 0 1 2; do python train.py seed=$seed; done",
+    )
+
+
+def _without_value(word: str) -> ConfigError:
+    name = word.lstrip("+")
+    if name in NAMES or name in CHOICES:
+        return ConfigError(f"{name} has no value", rule="settings are name=value", where=word, fix=f"{name}=VALUE")
+    like = checks.closest(name, [*NAMES, *CHOICES])
+    fix = f"{like}=VALUE" if like else "--help"
+    return ConfigError(f"{word} is not a setting", rule="settings are name=value", where=word, fix=fix)
+
+
+def _check_choice(group: str, value: object, word: str, own: bool) -> None:
+    exists = choices_of(group)
+    if isinstance(value, str) and (own or group == "mesh" or value in exists):
+        return  # names of meshes are checked where they are spelled out
+    text = checks.shown(value)
+    like = checks.closest(text, exists)
+    if group == "mesh" and text.isdecimal():
+        like = f"dp{text}"
+    raise ConfigError(
+        f"{group}={text} is not a choice" if text else f"{group} has no value",
+        where=word,
+        exists=", ".join(exists),
+        fix=f"{group}={like}" if like else "use one of these",
+    )
+
+
+def _refused_by_hydra(error: Exception, words: Sequence[str]) -> ConfigError:
+    """Hydra's refusal in our form. The override that it speaks of is named if that can be told from its text."""
+    text = str(error)
+    key = re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}")
+    name = key[1] if key else ""
+    where = next((word for word in words if name and word.lstrip("+~").startswith(name)), " ".join(words))
+    if name.startswith(_OPEN) and "Could not override" in text:
+        what, fix = f"{where} names an argument that this model or dataset does not set yet", f"+{where}"
+        return ConfigError(what, rule="new arguments are added with a plus", where=where, fix=fix)
+    return ConfigError(f"{where} cannot be applied ({text.splitlines()[0].strip()})", where=where)
