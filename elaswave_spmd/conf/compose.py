@@ -69,6 +69,36 @@ def named_settings(words: Sequence[str]) -> set[str]:
     return {_parsed(word, own=True).key_or_group for word in words}
 
 
+def own_arguments(words: Sequence[str], known: Mapping[str, str], command: str) -> tuple[dict[str, str], list[str]]:
+    """The arguments of a command that are no settings, and the words that are left: `plan event='fail 3' mesh=dp4`.
+
+    Args:
+        known: the command's own arguments, each with its default.
+        command: for errors.
+
+    Raises:
+        ConfigError: an argument is given twice, or a word has no value.
+    """
+    found: dict[str, str] = {}
+    rest = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in known:
+            rest.append(word)
+        elif not equals:
+            raise ConfigError(f"{name} has no value", where=word, fix=f"{name}=VALUE, or {command} --help")
+        elif name in found:
+            raise ConfigError(f"{name} is given twice", where=word, fix=f"keep {name}={found[name]} or {word}")
+        else:
+            found[name] = value
+    return {**known, **found}, rest
+
+
+def own_flag(values: Mapping[str, str], name: str) -> bool:
+    """True or false, of a command's own argument."""
+    return checks.flag(name, {"true": True, "false": False}.get(values[name], values[name]))
+
+
 def _compose(words: Sequence[str]) -> dict[str, Any]:
     """The configuration as Hydra composes it, with `${...}` not resolved yet."""
     register_mesh_names()

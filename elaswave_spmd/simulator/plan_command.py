@@ -1,62 +1,72 @@
-"""`python -m elaswave_spmd plan mesh=dp4_pp4 event='fail 6'`: what would be done after an event, and why."""
+"""The command `plan`: the placement after an event, with its costs and the reasons, computed and printed.
+
+`python -m elaswave_spmd plan mesh=dp4_pp4 event='fail 6'` takes the settings of `train` and needs no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from elaswave_spmd.conf.compose import named_settings, own_arguments, own_flag, settings_from
+from elaswave_spmd.conf.schema import ModelSettings, Settings
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.rebalance import Decision, Variant, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, StepTime, step_time
-from elaswave_spmd.simulator import Case, Change, alike, arguments, healthy, tell
+from elaswave_spmd.simulator import Case, Change, alike, healthy, llama, tell
+from elaswave_spmd.simulator.shapes import LlamaShape
 
-_ARGUMENTS: dict[str, str | None] = {
-    "mesh": None,
-    "event": "",
-    "profile": "",
-    "microbatches": "",
-    "layers": "",
-    "steps": "1000",
-    "sharding": "zero1",
-    "mirror": "1",
-    "memory": "",
-    "stages": "true",
-    "frequency": "",
-    "trace": "",
-    "json": "false",
-}
-_LAYERS = "18"
-_MICROBATCHES_EACH = 4
+_OWN = {"event": "", "trace": "", "json": "false"}
+_LAYERS = 18
+_MICROBATCHES_PER_WORKER = 4
+_DECLARED_ZERO = 2  # the level that the models of this package declare, for sharding=model
 _SHOWN = 16  # stages of a placement
 
-USAGE = """usage: {program} plan mesh=NAME [name=value ...]     what would be done after an event; nothing is run
+USAGE = """usage: {program} plan mesh=NAME [event=...] [name=value ...]
 
-  mesh=dp4_pp4           the mesh as it is: dpN_ppM, stages3-2
-  event='fail 6'         fail RANK ..., slow RANK SPEED, join COUNT; several with ';'
-  profile=costs.json     measured costs of a run; without it layers are all alike (10 + 20 ms, the bytes of Llama 7B)
-  layers=18              layers of the model, with embedding and head
-  micro-batches=16               micro-batches of a step; {each} for each worker of the largest stage where nothing is
-  said steps=1000             steps that are left: what a move has to pay for
-  sharding=zero1         zero0 to zero3; mirror=1: mirrors of each page
-  memory=BYTES           of each worker; stages=false: workers stay in their stage
-  frequency='0.8 1.1'    what relative frequencies may be set to: hints are printed
-  trace=FILE             write how it goes on in virtual time, for ui.perfetto.dev
-  json=true              one line of JSON
+Shows what would be done after an event. No worker runs.
+
+Own arguments:
+  event='fail 6'                 fail RANK ..., slow RANK SPEED, join COUNT; several with ';'
+  trace=FILE                     write how it goes on in virtual time, for ui.perfetto.dev
+  json=true                      one line of JSON
+
+All settings of train are accepted, so that its command line can be used here. These change the plan:
+  mesh=dp4_pp4                   or mesh.dp=6250 mesh.pp=16, or 'mesh.stages=[3,2]'
+  sharding=zero1                 zero0 to zero3; sharding=model: zero{zero}, as the models of this package declare it
+  model=llama_7b                 modelled costs of its layers; where no model is named, {layers} layers that are
+                                 all alike (10 + 20 ms a micro-batch, the bytes of a layer of Llama 7B)
+  train.global_batch=64          with train.microbatch_size, the micro-batches of a step; where none is named, {each} for
+                                 each worker of the largest stage
+  train.steps=400                steps that are left, which a move has to pay for
+  mirror.count=1                 mirrors of each page
+  schedule.profile=costs.json    measured costs of a run
+  schedule.bandwidth=, schedule.latency=      of a link
+  schedule.memory_limit=64e9     bytes that each worker has room for
+  schedule.layers=false          layers stay where they are
+  schedule.stages=true           the number of stages may change
+  schedule.frequency=            with f_min, f_max and f_margin: hints for the frequencies of devices
 """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A case, and what is decided."""
+    """A case, and the decision about it.
+
+    Args:
+        before: a step before the event.
+        source: where the costs come from.
+        planned_s: seconds that the decision took.
+    """
 
     case: Case
     decision: Decision
@@ -66,7 +76,7 @@ class Plan:
 
     @property
     def mirror_bytes(self) -> float:
-        """Copies of state that were lost and are made again, in the background."""
+        """Bytes of replicas that were lost and are made again, in the background."""
         rule, old, costs = self.case.rule, self.case.healthy, self.case.costs
         if rule.zero_level == 0:
             return 0.0
@@ -85,40 +95,59 @@ class Plan:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """Plans and prints. Returns the exit code.
+    """Plan and print. Returns the exit code.
 
     Raises:
-        ConfigError: arguments that are none.
+        ConfigError: an argument or a setting that cannot be.
         UserError: a mesh, an event or a profile that cannot be; a plan that does not fit in memory.
     """
     if {"-h", "--help"} & set(argv):
-        print(USAGE.format(program=program, each=_MICROBATCHES_EACH), end="")
+        print(USAGE.format(program=program, each=_MICROBATCHES_PER_WORKER, layers=_LAYERS, zero=_DECLARED_ZERO), end="")
         return 0
-    values = arguments.read(argv, _ARGUMENTS, "plan")
-    plan = make(values)
-    if values["trace"]:
-        _write_trace(plan, Path(values["trace"]).expanduser())
-    print(json.dumps(as_json(plan)) if arguments.flag(values, "json") else "\n".join(lines(plan)))
+    own, words = own_arguments(argv, _OWN, "plan")
+    as_one_line = own_flag(own, "json")
+    named = named_settings(words)
+    if not any(name.split(".")[0] == "mesh" for name in named) and "train.resume" not in named:
+        raise ConfigError("no mesh is given", rule="plan needs a mesh", fix="plan mesh=dp4_pp4 event='fail 6'")
+    plan = make(settings_from(words), named, own["event"])
+    if own["trace"]:
+        _write_trace(plan, Path(own["trace"]).expanduser())
+    print(json.dumps(as_json(plan)) if as_one_line else "\n".join(lines(plan)))
     return 0
 
 
-def make(values: dict[str, str]) -> Plan:
-    """The plan that the arguments ask for."""
-    mesh = Mesh.initial(MeshShape.parse(values["mesh"]))
-    costs, source = _costs(values, mesh)
-    zero = _zero(values)
-    microbatches = values["microbatches"] or str(_MICROBATCHES_EACH * max(len(members) for members in mesh.stages))
+def make(settings: Settings, named: Collection[str], event: str) -> Plan:
+    """The plan for an event.
+
+    Args:
+        settings: as `train` would have them.
+        named: names of the settings that the command line names; what depends on a model or a batch has other defaults
+            here than for `train`, whose defaults are for one small worker.
+        event: "fail 6; join 1"; "" for none.
+
+    Raises:
+        UserError: as `main`.
+    """
+    schedule = settings.schedule
+    if not schedule.microbatches:
+        raise ConfigError(
+            "schedule.microbatches=false is given",
+            rule="plan assigns micro-batches by the speed of workers",
+            fix="leave schedule.microbatches out",
+        )
+    mesh = Mesh.initial(settings.mesh.shape)
+    costs, source = _costs(settings, named, mesh)
+    level = settings.sharding.zero_level
     case = Case(
-        healthy(mesh, costs, arguments.whole({"microbatches": microbatches}, "microbatches", 1), zero=zero),
+        healthy(mesh, costs, _num_microbatches(settings, named, mesh), zero=_DECLARED_ZERO if level is None else level),
         costs,
-        Change.parse(values["event"]) if values["event"] else Change(),
-        remaining_steps=arguments.whole(values, "steps", 0),
-        mirror_count=arguments.whole(values, "mirror", 0),
-        memory_limit=_memory(values),
+        Change.parse(event) if event else Change(),
+        remaining_steps=settings.train.steps,
+        mirror_count=settings.mirror.count,
+        memory_limit=schedule.memory_limit or math.inf,
     )
-    frequencies = arguments.numbers(values, "frequency", 2)
     before = step_time(case.healthy, costs, case.rule)
-    stages = arguments.flag(values, "stages")
+    wants_hints = schedule.frequency != "none"
     began = perf_counter()
     decision = plan_change(
         case.placement,
@@ -127,53 +156,72 @@ def make(values: dict[str, str]) -> Plan:
         stages=case.change.stages(mesh),
         memory_limit=case.memory_limit,
         mirror_count=case.mirror_count,
-        stage_counts=None if stages else (),
-        frequencies=FrequencyRange(*frequencies) if frequencies else None,
+        stage_counts=None if schedule.layers and schedule.stages else (),
+        frequencies=FrequencyRange(schedule.f_min, schedule.f_max, schedule.f_margin) if wants_hints else None,
         goal_s=before.seconds,
     )
+    if not schedule.layers and decision.later is not None:
+        reasons = (*decision.reasons[:-1], "layers stay (schedule.layers=false)")
+        decision = replace(decision, later=None, hints=(), frequency=None, reasons=reasons)
     return Plan(case, decision, before, source, perf_counter() - began)
 
 
-def _costs(values: dict[str, str], mesh: Mesh) -> tuple[CostModel, str]:
-    if not values["profile"]:
-        number = arguments.whole({"layers": values["layers"] or _LAYERS}, "layers", 1)
-        return alike(number), f"made up: {number} layers that are alike, the bytes of Llama 7B"
-    where = f"profile={values['profile']}"
+def _num_microbatches(settings: Settings, named: Collection[str], mesh: Mesh) -> int:
+    if {"train.global_batch", "train.resume"} & set(named):
+        return settings.num_microbatches
+    return _MICROBATCHES_PER_WORKER * max(len(members) for members in mesh.stages)
+
+
+def _costs(settings: Settings, named: Collection[str], mesh: Mesh) -> tuple[CostModel, str]:
+    """Costs of the layers, and a text that says where they come from."""
+    names_model = any(name.split(".")[0] == "model" or name == "train.resume" for name in named)
+    model, schedule = settings.model, settings.schedule
+    if schedule.profile is not None:
+        costs = _profile(schedule.profile, model.layers + 2 if names_model else None, mesh)
+        source = schedule.profile
+    elif names_model and (shape := _shape(settings)) is not None:
+        costs = llama(shape, tokens=settings.train.microbatch_size * settings.train.seq_len)
+        source = f"modelled: {model.label}, {len(costs.layers)} layers, 160 TFLOP/s a worker"
+    else:
+        number = model.layers + 2 if names_model else _LAYERS
+        costs = alike(number)
+        source = f"made up: {number} layers that are alike, the bytes of Llama 7B"
+    return costs.with_links(schedule.latency, schedule.bandwidth), source
+
+
+def _shape(settings: Settings) -> LlamaShape | None:
+    """Sizes of a model of this package; None for `mlp` and models of the user's own."""
+    model: ModelSettings = settings.model
+    words = 256 if settings.data.tokenizer == "bytes" else 32_000
+    if model.target == "llama":
+        hidden = int(model.args.get("hidden") or model.d_model * 8 // 3)
+        key_share = int(model.args.get("kv_heads") or model.heads) / model.heads
+        return LlamaShape(model.layers, model.d_model, hidden, key_share, words)
+    if model.target == "gpt":  # two matrices of width x 4 width: as many parameters as three of width x 8/3 width
+        return LlamaShape(model.layers, model.d_model, model.d_model * 8 // 3, 1.0, words)
+    return None
+
+
+def _profile(path: str, num_layers: int | None, mesh: Mesh) -> CostModel:
+    where = f"schedule.profile={path}"
     try:
-        text = Path(values["profile"]).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError("a profile can be read", got=str(error), where=where, fix="costs.json of a run") from None
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {where} ({error.strerror or error})", where=where, fix=_PROFILE_FIX) from None
+    except UnicodeError as error:
+        raise ConfigError(f"cannot read {where} ({error})", where=where, fix=_PROFILE_FIX) from None
     costs = CostModel.from_json(text, where)
-    number = arguments.whole(values, "layers", 1) if values["layers"] else len(costs.layers)
-    return costs.check(number, mesh.members, where), values["profile"]
+    return costs.check(num_layers or len(costs.layers), mesh.members, where)
 
 
-def _zero(values: dict[str, str]) -> int:
-    words = [f"zero{level}" for level in range(4)]
-    if values["sharding"] not in words:
-        raise ConfigError(
-            "sharding is a ZeRO level",
-            got=values["sharding"] or "nothing",
-            where=f"sharding={values['sharding']}",
-            exists=", ".join(words),
-            fix="sharding=zero1",
-        )
-    return words.index(values["sharding"])
-
-
-def _memory(values: dict[str, str]) -> float:
-    found = arguments.numbers(values, "memory", 1)
-    if found and not found[0] > 0:
-        where = f"memory={values['memory']}"
-        raise ConfigError("memory is a number of bytes above 0", got=values["memory"], where=where, fix="memory=64e9")
-    return found[0] if found else math.inf
+_PROFILE_FIX = "costs.json of a run"
 
 
 # ---- what is shown
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan for a person."""
+    """The lines that are printed of a plan."""
     case, decision = plan.case, plan.decision
     found = [
         f"mesh {case.placement.mesh.shape}, {case.healthy.num_microbatches} micro-batches, event: {case.change}",
@@ -191,9 +239,9 @@ def lines(plan: Plan) -> list[str]:
     found += ["", "bytes:"]
     found.append(f"  before going on: {decision.now.move}" if moves else "  before going on: none")
     if later is not None:
-        found.append(f"  in the background: {later.move}, for which nobody waits")
+        found.append(f"  in the background: {later.move}, for which no worker waits")
     if plan.mirror_bytes:
-        found.append(f"  lost copies made again, in the background: {plan.mirror_bytes:,.0f} B")
+        found.append(f"  lost replicas made again, in the background: {plan.mirror_bytes:,.0f} B")
     before, now, after = plan.before.seconds, decision.now.time.seconds, decision.last.time.seconds
     found += [
         "",
@@ -211,7 +259,7 @@ def _placement(assignment: Assignment) -> list[str]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data. Placements have one entry for each stage."""
+    """The plan as plain data. Placements have one item for each stage."""
     decision, case = plan.decision, plan.case
     hints = [{"stage": h.stage, "ranks": list(h.ranks), "frequencies": list(h.frequencies)} for h in decision.hints]
     return {
@@ -248,6 +296,5 @@ def _write_trace(plan: Plan, path: Path) -> None:
     try:
         story.timeline.write(path)
     except OSError as error:
-        raise ConfigError(
-            "a trace is written to a file", got=str(error), where=f"trace={path}", fix="a file that can be written"
-        ) from None
+        what = f"cannot write trace={path} ({error.strerror or error})"
+        raise ConfigError(what, where=f"trace={path}", fix="a file that can be written") from None

@@ -68,7 +68,12 @@ def alike(
 
 
 def llama(
-    name: str, *, tokens: int = 4096, flops: float = 160e12, bandwidth: float = 25e9, latency_s: float = 1e-5
+    name: str | LlamaShape,
+    *,
+    tokens: int = 4096,
+    flops: float = 160e12,
+    bandwidth: float = 25e9,
+    latency_s: float = 1e-5,
 ) -> CostModel:
     """Embedding, transformer layers and head of a Llama model.
 
@@ -77,16 +82,16 @@ def llama(
     and the product inside the feed-forward part computed again).
 
     Args:
-        name: of LLAMAS.
+        name: of LLAMAS, or the sizes themselves.
         tokens: of one micro-batch.
         flops: operations per second that one worker sustains.
 
     Raises:
         PlanError: no such model.
     """
-    if name not in LLAMAS:
+    if isinstance(name, str) and name not in LLAMAS:
         raise PlanError("a Llama shape is known", got=name, where="model", exists=", ".join(LLAMAS), fix="llama: 7B")
-    shape = LLAMAS[name]
+    shape = LLAMAS[name] if isinstance(name, str) else name
     attention = 2.0 * shape.width * tokens
     inside = (2.0 * shape.layer_parameters + attention) * tokens / flops
     head = 2.0 * shape.width * shape.words * tokens / flops
@@ -112,7 +117,7 @@ def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, *, zero: int = 
             "every stage has at least one layer",
             got=f"{len(sizes)} stages, {len(costs.layers)} layers",
             where=f"mesh {mesh.shape}",
-            fix=f"at most pp{len(costs.layers)}, or layers={len(sizes)}",
+            fix=f"at most pp{len(costs.layers)}, or model.layers={len(sizes) - 2}",
         )
     if num_microbatches < 1:
         raise PlanError(

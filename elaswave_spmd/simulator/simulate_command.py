@@ -1,22 +1,27 @@
-"""`python -m elaswave_spmd simulate scenario=NAME`: policies on one cost model, in virtual time. Nothing runs."""
+"""The command `simulate`: policies on one cost model, in virtual time. No worker runs."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from elaswave_spmd.conf.compose import named_settings, own_arguments, own_flag, settings_from
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.simulator import arguments, report, scenario, tables
+from elaswave_spmd.simulator import report, scenario, tables
 from elaswave_spmd.simulator.trace import Timeline
 
+_OWN = {"scenario": "", "out": "", "trace": "", "json": "false"}
+_SETTINGS = {"sharding": "zero", "sharding.name": "zero", "train.steps": "steps", "seed": "seed"}
+"""Settings of `train` that mean the same for a scenario, and the scenario's name for each."""
 _WIDTH = 200  # where there is no terminal: a line of a log is one line
 
-USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [trace=CASE] [json=true]
+USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [trace=CASE] [json=true] [sharding=zero1] ...
 
   scenario=NAME    {names}; or a YAML file, of which those are examples:
                    {folder}
@@ -25,35 +30,45 @@ USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [trace=CASE] [js
   trace=CASE       the case of the timeline; the first one where none is named
   json=true        print one line of JSON, no tables
 
+Settings of train that take the place of the scenario's own: sharding=zero0 to zero3, train.steps (steps that are left,
+which a move has to pay for), seed.
+
 Everything is modelled: virtual time on a cost model that the scenario states. Figures need matplotlib:
 {pip}
 """
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """Simulates, prints, writes. Returns the exit code.
+    """Simulate, print and write. Returns the exit code.
 
     Raises:
-        ConfigError: arguments or a scenario that cannot be.
+        ConfigError: an argument, a setting or a scenario that cannot be.
         PlanError: an event, a model or a fleet that cannot be; a folder that cannot be written.
     """
     if {"-h", "--help"} & set(argv):
         names = ", ".join(scenario.names())
         print(USAGE.format(program=program, names=names, folder=scenario.FOLDER, pip=report.PIP_LINE), end="")
         return 0
-    known = {"scenario": None, "out": "", "trace": "", "json": "false"}
-    values = arguments.read(argv, known, "simulate")
-    as_json = arguments.flag(values, "json")
-    name = values["scenario"]
-    chosen = scenario.load(name)
-    if values["trace"] and not values["out"]:
-        rule, fix = "a timeline is written to a folder", f"out=FOLDER trace='{values['trace']}'"
-        raise ConfigError(rule, got="no out", where=f"trace={values['trace']}", fix=fix)
+    own, words = own_arguments(argv, _OWN, "simulate")
+    as_json = own_flag(own, "json")
+    name = own["scenario"]
+    if not name:
+        exists = ", ".join(scenario.names())
+        raise ConfigError(
+            "no scenario is given",
+            rule="simulate needs a scenario",
+            exists=exists,
+            fix=f"{program} simulate scenario={scenario.names()[0]}",
+        )
+    chosen = with_settings(scenario.load(name), words)
+    if own["trace"] and not own["out"]:
+        what, fix = f"trace={own['trace']} is given without out", f"out=FOLDER trace='{own['trace']}'"
+        raise ConfigError(what, rule="a timeline is written to a folder", where=f"trace={own['trace']}", fix=fix)
     stem, errors = Path(name).stem, Console(stderr=True)
     with errors.status("") as status:
-        timeline = tables.timeline_of(chosen, values["trace"]) if values["out"] else None
+        timeline = tables.timeline_of(chosen, own["trace"]) if own["out"] else None
         found = tables.run_scenario(stem, chosen, lambda what: status.update(f"simulating: {what}"))
-    written = _written(found, timeline, Path(values["out"]).expanduser()) if values["out"] else []
+    written = _written(found, timeline, Path(own["out"]).expanduser()) if own["out"] else []
     if as_json:
         print(json.dumps(found.as_json(), allow_nan=False))
     else:
@@ -65,13 +80,35 @@ def main(argv: Sequence[str], program: str) -> int:
     return 0
 
 
+def with_settings(
+    chosen: scenario.Events | scenario.Goodput, words: Sequence[str]
+) -> scenario.Events | scenario.Goodput:
+    """The scenario with the settings that the command line names in place of its own.
+
+    Raises:
+        ConfigError: a setting that this scenario has no use for.
+    """
+    settings, changes = settings_from(words), {}
+    values = {"zero": settings.sharding.zero_level, "steps": settings.train.steps, "seed": settings.seed}
+    for name in sorted(named_settings(words)):
+        field = _SETTINGS.get(name, "")
+        if not hasattr(chosen, field) or values[field] is None:
+            exists = ", ".join(name for name, field in _SETTINGS.items() if hasattr(chosen, field))
+            what = f"{name} has no meaning for this scenario"
+            raise ConfigError(
+                what, rule="a scenario says everything else itself", where=name, exists=exists, fix="leave it out"
+            )
+        changes[field] = values[field]
+    return replace(chosen, **changes)
+
+
 def _written(found: report.Report, timeline: Timeline | None, folder: Path) -> list[Path]:
     paths = found.write(folder)
     return paths if timeline is None else [*paths, timeline.write(folder / f"{found.name}_trace.json")]
 
 
 def show(found: report.Report, console: Console) -> None:
-    """Prints the tables."""
+    """Print the tables."""
     console.print(found.title, style="bold", markup=False, highlight=False)
     console.print(found.about, markup=False, highlight=False)
     for table in found.tables:

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd import cli
-from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.simulator import arguments
+from elaswave_spmd.simulator import scenario
 from elaswave_spmd.simulator.shapes import alike
+from elaswave_spmd.simulator.simulate_command import with_settings
 from tests.unit.scheduling.planning_cases import costs_of
 
 ROOT = Path(__file__).parents[3]
@@ -32,14 +33,14 @@ def call(monkeypatch, capsys):
 
 
 def test_a_plan_shows_old_and_new_placement_bytes_time_and_why(call):
-    code, out, err = call("plan", "mesh=dp4_pp4", "event=fail 6", "microbatches=32")
+    code, out, err = call("plan", "mesh=dp4_pp4", "event=fail 6", "train.global_batch=128")
     assert (code, err) == (0, "")
     assert "event: fail 6" in out and "costs made up: 18 layers" in out
     old, new = out.index("old placement"), out.index("workers [4, 5, 7]")
     assert old < out.index("workers [4, 5, 6, 7], micro-batches [8, 8, 8, 8]") < new
     for words in (
         "bytes:",
-        "lost copies made again",
+        "lost replicas made again",
         "step: ",
         "throughput: ",
         "why: micro-batches dealt by speed",
@@ -51,19 +52,30 @@ def test_a_plan_shows_old_and_new_placement_bytes_time_and_why(call):
 def test_layers_move_with_bytes_and_a_lower_bound(call, tmp_path):
     profile = tmp_path / "costs.json"
     profile.write_text(costs_of([1.0] * 16, bandwidth=1e9, state_bytes=1000).to_json(), encoding="utf-8")
-    words = ("plan", "mesh=dp4_pp2", "event=fail 4 5 6", f"profile={profile}", "microbatches=16", "sharding=zero2")
-    code, out, _ = call(*words, "stages=false")
+    words = (
+        "plan",
+        "mesh=dp4_pp2",
+        "event=fail 4 5 6",
+        f"schedule.profile={profile}",
+        "train.global_batch=64",
+        "sharding=zero2",
+    )
+    code, out, _ = call(*words)
     assert code == 0 and f"costs {profile}" in out
     assert "new placement, when its state is there" in out and "B move (at least " in out and "why: layers move" in out
-    code, out, _ = call(*words, "steps=0")
-    assert code == 0 and "when its state is there" not in out and "why: layers stay" in out
+    heavy = tmp_path / "heavy.json"  # so much state that one step cannot pay for moving it
+    heavy.write_text(costs_of([1.0] * 16, bandwidth=1e9, state_bytes=10**13).to_json(), encoding="utf-8")
+    for stays in (f"schedule.profile={heavy} train.steps=1", "schedule.layers=false"):
+        code, out, _ = call(*words, *stays.split())
+        assert code == 0 and "when its state is there" not in out and "why: layers stay" in out
 
 
 def test_a_plan_as_json_with_hints_and_a_trace(call, tmp_path):
     trace = tmp_path / "trace.json"
-    code, out, _ = call(
-        "plan", "mesh=dp2_pp2", "event=slow 2 0.5", "json=true", "frequency=0.8 1.1", f"trace={trace}", "layers=8"
-    )
+    frequency = ("schedule.frequency=cpufreq", "schedule.f_min=0.8", "schedule.f_max=1.1", "schedule.f_margin=0")
+    # A user's model is not imported: its layers are taken to be alike, 6 and an embedding and a head.
+    model = ("model.target=my_file.MyModel", "model.layers=6")
+    code, out, _ = call("plan", "mesh=dp2_pp2", "event=slow 2 0.5", "json=true", *frequency, f"trace={trace}", *model)
     assert code == 0
     plan = json.loads(out)
     assert plan["event"] == "slow 2 0.5" and plan["old"]["stages"] == [[0, 1], [2, 3]] and plan["speed_left"] == 0.875
@@ -75,7 +87,7 @@ def test_a_plan_as_json_with_hints_and_a_trace(call, tmp_path):
 
 def test_a_plan_without_an_event_and_with_newcomers(call):
     assert "event: nothing" in call("plan", "mesh=dp2")[1]
-    code, out, _ = call("plan", "mesh=dp2_pp2", "event=fail 1; join 2", "microbatches=12", "stages=false")
+    code, out, _ = call("plan", "mesh=dp2_pp2", "event=fail 1; join 2", "train.global_batch=48")
     assert code == 0 and "[0, 4" in out and "why:" in out
 
 
@@ -85,8 +97,8 @@ def test_microbatches_go_with_the_mesh_where_none_are_named(call):
 
 
 def test_lost_copies_are_counted(call):
-    _, out, _ = call("plan", "mesh=dp4", "event=fail 1", "layers=2", "json=true")
-    state = 2 * alike(2).layers[0].state_bytes
+    _, out, _ = call("plan", "mesh=dp4", "event=fail 1", "model.target=my.Model", "model.layers=1", "json=true")
+    state = 3 * alike(3).layers[0].state_bytes
     assert json.loads(out)["mirror_bytes"] == pytest.approx(state * 2 / 4)
     _, out, _ = call("plan", "mesh=dp4", "event=fail 1", "sharding=zero0", "json=true")
     assert json.loads(out)["mirror_bytes"] == 0
@@ -95,28 +107,33 @@ def test_lost_copies_are_counted(call):
 @pytest.mark.parametrize(
     "words, telling",
     [
-        (["mesh=dp2", "event=explode 1"], ["an event is known", "explode 1", "fail RANK ..."]),
+        (["mesh=dp2", "event=explode 1"], ["explode 1", "fail RANK ..."]),
         (["mesh=dp2_pp2", "event=fail 6"], ["rank 6", "0-3"]),
         (["mesh=dp2_pp2", "event=slow 9 0.5"], ["rank 9", "0-3"]),
         (["mesh=dp2", "event=fail 0 1"], ["somebody is left"]),
         (["mesh=dp2", "event=fail 1; slow 1 0.5"], ["one thing happens"]),
-        (["event=fail 1"], ["plan needs mesh"]),
-        (["mesh=pd2"], ["pd2"]),
-        (["mesh=pp20", "layers=18"], ["every stage has at least one layer", "pp18"]),
-        (["mesh=dp2", "microbatches=many"], ["microbatches is a whole number", "many"]),
-        (["mesh=dp2", "microbatches=0"], ["microbatches is a whole number"]),
-        (["mesh=dp2", "colour=red"], ["plan knows the name", "colour"]),
-        (["mesh=dp2", "mesh=dp3"], ["given once"]),
-        (["mesh=dp2", "fail"], ["name=value", "fail"]),
-        (["mesh=dp2", "profile=nowhere.json"], ["a profile can be read", "nowhere.json"]),
-        (["mesh=dp2", "sharding=zero9"], ["zero9", "zero0, zero1"]),
-        (["mesh=dp2", "stages=maybe"], ["stages is true or false"]),
-        (["mesh=dp2", "frequency=0.8"], ["frequency is 2 numbers"]),
-        (["mesh=dp2", "frequency=0.8 fast"], ["frequency is 2 numbers"]),
-        (["mesh=dp2", "frequency=1.2 1.1"], ["0 < lowest <= 1 <= highest"]),
-        (["mesh=dp2", "memory=-1"], ["memory"]),
-        (["mesh=dp2_pp2", "memory=1e9"], ["fits in its memory", "stage 0 lacks"]),
-        (["mesh=dp2", "trace=nowhere/at/all.json"], ["a trace is written to a file"]),
+        (["event=fail 1"], ["plan needs a mesh"]),
+        (["mesh=pd2"], ["mesh=pd2 is not the name of a mesh", "mesh=dp2"]),
+        (["mesh=pp20"], ["every stage has at least one layer", "pp18"]),
+        (["mesh=dp2", "train.global_batch=many"], ["train.global_batch=many is not a whole number"]),
+        (["mesh=dp2", "train.global_batch=0"], ["train.global_batch=0 is out of range"]),
+        (["mesh=dp2", "colour=red"], ["there is no setting colour"]),
+        (["mesh=dp2", "train.stpes=3"], ["there is no setting train.stpes", "train.steps=3"]),
+        (["mesh=dp2", "event=fail 1", "event=fail 0"], ["event is given twice"]),
+        (["mesh=dp2", "event"], ["event has no value"]),
+        (["mesh=dp2", "fail"], ["fail is not a setting", "name=value"]),
+        (
+            ["mesh=dp2", "schedule.profile=x.json"],
+            ["error: cannot read schedule.profile=x.json (No such file or directory)"],
+        ),
+        (["mesh=dp2", "sharding=zero9"], ["sharding=zero9 is not a choice", "zero0, zero1"]),
+        (["mesh=dp2", "schedule.stages=maybe"], ["schedule.stages=maybe is neither true nor false"]),
+        (["mesh=dp2", "schedule.microbatches=false"], ["assigns micro-batches by the speed"]),
+        (["mesh=dp2", "json=maybe"], ["json=maybe is neither true nor false"]),
+        (["mesh=dp2", "schedule.frequency=cpufreq", "schedule.f_min=1.2"], ["schedule.f_min=1.2 is out of range"]),
+        (["mesh=dp2", "schedule.memory_limit=-1"], ["schedule.memory_limit=-1 is out of range"]),
+        (["mesh=dp2_pp2", "schedule.memory_limit=1e9"], ["fits in its memory", "stage 0 lacks"]),
+        (["mesh=dp2", "trace=nowhere/at/all.json"], ["cannot write trace=nowhere/at/all.json (No such file"]),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(call, monkeypatch, tmp_path, words, telling):
@@ -140,10 +157,10 @@ def test_profiles_that_cannot_be_are_refused(call, tmp_path, change, telling):
     change(data)
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(data), encoding="utf-8")
-    code, _, err = call("plan", "mesh=dp2_pp2", f"profile={path}")
+    code, _, err = call("plan", "mesh=dp2_pp2", f"schedule.profile={path}")
     assert code == 2 and all(word in err for word in telling), err
     path.write_text(alike(4).to_json(), encoding="utf-8")
-    code, _, err = call("plan", "mesh=dp2_pp2", f"profile={path}", "layers=5")
+    code, _, err = call("plan", "mesh=dp2_pp2", f"schedule.profile={path}", "model.layers=3")
     assert code == 2 and "4 layers" in err and "5 layers in the model" in err
 
 
@@ -173,11 +190,13 @@ def test_a_simulation_without_matplotlib_says_what_to_install(call, tmp_path, mo
 @pytest.mark.parametrize(
     "words, telling",
     [
-        ([], "simulate needs scenario"),
+        ([], "simulate needs a scenario"),
         (["scenario=nothing_like_it"], "small_events"),
-        (["scenario=goodput", "devices=3"], "simulate knows the name"),
-        (["scenario=goodput", "json=perhaps"], "json is true or false"),
+        (["scenario=goodput", "devices=3"], "there is no setting devices"),
+        (["scenario=goodput", "json=perhaps"], "json=perhaps is neither true nor false"),
         (["scenario=goodput", "trace=1 of 8"], "a timeline is written to a folder"),
+        (["scenario=goodput", "train.steps=3"], "train.steps has no meaning for this scenario"),
+        (["scenario=small_events", "model=llama_7b"], "model has no meaning for this scenario"),
         (["scenario=goodput", "trace=1 of 8", "out=here"], "a timeline is of a case"),
     ],
 )
@@ -187,7 +206,10 @@ def test_a_simulation_that_cannot_be_is_refused(call, words, telling):
 
 
 def test_help_names_the_arguments(call):
-    for command, words in (("plan", ("event=", "profile=")), ("simulate", ("scenario=", "small_events", "out="))):
+    for command, words in (
+        ("plan", ("event=", "schedule.profile=")),
+        ("simulate", ("scenario=", "small_events", "out=")),
+    ):
         code, out, _ = call(command, "--help")
         assert code == 0 and all(word in out for word in words)
     code, _, err = call("pan")
@@ -206,8 +228,41 @@ def test_a_process_exits_with_the_code_and_without_torch():
     assert done.returncode == 2 and done.stdout == "" and "rank 7" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_named_arguments_have_defaults():
-    known = {"a": None, "b": "2", "c": ""}
-    assert arguments.read(["a=x=y"], known, "do") == {"a": "x=y", "b": "2", "c": ""}
-    with pytest.raises(ConfigError, match="do needs a"):
-        arguments.read(["a="], known, "do")
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        ([], "made up: 18 layers"),
+        (["model=llama_7b"], "modelled: llama_7b, 34 layers"),
+        (["model=gpt2_124m"], "modelled: gpt2_124m, 14 layers"),
+        (["model.layers=6"], "modelled: gpt_tiny, 8 layers"),
+        (["model=mlp_tiny"], "made up: 6 layers"),
+    ],
+)
+def test_a_model_that_is_named_has_modelled_costs(call, words, source):
+    assert f"costs {source}" in call("plan", "mesh=dp2_pp2", *words)[1]
+
+
+def test_the_words_of_train_are_taken(call):
+    same = ["mesh=dp4_pp2", "event=fail 3", "json=true"]
+    plans = []
+    for mesh in ([], ["mesh.dp=4", "mesh.pp=2"], ["mesh.stages=[4,4]"]):
+        words = same if not mesh else [*mesh, *same[1:]]
+        code, out, err = call("plan", *words, "optim.lr=0.1", "elastic.replace=true", "train.microbatch_size=2")
+        assert (code, err) == (0, "")
+        plans.append({name: value for name, value in json.loads(out).items() if name != "planned_s"})
+    assert plans[0] == plans[1] == plans[2] and plans[0]["mesh"] == "dp4_pp2"
+
+
+def test_a_hundred_thousand_workers_are_planned(call):
+    code, out, _ = call("plan", "mesh.dp=6250", "mesh.pp=16", "event=fail 3", "json=true")
+    assert code == 0 and json.loads(out)["planned_s"] < 60
+
+
+def test_settings_take_the_place_of_a_scenarios_own(call, tmp_path):
+    path = tmp_path / "tiny.yaml"
+    cases = "cases: [{name: a, mesh: dp2_pp2, microbatches: 4, event: fail 1}]"
+    path.write_text(f"kind: events\ntitle: T\nmodel: {{alike: 4}}\n{cases}\n", encoding="utf-8")
+    chosen = scenario.load(str(path))
+    changed = with_settings(chosen, ["sharding=zero0", "train.steps=7", "seed=5"])
+    assert changed == replace(chosen, zero=0, steps=7, seed=5) and with_settings(chosen, []) == chosen
+    assert call("simulate", f"scenario={path}", "json=true", "sharding=zero0")[0] == 0
