@@ -45,8 +45,8 @@ All settings of train are accepted, so that its command line can be used here. T
   sharding=zero1                 zero0 to zero3; sharding=model: zero{zero}, as the models of this package declare it
   model=llama_7b                 modelled costs of its layers; where no model is named, {layers} layers that are
                                  all alike (10 + 20 ms a micro-batch, the bytes of a layer of Llama 7B)
-  train.global_batch=64          with train.microbatch_size, the micro-batches of a step; where none is named, {each} for
-                                 each worker of the largest stage
+  train.global_batch=64          with train.microbatch_size, the micro-batches of a step; where none is named,
+                                 {each} for each worker of the largest stage
   train.steps=400                steps that are left, which a move has to pay for
   mirror.count=1                 mirrors of each page
   schedule.profile=costs.json    measured costs of a run
