@@ -6,6 +6,15 @@
 
 from __future__ import annotations
 
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_FRAME = re.compile(r'  File "([^"]+)", line ([0-9]+), in (.*)')
+
 
 class UserError(ValueError):
     """Bad input from a user.
@@ -106,11 +115,16 @@ class FilesError(RunError):
 
 
 class WorkerError(RunError):
-    """A worker ended by itself. `rank` is its id, `report` its traceback or exit status, shown once."""
+    """A worker ended by itself.
+
+    `rank` is its id, `report` its whole traceback, or its exit status. The message shows the frames of the user's code
+    only, if there are any.
+    """
 
     def __init__(self, rank: int, report: str) -> None:
-        self.rank, self.report = rank, report
-        super().__init__(f"worker {rank} failed:\n{report}")
+        self.rank = rank
+        self.report = report
+        super().__init__(f"worker {rank} failed:\n{shorten_report(report)}")
 
     @property
     def headline(self) -> str:
@@ -137,3 +151,46 @@ def headline_of(error: BaseException) -> str:
     if isinstance(error, RunError):
         return error.headline
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")
+
+
+def place_in_user_code(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that an exception came through, or None if it came through none.
+
+    For example "my_file.py:12, in __init__: self.out = nn.Linear(d_model, 0 / 0)".
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
+    if not frames:
+        return None
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}" + (f": {last.line}" if last.line else "")
+
+
+def shorten_report(report: str) -> str:
+    """A worker's traceback with the user's frames and at most two frames around them; unchanged if it has none.
+
+    Of this package and of libraries, the frame that called the user's code stays, and the one that raised the
+    exception. A report that has no frame of the user's is about a mistake of ours, so all of it stays.
+    """
+    lines = report.splitlines()
+    frames = [(number, found[1]) for number, line in enumerate(lines) if (found := _FRAME.match(line))]
+    users = [position for position, (_, path) in enumerate(frames) if _is_user_code(path)]
+    if not users:
+        return report
+    kept = {*users, max(users[0] - 1, 0), len(frames) - 1}
+    shown, left_out, position = [], 0, -1
+    for number, line in enumerate(lines):
+        if position + 1 < len(frames) and number == frames[position + 1][0]:
+            position += 1
+            left_out += position not in kept
+        if not line.startswith("  ") or position < 0 or position in kept:
+            shown.append(line)
+    if left_out:
+        shown.append(
+            f"({left_out} frames of elaswave_spmd and of libraries are left out; events.jsonl has all of them)"
+        )
+    return "\n".join(shown)
+
+
+def _is_user_code(path: str) -> bool:
+    """True if a source file belongs neither to this package nor to Python or an installed library."""
+    return not (path.startswith((_PACKAGE, "<", *_LIBRARIES)) or "site-packages" in path)

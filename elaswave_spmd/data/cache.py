@@ -90,7 +90,12 @@ def tokenize_once(
         shutil.rmtree(scratch, ignore_errors=True)
     published = _read_entry(entry)
     if published is None:
-        raise ConfigError("the token cache lost what was just written", got=str(entry), where="data.cache")
+        raise ConfigError(
+            f"{entry} is gone just after it was written",
+            rule="no other program may write to the token cache",
+            where="data.cache",
+            fix="data.cache=DIR with a directory of its own",
+        )
     return published
 
 
@@ -129,15 +134,16 @@ def _write_entry(scratch: Path, corpus: Corpus, tokenizer: Tokenizer, progress: 
                     num_tokens += tokens.size
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"a document is not UTF-8 text ({error.reason})",
-                    got=str(document),
+                    f"{document} is not UTF-8 text ({error.reason})",
                     fix="convert it, leave it out of data.path, or use data.tokenizer=bytes",
                 ) from error
         out.flush()
         os.fsync(out.fileno())
     if content.hexdigest() != corpus.sha256:
         raise DataError(
-            "the corpus changed while it was read", got=corpus.name, where="data.path", fix="start again when it rests"
+            f"the corpus {corpus.name} changed while it was read",
+            where="data.path",
+            fix="start again when no program writes to its files",
         )
     made = TokenFile(str(path), dtype.name, num_tokens, tokenizer.vocab_size)
     (scratch / "meta.json").write_text(json.dumps(_meta(made, corpus, tokenizer), indent=1) + "\n", encoding="utf-8")
@@ -166,8 +172,7 @@ def _cache_errors(cache: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the token cache cannot be written ({error.strerror or error})",
-            got=str(cache),
+            f"the token cache {cache} cannot be written ({error.strerror or error})",
             where="data.cache",
             fix="data.cache=DIR with a directory that can be written and has room for the tokens",
         ) from error

@@ -39,8 +39,7 @@ class Corpus:
     def __post_init__(self) -> None:
         if not self.files or self.num_bytes < 1:
             raise DataError(
-                "the corpus is empty",
-                got=f"{len(self.files)} files with {self.num_bytes} bytes",
+                f"the corpus is empty: {len(self.files)} files with {self.num_bytes} bytes",
                 where=f"data={self.name}",
                 fix="point data.path at files that hold text",
             )
@@ -56,8 +55,9 @@ def stdlib_corpus() -> Corpus:
     files = stdlib_files(root)
     if not files:
         raise DataError(
-            "data=stdlib needs the source text of Python's standard library",
-            got=f"no .py files under {root}",
+            f"there are no .py files under {root}",
+            rule="data=stdlib needs the source text of Python's standard library",
+            where="data=stdlib",
             fix="data=text data.path='corpus/**/*.txt', or a Python that comes with its source",
         )
     return read_corpus("stdlib", files)
@@ -90,8 +90,8 @@ def text_corpus(pattern: str) -> Corpus:
     files = tuple(Path(match) for match in matches if os.path.isfile(match))
     if not files:
         raise DataError(
-            "data.path must match at least one file",
-            got=pattern,
+            f"data.path={pattern} matches no file",
+            rule="data.path matches at least one file",
             where="data.path",
             exists=_what_is_there(expanded, matches),
             fix="quote the pattern in a shell: data=text 'data.path=corpus/**/*.txt'",
@@ -144,8 +144,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
                 yield block
     except OSError as error:
         raise DataError(
-            f"a file of the corpus cannot be read ({error.strerror or error})",
-            got=str(path),
+            f"{path} cannot be read ({error.strerror or error})",
             where="data.path",
             fix="make it readable, or narrow the pattern",
         ) from error

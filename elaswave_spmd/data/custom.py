@@ -1,4 +1,4 @@
-"""A user's own map-style dataset, found by `data.target=my_file.MyDataset`."""
+"""The user's own map-style dataset, found by `data.target=my_file.MyDataset`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from elaswave_spmd.errors import DataError
+from elaswave_spmd.errors import DataError, place_in_user_code
 
 _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len + 1, and vocab_size"
 
@@ -25,8 +25,7 @@ def load_target(target: str) -> Callable[..., Any]:
     module_name, _, name = target.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in target.split(".")):
         raise DataError(
-            "data.target must name a class in a module",
-            got=target,
+            f"data.target={target} does not name a class in a module",
             where="data.target",
             fix="data.target=my_file.MyDataset",
         )
@@ -37,9 +36,8 @@ def load_target(target: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise DataError(
-            f"the module of data.target cannot be imported ({type(error).__name__}: {error})",
-            got=target,
-            where="data.target",
+            f"the module of data.target={target} cannot be imported ({type(error).__name__}: {error})",
+            where=place_in_user_code(error) or "data.target",
             exists="modules in the working directory: " + (", ".join(_modules_here()) or "none"),
             fix="run from the folder that holds the file, or correct its name",
         ) from error
@@ -50,8 +48,7 @@ def load_target(target: str) -> Callable[..., Any]:
         ]
         raise DataError(
             f"module {module_name} has no class {name}",
-            got=target,
-            where="data.target",
+            where=f"data.target={target}",
             exists=", ".join(classes) or "no classes",
             fix="name one of these",
         )
@@ -63,7 +60,7 @@ def _modules_here() -> list[str]:
 
 
 def accepted_names(target: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """Names that the constructor takes as keywords, and whether it takes any (`**kwargs`)."""
+    """The names that the constructor takes as keywords, and True if it takes any name (`**kwargs`)."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -75,17 +72,19 @@ def accepted_names(target: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
 def choose_kwargs(
     target: str, offered: Mapping[str, object], demanded: Mapping[str, object]
 ) -> tuple[dict[str, object], bool]:
-    """Keyword arguments for `target`: what it names of `offered`, and all of `demanded`. Also: does it name `split`?
+    """Keyword arguments for `target`: those of `offered` that it has parameters for, and all of `demanded`.
+
+    Returns:
+        The arguments, and True if the constructor has a parameter `split`.
 
     Raises:
-        DataError: something that the user set is not named by the constructor.
+        DataError: the constructor has no parameter for something that the user set.
     """
     named, takes_any = accepted_names(load_target(target))
     for name, value in demanded.items():
         if name not in named and not takes_any:
             raise DataError(
-                f"{target} takes no argument {name}",
-                got=f"{name}={value!r}",
+                f"{target} takes no argument {name} (data: {name}={value!r})",
                 where="data",
                 exists=", ".join(named) or "no arguments",
                 fix=f"name {name} in its constructor, or leave it out",
@@ -107,9 +106,9 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
     except Exception as error:
         raise DataError(
             f"the constructor of {target} failed ({type(error).__name__}: {error})",
-            got=dict(kwargs),
-            where="data.target",
-            fix="correct it, or the arguments it was given",
+            where=place_in_user_code(error) or "data.target",
+            exists=f"it was given {dict(kwargs)}",
+            fix="correct it, or these arguments",
         ) from error
     missing = [name for name in ("__len__", "__getitem__", "vocab_size") if not hasattr(dataset, name)]
     if missing:
@@ -118,7 +117,11 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
         )
     size = dataset.vocab_size
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-        raise DataError(f"vocab_size of {target} must be a positive integer", got=size, where="data.target")
+        raise DataError(
+            f"vocab_size of {target} is {size!r}, not a positive integer",
+            where="data.target",
+            fix="set it to the number of different tokens",
+        )
     return dataset
 
 
@@ -128,11 +131,16 @@ def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray
     Raises:
         DataError: wrong shape or kind, or a token outside the vocabulary.
     """
-    sample = np.asarray(dataset[index])
+    try:
+        sample = np.asarray(dataset[index])
+    except Exception as error:
+        # What `add_note` of Python 3.11 does: the report of the failed worker then names the sample.
+        vars(error).setdefault("__notes__", []).append(f"in sample {index} of {name}")
+        raise
     if sample.ndim != 1 or sample.shape[0] != seq_len + 1 or sample.dtype.kind not in "iu":
         raise DataError(
-            f"a sample of {name} must be {seq_len + 1} integers (the sequence and one target more)",
-            got=f"sample {index}: shape {sample.shape}, dtype {sample.dtype}",
+            f"sample {index} of {name} has shape {sample.shape} and dtype {sample.dtype}",
+            rule=f"a sample is {seq_len + 1} integers: the sequence and one target more",
             where="data.target",
             exists=_CONTRACT,
             fix="return tokens[start : start + seq_len + 1]",
@@ -140,8 +148,8 @@ def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray
     low, high = int(sample.min()), int(sample.max())
     if low < 0 or high >= dataset.vocab_size:
         raise DataError(
-            f"tokens of {name} must lie in [0, vocab_size)",
-            got=f"sample {index}: tokens from {low} to {high}, vocab_size {dataset.vocab_size}",
+            f"sample {index} of {name} has tokens from {low} to {high}, and vocab_size is {dataset.vocab_size}",
+            rule="tokens lie in [0, vocab_size)",
             where="data.target",
             fix="correct vocab_size or the tokens",
         )

@@ -40,8 +40,7 @@ class TokenDataset:
         needed = (first + num_samples) * seq_len + 1 if num_samples else 0
         if tokens.ndim != 1 or needed > tokens.shape[0]:
             raise DataError(
-                "the token file is shorter than the samples it should hold",
-                got=f"shape {tokens.shape}, {needed} tokens needed",
+                f"the token file is too short: shape {tokens.shape}, and {needed} tokens are needed",
                 fix="delete the entry in the token cache; the next start makes it again",
             )
         self.seq_len, self.vocab_size = seq_len, vocab_size
@@ -113,10 +112,10 @@ def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> Cust
     dataset = make_dataset(prepared.target, kwargs)
     if first + num_samples > len(dataset) or int(dataset.vocab_size) != prepared.vocab_size:
         raise DataError(
-            f"{prepared.target} differs from what it was when the run was planned",
-            got=f"{len(dataset)} samples, vocab_size {dataset.vocab_size}",
-            exists=f"{first + num_samples} samples, vocab_size {prepared.vocab_size}",
-            fix="its length and vocabulary must not depend on the process",
+            f"{prepared.target} has {len(dataset)} samples and vocab_size {dataset.vocab_size} in this worker, which "
+            f"differs from the {first + num_samples} samples and vocab_size {prepared.vocab_size} of the controller",
+            rule="its length and vocabulary do not depend on the process",
+            where="data.target",
         )
     return CustomDataset(dataset, prepared.seq_len, first, num_samples, prepared.target)
 
@@ -127,16 +126,13 @@ def _map_tokens(prepared: PreparedData) -> np.ndarray:
         size = os.stat(prepared.token_file).st_size
         if size != prepared.num_tokens * dtype.itemsize:
             raise DataError(
-                "the token file has the wrong size",
-                got=f"{prepared.token_file}: {size} bytes",
-                exists=f"{prepared.num_tokens * dtype.itemsize} bytes expected",
+                f"the token file {prepared.token_file} has {size} bytes, not {prepared.num_tokens * dtype.itemsize}",
                 fix="delete it; the next start makes it again",
             )
         return np.memmap(prepared.token_file, dtype=dtype, mode="r")
     except OSError as error:
         raise DataError(
-            f"the token file cannot be opened ({error.strerror or error})",
-            got=prepared.token_file,
+            f"the token file {prepared.token_file} cannot be opened ({error.strerror or error})",
             fix="start again: it is made anew; on several hosts data.cache must be a directory that all of them see",
         ) from error
 

@@ -41,7 +41,9 @@ def split_samples(num_samples: int, fraction: float) -> tuple[int, int]:
 
 def _choose_seq_len(in_spec: int | None, argument: int | None) -> int:
     if in_spec is not None and argument is not None and in_spec != argument:
-        raise ConfigError("the sequence length was given twice, with two values", got=(in_spec, argument))
+        raise ConfigError(
+            f"the sequence length is given twice, as {in_spec} and as {argument}", where="train.seq_len", fix="give one"
+        )
     return check_seq_len(argument if argument is not None else in_spec)
 
 
@@ -77,8 +79,9 @@ def _check_enough(corpus: Corpus, num_tokens: int, seq_len: int, spec: DataSpec)
     where = f"data={spec.name}" + (f" data.path={spec.path}" if spec.path else "")
     if num_samples < 1:
         raise DataError(
-            "the corpus is shorter than one sample, which takes train.seq_len + 1 tokens",
-            got=f"{num_tokens} tokens in {len(corpus.files)} files, train.seq_len={seq_len}",
+            f"the corpus is shorter than one sample: {num_tokens} tokens in {len(corpus.files)} files, "
+            f"train.seq_len={seq_len}",
+            rule="a sample takes train.seq_len + 1 tokens",
             where=where,
             fix="more text" + (f", or train.seq_len={num_tokens - 1} at most" if num_tokens > 1 else ""),
         )
@@ -89,8 +92,8 @@ def _check_split_sizes(num_samples: int, spec: DataSpec, where: str) -> None:
     train, held_out = split_samples(num_samples, spec.validation_fraction)
     if train < 1:
         raise DataError(
-            "the validation split leaves no sample to train on",
-            got=f"{num_samples} samples, of which data.validation_fraction={spec.validation_fraction} takes {held_out}",
+            f"the validation split leaves no sample to train on: data.validation_fraction={spec.validation_fraction} "
+            f"takes {held_out} of {num_samples}",
             where=where,
             fix="more text, a shorter train.seq_len, a smaller fraction, or data.validation_fraction=0",
         )
@@ -129,9 +132,7 @@ def _custom_lengths(
     """Lengths of both splits. A dataset that does not know `split` gets its tail held out."""
     num_samples = _checked_length(dataset, target, seq_len)
     if num_samples < 1:
-        raise DataError(
-            f"{target} is empty", got="0 samples", where="data.target", fix="point it at data: data.path, data.args"
-        )
+        raise DataError(f"{target} has no samples", where="data.target", fix="point it at data: data.path, data.args")
     if not names_split:
         _check_split_sizes(num_samples, spec, "data.target")
         return split_samples(num_samples, spec.validation_fraction)
@@ -139,7 +140,12 @@ def _custom_lengths(
         return num_samples, 0
     held_out = make_dataset(target, {**kwargs, "split": "validation"})
     if held_out.vocab_size != dataset.vocab_size:  # type: ignore[attr-defined]
-        raise DataError(f"both splits of {target} must have one vocab_size", got=held_out.vocab_size)
+        raise DataError(
+            f"the splits of {target} have vocab_size {dataset.vocab_size} and {held_out.vocab_size}",  # type: ignore[attr-defined]
+            rule="both splits have the same vocabulary",
+            where="data.target",
+            fix="return the larger one for both",
+        )
     num_held_out = _checked_length(held_out, target, seq_len)
     if num_held_out < 1:
         raise DataError(

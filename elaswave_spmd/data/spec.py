@@ -1,4 +1,4 @@
-"""What the user asked for (`DataSpec`) and what workers open (`PreparedData`): two plain, immutable values."""
+"""`DataSpec`, the data that a user asked for, and `PreparedData`, which workers open: plain immutable values."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class DataSpec:
     def __post_init__(self) -> None:
         if self.name not in CORPUS_NAMES:
             raise ConfigError(
-                "data must be one of the known corpora",
-                got=self.name,
+                f"data.name={self.name} is not one of the known corpora",
                 where="data.name",
                 exists=", ".join(CORPUS_NAMES),
                 fix="data=stdlib, or data=text data.path='corpus/*.txt', or data.target=my_file.MyDataset",
@@ -63,8 +62,7 @@ class DataSpec:
         is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if not is_number or not 0 <= fraction < 1:
             raise ConfigError(
-                "data.validation_fraction must be a number in [0, 1)",
-                got=fraction,
+                f"data.validation_fraction={fraction} is not a number in [0, 1)",
                 where="data.validation_fraction",
                 fix="0.02 holds out two samples in a hundred; 0 holds out none",
             )
@@ -74,17 +72,23 @@ class DataSpec:
     def _check_combination(self) -> None:
         if self.name == "custom" and not self.target:
             raise ConfigError(
-                "data=custom needs the dataset's class", where="data.target", fix="data.target=my_file.MyDataset"
+                "data=custom is given without data.target", where="data.target", fix="data.target=my_file.MyDataset"
             )
         if self.name == "text" and not self.path:
-            raise DataError("data=text needs files", where="data.path", fix="data=text data.path='corpus/**/*.txt'")
+            raise DataError(
+                "data=text is given without data.path", where="data.path", fix="data=text data.path='corpus/**/*.txt'"
+            )
         if self.name == "stdlib" and self.path:
             raise ConfigError(
-                "data=stdlib takes no path", got=self.path, where="data.path", fix=f"data=text data.path='{self.path}'"
+                f"data.path={self.path} is given with data=stdlib, which takes no path",
+                where="data.path",
+                fix=f"data=text data.path='{self.path}'",
             )
         if self.args and self.name != "custom":
             raise ConfigError(
-                f"data={self.name} takes no args", got=dict(self.args), where="data.args", fix="set data.target as well"
+                f"data.args={dict(self.args)} is given with data={self.name}, which takes no arguments",
+                where="data.args",
+                fix="set data.target as well",
             )
 
 
@@ -122,11 +126,15 @@ class PreparedData:
 
     def __post_init__(self) -> None:
         if bool(self.token_file) == bool(self.target):
-            raise DataError("prepared data is either a token file or a custom dataset", got=self.token_file)
+            raise DataError(
+                f"prepared data names token_file={self.token_file!r} and target={self.target!r}",
+                rule="it is either a token file or a custom dataset",
+            )
         if self.vocab_size < 1 or self.seq_len < 1 or self.num_train_samples < 1 or self.num_validation_samples < 0:
             raise DataError(
-                "prepared data needs a vocabulary, a sample length and a training sample",
-                got=(self.vocab_size, self.seq_len, self.num_train_samples, self.num_validation_samples),
+                f"prepared data has vocab_size={self.vocab_size}, seq_len={self.seq_len}, "
+                f"{self.num_train_samples} training samples and {self.num_validation_samples} for validation",
+                rule="it has a vocabulary, a sample length and a training sample",
             )
 
     def num_samples(self, split: Split) -> int:
@@ -147,11 +155,11 @@ class PreparedData:
         """
         names = {f.name for f in dataclasses.fields(cls)}
         if unknown := set(fields) - names:
-            raise DataError("prepared data has unknown fields", got=sorted(unknown), exists=", ".join(sorted(names)))
+            raise DataError(f"prepared data has unknown fields {sorted(unknown)}", exists=", ".join(sorted(names)))
         try:
             return cls(**fields)  # type: ignore[arg-type]
         except TypeError as error:
-            raise DataError(f"prepared data is incomplete: {error}", got=sorted(fields)) from error
+            raise DataError(f"prepared data is incomplete: {error}", exists=", ".join(sorted(fields))) from error
 
 
 def check_seq_len(seq_len: object) -> int:
@@ -162,8 +170,7 @@ def check_seq_len(seq_len: object) -> int:
     """
     if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
         raise ConfigError(
-            "the sequence length must be a positive integer",
-            got=seq_len,
+            f"train.seq_len={seq_len} is not a positive integer",
             where="train.seq_len",
             fix="train.seq_len=128",
         )
@@ -173,4 +180,4 @@ def check_seq_len(seq_len: object) -> int:
 def check_split(split: object) -> None:
     """Refuse anything but `train` and `validation` (DataError)."""
     if split not in SPLITS:
-        raise DataError("data has two splits", got=split, exists=", ".join(SPLITS))
+        raise DataError(f"{split!r} is not one of the two splits", exists=", ".join(SPLITS))

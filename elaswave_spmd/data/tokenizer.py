@@ -69,14 +69,13 @@ class JsonTokenizer:
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         except Exception as error:  # the package raises bare Exception
             raise DataError(
-                "the tokenizer file is not one that the tokenizers package reads",
-                got=f"{path} ({error})",
+                f"{path} is not one that the tokenizers package reads ({error})",
                 where="data.tokenizer",
                 exists="bytes, or a tokenizer.json",
                 fix="save one with Tokenizer.save('tokenizer.json'), or use data.tokenizer=bytes",
             ) from error
         if self.vocab_size < 1:
-            raise DataError("the tokenizer has no tokens", got=str(path), where="data.tokenizer", fix="train it first")
+            raise DataError(f"the tokenizer {path} has no tokens", where="data.tokenizer", fix="train it first")
         digest = hashlib.sha256(content).hexdigest()
         self.identity = f"json:{digest}:{package.__version__}"
         self.name = f"{Path(path).name}:{digest[:12]}"
@@ -116,8 +115,7 @@ def _read_file(path: Path) -> bytes:
         return path.expanduser().read_bytes()
     except OSError as error:
         raise DataError(
-            f"the tokenizer file cannot be read ({error.strerror or error})",
-            got=str(path),
+            f"data.tokenizer={path} cannot be read ({error.strerror or error})",
             where="data.tokenizer",
             exists="bytes, or the path of a tokenizer.json",
             fix="data.tokenizer=bytes needs no file",
@@ -129,8 +127,7 @@ def _tokenizers_package(path: str | Path) -> Any:
         import tokenizers
     except ImportError as error:
         raise DataError(
-            "a tokenizer file needs the optional package tokenizers, which is not installed",
-            got=str(path),
+            f"data.tokenizer={path} needs the optional package tokenizers, which is not installed",
             where="data.tokenizer",
             exists="bytes",
             fix="pip install 'elaswave-spmd[tokenizers]' (in a checkout: pip install -e '.[tokenizers]')",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.errors import ModelError
+from elaswave_spmd.errors import ModelError, UserError, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel
 
 OWN = {
@@ -59,7 +59,19 @@ def build_model(
             exists=f"sizes {', '.join(sizes)}",
             fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
         )
-    return cls(**given)
+    try:
+        return cls(**given)
+    except UserError:
+        raise
+    except Exception as error:
+        if (place := place_in_user_code(error)) is None:
+            raise
+        raise ModelError(
+            f"the constructor of {shown} failed ({type(error).__name__}: {error})",
+            where=place,
+            exists=f"it was given {given}",
+            fix="correct it, or these arguments",
+        ) from error
 
 
 def find_model(target: str) -> Any:

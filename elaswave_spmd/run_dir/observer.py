@@ -11,7 +11,7 @@ from types import TracebackType
 
 import numpy as np
 
-from elaswave_spmd.errors import RunError, headline_of
+from elaswave_spmd.errors import RunError, WorkerError, headline_of
 from elaswave_spmd.run_dir.directory import RunDir
 from elaswave_spmd.run_dir.display import Display, Pace, RunInfo, make_display
 from elaswave_spmd.run_dir.files import plain, writing
@@ -128,7 +128,8 @@ class RunObserver:
         """The run ends by an error: event `stop`, unless it had finished. Raises nothing: the error is what counts."""
         if not self._finished:
             with contextlib.suppress(Exception):
-                self.on_event("stop", message=headline_of(error))
+                report = {"report": error.report} if isinstance(error, WorkerError) else {}
+                self.on_event("stop", message=headline_of(error), **report)
 
     def close(self) -> None:
         """Give the terminal back and close all files; closing again is allowed."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.errors import WorkerError, exception_line
+from elaswave_spmd import errors
+from elaswave_spmd.errors import WorkerError, exception_line, place_in_user_code, shorten_report
+
+PACKAGE = Path(errors.__file__).parent
 
 
 def report_of(error: BaseException) -> str:
@@ -44,3 +50,45 @@ def test_of_chained_exceptions_the_last_one_counts() -> None:
 @pytest.mark.parametrize(("report", "line"), [("killed\nby signal 9", "by signal 9"), ("", "no report")])
 def test_without_a_traceback_it_is_the_last_line(report: str, line: str) -> None:
     assert exception_line(report) == line
+
+
+def caught(call: Callable[[], object]) -> tuple[BaseException, str]:
+    """The exception that a call raises, and its report."""
+    try:
+        call()
+    except Exception as error:
+        return error, traceback.format_exc()
+    raise AssertionError("nothing was raised")
+
+
+def test_a_report_shows_the_users_frames_and_at_most_two_others() -> None:
+    from elaswave_spmd.data.custom import read_sample
+
+    class Rows:
+        def __getitem__(self, index: int) -> object:
+            return json.loads("{")  # three frames of a library lie below this one
+
+    _, report = caught(lambda: read_sample(Rows(), 7, 4, "my.Rows"))
+    shown = shorten_report(report)
+    frames = [line for line in shown.splitlines() if line.startswith("  File ")]
+    assert len(frames) < report.count("  File ") and sum(__file__ not in frame for frame in frames) <= 2
+    assert any(", in __getitem__" in frame for frame in frames) and "frames of elaswave_spmd and of libraries" in shown
+    assert exception_line(shown) == exception_line(report) and WorkerError(0, report).report == report
+    assert shown in str(WorkerError(0, report))
+    if sys.version_info >= (3, 11):
+        assert "in sample 7 of my.Rows" in shown
+
+
+def test_a_report_without_frames_of_the_user_is_shown_whole() -> None:
+    ours = "Traceback (most recent call last):\n" + "".join(
+        f'  File "{PACKAGE}/worker/{name}.py", line 3, in f\n    f()\n' for name in "abc"
+    )
+    assert shorten_report(ours + "KeyError: 3") == ours + "KeyError: 3"
+    assert shorten_report("exit code 3") == "exit code 3"
+
+
+def test_the_place_of_an_exception_is_the_users_innermost_line() -> None:
+    error, _ = caught(lambda: json.loads("{"))
+    place = place_in_user_code(error)
+    assert place is not None and place.startswith(__file__) and 'json.loads("{")' in place
+    assert place_in_user_code(ValueError("never raised")) is None

@@ -33,7 +33,7 @@ ROOMS = {
     "controller": "errors determinism mesh data sharding conf scheduling recovery runtime run_dir worker",
     "cli": "errors conf runtime simulator controller",
     "__main__": "cli",
-    "__init__": "",
+    "__init__": "determinism sharding models",
 }
 WITHOUT_TORCH = (
     *("mesh", "sharding", "scheduling", "recovery", "determinism", "keyed", "run_dir", "conf.schema", "simulator"),
@@ -117,3 +117,10 @@ def test_bare_names_never_enter_sys_modules() -> None:
         f"print(sorted(set(sys.modules) & set({LINKS})))"
     )
     assert python(code) == "[]\n"
+
+
+def test_the_public_names_are_loaded_when_they_are_used() -> None:
+    code = "import sys, elaswave_spmd as e; print({'torch', 'numpy', 'hydra'} & set(sys.modules)); e.P('dp')\n"
+    code += "print('torch' in sys.modules); print([n for n in e.__all__ if getattr(e, n) is None])\n"
+    code += "from elaswave_spmd.models import LayeredModel; print(e.LayeredModel is LayeredModel)"
+    assert python(code).split("\n") == ["set()", "False", "[]", "True", ""]

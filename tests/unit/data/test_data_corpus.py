@@ -82,7 +82,7 @@ def test_boundaries_tell_equal_concatenations_apart(tmp_path: Path) -> None:
 def test_no_match_says_what_is_there(tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _write(tmp_path, {"present.md": "x"})
-    with pytest.raises(DataError, match="at least one file") as caught:
+    with pytest.raises(DataError, match="matches no file") as caught:
         text_corpus(pattern)
     assert "present.md" in caught.value.exists
 

@@ -199,8 +199,8 @@ def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("Nothing", "must name a class"),
-        ("user c.X", "must name a class"),
+        ("Nothing", "does not name a class"),
+        ("user c.X", "does not name a class"),
         ("absent_module.X", "cannot be imported"),
         ("broken.X", "NameError"),
         ("user_c.Absent", "has no class Absent"),
@@ -208,10 +208,10 @@ def test_custom_dataset_with_split_path_and_args(here: Path) -> None:
         ("user_c.NoLength", "not a map-style dataset: no __len__"),
         ("user_c.NoVocabulary", "vocab_size"),
         ("user_c.BadVocabulary", "positive integer"),
-        ("user_c.Empty", "is empty"),
-        ("user_c.Short", "must be 5 integers"),
-        ("user_c.Floats", "must be 5 integers"),
-        ("user_c.Outside", r"must lie in \[0, vocab_size\)"),
+        ("user_c.Empty", "has no samples"),
+        ("user_c.Short", "a sample is 5 integers"),
+        ("user_c.Floats", "a sample is 5 integers"),
+        ("user_c.Outside", r"tokens lie in \[0, vocab_size\)"),
         ("user_c.Failing", "failed when its first or last sample was read"),
     ],
 )
