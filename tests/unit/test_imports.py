@@ -23,7 +23,7 @@ ROOMS = {
     "data": "errors determinism",
     "sharding": "errors determinism mesh",
     "models": "errors determinism sharding",
-    "conf": "errors mesh sharding",
+    "conf": "errors mesh",
     "scheduling": "errors determinism mesh sharding",
     "recovery": "errors determinism mesh sharding conf scheduling",
     "runtime": "errors mesh sharding conf",
