@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
 from elaswave_spmd.run_dir.files import sync_directory, writing
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
-from elaswave_spmd.sharding.replicas import PageRange
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -30,24 +33,49 @@ _STEP = re.compile(r"step_(\d{8,})")
 class Checkpoint:
     """A whole checkpoint, open for reading; nothing is kept in memory but names and offsets.
 
+    To read one is to reshard: from its shards to the replicas of a mesh, by the same plans by which a running mesh
+    changes. Shards stand in for workers; shard i is worker -1 - i, so that none is taken for a worker of the mesh.
+
     Args:
         path: its directory.
-        runs: per layer, in page order, the runs and the shards that hold them.
+        shards: in the order of the manifest.
     """
 
     path: Path
     manifest: Manifest
-    runs: tuple[tuple[tuple[PageRange, Shard], ...], ...]
+    shards: tuple[Shard, ...]
 
     @property
     def step(self) -> int:
         """The version of the state."""
         return self.manifest.step
 
-    def read(self, layer: int, first: int, stop: int, kind: str) -> np.ndarray:
-        """The state of pages [first, stop) of a layer, put together from whatever shards hold parts of it.
+    @cached_property
+    def replicas(self) -> ReplicaMap:
+        """The shard that each page range is read from. The loss page is no state and is in no checkpoint."""
+        found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(len(self.manifest.layers))}
+        numbers = {shard.info.name: -1 - number for number, shard in enumerate(self.shards)}
+        for pages, info in sorted(self.manifest.sources.items()):
+            shard = numbers[info.name]
+            found[pages[0]].append(ReplicaSet(*pages, shard, frozenset((shard,))))
+        return {layer: tuple(of_layer) for layer, of_layer in found.items()}
+
+    def plan_to(self, layout: ModelLayout, replicas: ReplicaMap) -> ReshardPlan:
+        """The plan by which the replicas of a mesh get the state.
 
         Args:
+            replicas: of all layers. Their page ranges may be cut anywhere.
+        """
+        num_pages = [saved.num_pages for saved in self.manifest.layers]
+        target = {layer: tuple(p for p in of if p.first < num_pages[layer]) for layer, of in replicas.items()}
+        return plan_reshard(layout, self.replicas, to=target)
+
+    def read(self, plan: ReshardPlan, rank: int, pages: PageRange, kind: str) -> np.ndarray:
+        """The state of a page range of one worker, put together from the shards that `plan` copies it from.
+
+        Args:
+            plan: made by `plan_to`.
+            pages: a page range of which `rank` is to be a replica.
             kind: of state, one of `manifest.kinds`.
 
         Returns:
@@ -56,15 +84,20 @@ class Checkpoint:
         Raises:
             CheckpointError: a shard cannot be read.
         """
+        layer, first, stop = pages
         saved = self.manifest.layers[layer]
-        assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds, (layer, first, stop, kind)
+        assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds, (pages, kind)
         start, end = saved.span(first, stop)
         found = np.empty(end - start, np.float32)
-        for run, shard in self.runs[layer]:
-            a, b = max(first, run[1]), min(stop, run[2])
-            if a < b:
-                (low, high), (run_start, _) = saved.span(a, b), saved.span(run[1], run[2])
-                shard.read_into(found[low - start : high - start], run, kind, low - run_start)
+        missing = end - start
+        for of_layer, a, b in plan.copies_to(rank):
+            if of_layer == layer and first <= a and b <= stop:
+                whole = next(it for it in self.replicas[layer] if it.first <= a < it.stop)
+                (low, high), (whole_start, _) = saved.span(a, b), saved.span(whole.first, whole.stop)
+                shard = self.shards[-1 - whole.primary]
+                shard.read_into(found[low - start : high - start], whole.key, kind, low - whole_start)
+                missing -= high - low
+        assert not missing, (pages, rank, missing)
         return found
 
 
@@ -96,9 +129,7 @@ def open_checkpoint(directory: Path, *, verify: bool) -> Checkpoint:
     if verify:
         for shard in shards.values():
             shard.verify()
-    runs = [(run, shards[info.name]) for run, info in sorted(manifest.sources.items())]
-    by_layer = tuple(tuple(r for r in runs if r[0][0] == layer) for layer in range(len(manifest.layers)))
-    return Checkpoint(directory, manifest, by_layer)
+    return Checkpoint(directory, manifest, tuple(shards[info.name] for info in manifest.shards))
 
 
 def find_checkpoints(run_dir: str | Path) -> list[Path]:

@@ -88,6 +88,17 @@ class ReshardPlan:
         """State that the primary of a page range sends, one entry for each worker that gets it."""
         return tuple(copies(all_runs(self.during)))
 
+    def copies_to(self, rank: int) -> tuple[PageRange, ...]:
+        """The page ranges whose state one worker is sent, in page order."""
+        return self._copies_by_destination.get(rank, ())
+
+    @cached_property
+    def _copies_by_destination(self) -> dict[int, tuple[PageRange, ...]]:
+        found: dict[int, list[PageRange]] = defaultdict(list)
+        for copy in self.copies:
+            found[copy.destination].append(copy.pages)
+        return {rank: tuple(ranges) for rank, ranges in found.items()}
+
     @cached_property
     def hand_overs(self) -> tuple[PageMove, ...]:
         """Page ranges that have another primary once all copies are there."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint
-from elaswave_spmd.sharding.replicas import PageRange
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,13 @@ class CheckpointOrders:
         """True if the state after this step is to be written."""
         return self.every > 0 and step % self.every == 0 and step < self.steps
 
-    def reader(self) -> Callable[[PageRange, str], Tensor] | None:
-        """Opens the checkpoint that the run begins with.
+    def reader(self, rank: int, layout: ModelLayout, replicas: ReplicaMap) -> Callable[[PageRange, str], Tensor] | None:
+        """Opens the checkpoint that the run begins with, and plans what this worker reads of it.
 
         Its hashes are not verified again: the controller did so before it started the workers.
+
+        Args:
+            replicas: of the first mesh, all layers.
 
         Returns:
             (page range, kind of state) -> fp32 [elements]; None if the run begins with initial values.
@@ -58,4 +62,5 @@ class CheckpointOrders:
         if self.source is None:
             return None
         checkpoint = open_checkpoint(Path(self.source), verify=False)
-        return lambda page_range, kind: torch.from_numpy(checkpoint.read(*page_range, kind))
+        plan = checkpoint.plan_to(layout, replicas)
+        return lambda pages, kind: torch.from_numpy(checkpoint.read(plan, rank, pages, kind))

@@ -202,7 +202,9 @@ class WorkerProcess:
         way: Channel = channel if trace is None else TracedChannel(channel, trace)
         context = make_context(plan, self._rank, self._device, way, programs, hooks)
         # A newcomer gets its state from the others: the checkpoint that they began with may be gone by then.
-        saved = orders.reader() if first.epoch == 0 else None
+        layout, saved = plan.description.layout, None
+        if first.epoch == 0:
+            saved = orders.reader(self._rank, layout, first.placement.replica_map(layout))
         self._executor = Executor(context, first, saved)
         return self._executor
 

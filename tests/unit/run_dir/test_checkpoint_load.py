@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import CheckpointError, UserError
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
+    Checkpoint,
     find_checkpoints,
     load_newest_good,
     open_checkpoint,
@@ -24,6 +25,7 @@ from elaswave_spmd.run_dir.checkpoints import (
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from tests.unit.run_dir.checkpoint_cases import (
     KINDS,
     State,
@@ -44,12 +46,22 @@ def _same(found: np.ndarray, expected: np.ndarray) -> bool:
     return np.array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
+def _read(checkpoint: Checkpoint, layout: ModelLayout, pages: PageRange, kind: str) -> np.ndarray:
+    """As worker 7 of a mesh reads a page range of which it is the only replica."""
+    target: ReplicaMap = {layer: () for layer in range(len(layout.layers))}
+    target = {**target, pages[0]: (ReplicaSet(*pages, 7, frozenset((7,))),)}
+    plan = checkpoint.plan_to(layout, target)
+    return checkpoint.read(plan, 7, pages, kind)
+
+
 def _holds(run_dir: Path, step: int, state: State) -> bool:
     """Whether the newest good checkpoint is of this step and has this state."""
     checkpoint, _ = load_newest_good(run_dir)
     layout = small_layout()
     return checkpoint.step == step and all(
-        _same(checkpoint.read(*run, kind), part(layout, state, run, kind)) for run in whole(layout) for kind in KINDS
+        _same(_read(checkpoint, layout, run, kind), part(layout, state, run, kind))
+        for run in whole(layout)
+        for kind in KINDS
     )
 
 
@@ -69,7 +81,7 @@ def test_any_cut_reads_what_any_other_cut_wrote(
     assert bad == [] and checkpoint.step == 8
     for run in data.draw(cuts(layout)):
         for kind in KINDS:
-            found = checkpoint.read(*run, kind)
+            found = _read(checkpoint, layout, run, kind)
             assert found.flags.writeable and found.flags.c_contiguous
             assert _same(found, part(layout, state, run, kind)), (run, kind)
 
@@ -81,7 +93,9 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no good checkpoint"):
         load_newest_good(tmp_path)
     checkpoint = open_checkpoint(directory, verify=False)
-    assert _same(checkpoint.read(0, 1, 3, "master"), part(small_layout(), state, (0, 1, 3), "master"))
+    assert _same(
+        _read(checkpoint, small_layout(), (0, 1, 3), "master"), part(small_layout(), state, (0, 1, 3), "master")
+    )
 
 
 def _cut_shard(directory: Path) -> str:
