@@ -2,8 +2,8 @@
 
 A plan is a value, computed by one pure function from (the replicas that there are, the workers that are lost) and (the
 new mesh and specs). Everything that moves state follows a plan: promotion after a loss, new mirrors, a newcomer's
-share, layers that move to another stage, the reading of a checkpoint on another mesh; and the bytes that `plan` prints
-and the simulator charges are a plan's bytes.
+share, layers that move to another stage, the reading of a checkpoint on another mesh. (To choose among thousands of
+partitions, `scheduling.stage_search` has a closed form for the bytes of plans that are never made.)
 
 For each page range a plan says:
 
