@@ -1,4 +1,4 @@
-"""What holds for all tests: their tiers, their order, how hypothesis draws examples, and which signals they ignore.
+"""Rules for all tests: their tiers, their order, how hypothesis draws examples, and which signals they ignore.
 
 The tier of a test follows from its folder. `pytest -m units` runs one tier; CONTRIBUTING.md says what each is for.
 """

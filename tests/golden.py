@@ -17,7 +17,7 @@ is what a refactoring needs. It has three parts, which can be recorded one by on
 `--quick` runs the subset that is also a part of `make test` (tests/simulated/test_golden.py).
 
 The bits of the parts `runs` and `real` depend on torch and on the CPU: torch and its libraries choose their kernels by
-the CPU's type. Each of these parts says in which environment it was recorded. In another environment its bits cannot be
+the CPU's type. Each of these parts names the environment of its record. In another environment its bits cannot be
 compared with the record; `check` says so, and then compares the runs with each other: all runs of one model must have
 the same bits. How schedules end does not depend on the environment.
 """
@@ -109,7 +109,7 @@ class SimulatedCase:
         return MirroredCluster(MODELS[self.model], self.mesh, self.zero, seed=seed, faults=self._faults()).run()
 
     def _faults(self) -> tuple[AnyFault, ...]:
-        """What happens. Every mesh has a worker 0 and a worker 1."""
+        """The faults of a case. Every mesh has a worker 0 and a worker 1."""
         if self.event == "kill":
             return (Fault(2, "kill", 1, KILLED_AT[self.zero]),)
         if self.event == "join":
@@ -119,7 +119,7 @@ class SimulatedCase:
         return ()
 
     def _has_happened(self, trained: Trained) -> bool:
-        """Whether the run began a mesh epoch for the event; of an undisturbed run, whether it began none."""
+        """True if the run began a mesh epoch for the event; of an undisturbed run, whether it began none."""
         kinds = {kind for begun in trained.epochs for kind in begun.kinds.values()}
         if self.event == "kill":
             return "fail" in kinds
@@ -133,7 +133,7 @@ class SimulatedCase:
 
 
 def is_move(old: Placement, new: Placement) -> bool:
-    """Whether the members stayed, and micro-batches, layers or workers went elsewhere."""
+    """True if the members stayed, and micro-batches, layers or workers went elsewhere."""
     if sorted(old.mesh.members) != sorted(new.mesh.members):
         return False
     return (old.mesh.stages, old.layer_cuts, old.microbatch_counts) != (
@@ -302,7 +302,7 @@ def _value(entry: tuple[int, str] | None) -> str:
 
 
 def problems_of_one_model(cases: Sequence[AnyCase], found: Mapping[str, Found]) -> list[str]:
-    """What is wrong among the runs themselves: those that gave nothing, and those with other bits than the first run
+    """Problems among the runs themselves: those that gave nothing, and those with other bits than the first run
     of the same model."""
     problems, firsts = [], {}
     for case in cases:
@@ -342,7 +342,7 @@ def problems_of_schedules(wanted: Mapping[str, Mapping[int, str]], found: Mappin
 
 
 def environment() -> dict[str, str]:
-    """What the bits depend on besides the code: libraries that compute, and the CPU, by whose type they choose."""
+    """The bits depend on this besides the code: libraries that compute, and the CPU, by whose type they choose."""
     return {
         "cpu": _cpu(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

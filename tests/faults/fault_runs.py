@@ -1,4 +1,4 @@
-"""Small runs that lose workers, and what is to be true of each of them."""
+"""Small runs that lose workers, and the checks that hold for each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Bits:
-    """What no fault may change."""
+    """The results that no fault may change."""
 
     loss_hex: tuple[str, ...]
     grad_norm_hex: tuple[str, ...]
@@ -48,7 +48,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Changes:
-    """The mesh epochs of a run, as events.jsonl tells them."""
+    """The mesh epochs of a run, read from events.jsonl."""
 
     events: tuple[dict[str, Any], ...]
 
@@ -65,7 +65,7 @@ class Changes:
 
     @property
     def epochs(self) -> list[int]:
-        """Those that were told, in order; of a run that began again, since then."""
+        """Numbers of the mesh epochs, in order; of a run that restarted, those after its last restart."""
         begun = max((i + 1 for i, event in enumerate(self.events) if event["event"] == "restart"), default=0)
         return [event["mesh_epoch"] for event in self.events[begun:] if event["event"] != "recovered"]
 
@@ -85,16 +85,16 @@ def run_undisturbed(folder: Path, *arguments: str) -> Bits:
 
 
 def run_with(folder: Path, *arguments: str) -> Changes:
-    """A run that is to reach its end in spite of what is done to it."""
+    """Trains to the end in spite of these events, and returns the changes of the mesh."""
     write_text(folder)
     return survived(folder, train(folder, *TINY, *arguments))
 
 
 def survived(folder: Path, done: Done) -> Changes:
-    """What a run that has reached its end says of its mesh epochs."""
+    """Checks a run that has reached its end: exit code, output, and the order of its mesh epochs."""
     assert (done.code, done.err) == (0, ""), done.err
     changes = Changes.of(folder / "run")
-    assert changes.epochs == sorted(changes.epochs), "epochs are told in order"
+    assert changes.epochs == sorted(changes.epochs), "mesh epochs are in order"
     # A line of the display for each, and nothing else that a person would take for an error.
     rest = done.out
     for event in changes.events:
@@ -105,6 +105,6 @@ def survived(folder: Path, done: Done) -> Changes:
     return changes
 
 
-def said(folder: Path) -> str:
+def all_events(folder: Path) -> str:
     """All events of a run, for messages of failed tests."""
     return json.dumps(read_events(folder / "run"), indent=1)

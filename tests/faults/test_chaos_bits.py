@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_metrics
-from tests.faults.fault_runs import STEPS, Bits, chaos, run_with, said
+from tests.faults.fault_runs import STEPS, Bits, all_events, chaos, run_with
 
 Undisturbed = Callable[[int], Bits]
 
@@ -90,7 +90,7 @@ CASES = {
         reasons=ENDED,
         settings=("mirror.count=2",),
     ),
-    # It dies in the step that is salvaged, or with the first one: the third copy is the last.
+    # It dies in the step that is being recovered, or together with the first one: the third replica is the last.
     "the_mirror_of_the_one_just_killed": Case(
         "mesh=dp3",
         "zero2",
@@ -144,9 +144,9 @@ def test_a_fault_changes_no_bit(tmp_path: Path, undisturbed: Undisturbed, name: 
     gone = sorted(rank for kind in ("fail", "leave") for ranks in changes.ranks(kind) for rank in ranks)
     if case.fail or case.leave or case.join:
         for kind in ("fail", "leave", "join"):
-            assert changes.ranks(kind) == getattr(case, kind), said(tmp_path)
-    else:  # several at once: in which epochs they are told is a matter of moments
-        assert gone == sorted(ranks_of(case.events)), said(tmp_path)
+            assert changes.ranks(kind) == getattr(case, kind), all_events(tmp_path)
+    else:  # several at once: which of them share an epoch depends on timing
+        assert gone == sorted(ranks_of(case.events)), all_events(tmp_path)
     for event in changes.of_kind("fail"):
         assert any(reason in event["reason"] for reason in case.reasons), event
         assert max(event["seen_at"], event["prepared_at"]) <= event["answered_at"] <= event["placed_at"]
@@ -169,5 +169,5 @@ def ranks_of(events: tuple[str, ...]) -> list[int]:
 
 
 def last_workers(folder: Path) -> int:
-    """How many workers the last step had."""
+    """The number of workers in the last step."""
     return read_metrics(folder / "run")[-1].workers

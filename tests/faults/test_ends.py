@@ -1,4 +1,4 @@
-"""Faults that a run cannot, or should not, survive: it ends with exit code 1 and says why, once."""
+"""Faults that a run cannot, or should not, survive: it ends with exit code 1 and one clear reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_only_worker_killed(tmp_path: Path) -> None:
     assert done.code == 1 and "Traceback" not in done.err + done.out
     assert done.err.startswith("error: ") and "no worker is left" in done.err
     assert last_event(tmp_path)["event"] == "stop"
-    steps = [line.step for line in read_metrics(tmp_path / "run")]  # what it said last may have died with it
+    steps = [line.step for line in read_metrics(tmp_path / "run")]  # its last report may have been lost with it
     assert steps and steps == [1, 2, 3][: len(steps)]
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -99,7 +99,7 @@ def test_an_exception_that_leaves_too_few_is_shown_with_the_checkpoint(tmp_path:
 
 
 def test_all_workers_asked_to_leave(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """As when a batch system ends the job: SIGTERM to everybody."""
+    """A batch system ends the job so: with SIGTERM to every process."""
     events = chaos("step: 4, kind: term, rank: [0, 1], point: forward")
     done = run(tmp_path, "mesh=dp2", "sharding=zero1", events)
     assert "0 stay, elastic.min_workers is 1" in done.err

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.run_dir import read_events
-from tests.faults.fault_runs import TINY, Bits, chaos, run_with, said, survived
+from tests.faults.fault_runs import TINY, Bits, all_events, chaos, run_with, survived
 from tests.multiprocess.real_runs import eventually, launch, write_text
 
 STEPS = 100
@@ -23,19 +23,19 @@ ARGUMENTS = (f"train.steps={STEPS}", "runtime.collectives=group")
 Undisturbed = Callable[[int], Bits]
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    """The events that say by which way parameters go from a step on."""
+def group_events(folder: Path) -> list[dict[str, Any]]:
+    """The events that name the way by which parameters go from a step on."""
     return [event for event in read_events(folder / "run") if event["event"] == "group"]
 
 
 def serve_at(folder: Path, step: int) -> bool:
-    return [False, *(event["serves"] for event in told(folder) if event["step"] <= step)][-1]
+    return [False, *(event["serves"] for event in group_events(folder) if event["step"] <= step)][-1]
 
 
 def test_a_group_serves_each_stage(tmp_path: Path, undisturbed: Undisturbed) -> None:
     run_with(tmp_path, *ARGUMENTS, "mesh=dp3_pp2", "sharding=zero1")
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
-    assert serve_at(tmp_path, LATE) and len(told(tmp_path)) == 1, said(tmp_path)
+    assert serve_at(tmp_path, LATE) and len(group_events(tmp_path)) == 1, all_events(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "sharding"), [("kill", "zero1"), ("stop", "zero3")])
@@ -45,7 +45,7 @@ def test_a_worker_is_lost_in_the_middle_of_its_broadcasts(
     event = f"step: {LATE}, kind: {kind}, rank: 1, point: publish"
     changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp4", f"sharding={sharding}", chaos(event))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and changes.ranks("fail") == [[1]]
-    assert serve_at(tmp_path, LATE - 1), said(tmp_path)
+    assert serve_at(tmp_path, LATE - 1), all_events(tmp_path)
 
 
 def test_members_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -58,9 +58,9 @@ def test_members_come_and_go(tmp_path: Path, undisturbed: Undisturbed) -> None:
     changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp3", "sharding=zero2", chaos(*events))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
     assert changes.ranks("fail") == [[0]] and changes.ranks("leave") == [[2]]
-    assert serve_at(tmp_path, LATE - 21), said(tmp_path)
-    # In the epochs of the newcomer and of the loss; each step that goes over links would have been told of.
-    assert serve_at(tmp_path, LATE + 19), said(tmp_path)
+    assert serve_at(tmp_path, LATE - 21), all_events(tmp_path)
+    # In the epochs of the newcomer and of the loss; each step that goes over links would have an event.
+    assert serve_at(tmp_path, LATE + 19), all_events(tmp_path)
 
 
 def test_links_take_over_when_a_broadcast_takes_too_long(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -83,7 +83,7 @@ def test_links_take_over_when_a_broadcast_takes_too_long(tmp_path: Path, undistu
             signal.sigtimedwait([], 2.0)
         os.kill(victim, signal.SIGCONT)
         changes = survived(tmp_path, run.finish())
-    assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and not changes.events, said(tmp_path)
-    before, after = told(tmp_path)
-    assert before["serves"] and not after["serves"] and after["mesh_epoch"] == 0, said(tmp_path)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and not changes.events, all_events(tmp_path)
+    before, after = group_events(tmp_path)
+    assert before["serves"] and not after["serves"] and after["mesh_epoch"] == 0, all_events(tmp_path)
     assert re.search("worker [02]: .*(not complete within 1 s|[Tt]imed? ?out|closed)", str(after["reason"]))

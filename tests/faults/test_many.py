@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elaswave_spmd.run_dir import read_metrics
-from tests.faults.fault_runs import Bits, chaos, run_with, said
+from tests.faults.fault_runs import Bits, all_events, chaos, run_with
 
 STEPS = 60
 Undisturbed = Callable[[int], Bits]
@@ -28,16 +28,16 @@ def test_thirty_random_events_in_sixty_steps(tmp_path: Path, undisturbed: Undist
         "chaos.rate=0.5",
     )
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
-    told = {kind: sum(map(len, changes.ranks(kind))) for kind in ("fail", "leave", "join")}
+    counts = {kind: sum(map(len, changes.ranks(kind))) for kind in ("fail", "leave", "join")}
     # Whom an event is for is drawn from the members: a worker that is gone before its turn takes its event with it.
-    assert min(told.values()) > 0 and sum(told.values()) >= 20, said(tmp_path)
+    assert min(counts.values()) > 0 and sum(counts.values()) >= 20, all_events(tmp_path)
 
 
 def test_all_but_one_killed_one_after_the_other(tmp_path: Path, undisturbed: Undisturbed) -> None:
     kills = [f"step: {step}, kind: kill, rank: {rank}, point: any" for step, rank in ((4, 2), (22, 0), (40, 3))]
     settings = ["mesh=dp2_pp2", "sharding=zero2", "timeouts.suspect=4", f"train.steps={STEPS}"]
     changes = run_with(tmp_path, *settings, chaos(*kills))
-    assert changes.ranks("fail") == [[2], [0], [3]] and not changes.of_kind("restart"), said(tmp_path)
+    assert changes.ranks("fail") == [[2], [0], [3]] and not changes.of_kind("restart"), all_events(tmp_path)
     assert read_metrics(tmp_path / "run")[-1].workers == 1
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
@@ -54,7 +54,9 @@ def test_two_at_once_with_one_mirror_begin_again_at_the_checkpoint(tmp_path: Pat
     settings = ["mesh=dp4", "sharding=zero2", "mirror.count=1", "checkpoint.every=2", f"train.steps={STEPS}"]
     changes = run_with(tmp_path, *settings, "timeouts.suspect=4", chaos(*events))
     (restart,) = changes.of_kind("restart")
-    assert restart["step"] in range(2, 14, 2) and (restart["lost_after"], restart["workers"]) == (13, 2), said(tmp_path)
-    assert changes.ranks("join") == [[2]], said(tmp_path)
+    assert restart["step"] in range(2, 14, 2) and (restart["lost_after"], restart["workers"]) == (13, 2), all_events(
+        tmp_path
+    )
+    assert changes.ranks("join") == [[2]], all_events(tmp_path)
     assert [line.step for line in read_metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)

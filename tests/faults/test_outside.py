@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.faults.fault_runs import TINY, Bits, Changes, said, survived
+from tests.faults.fault_runs import TINY, Bits, Changes, all_events, survived
 from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
 
 STEPS = 100
@@ -16,7 +16,7 @@ Undisturbed = Callable[[int], Bits]
 
 
 def wait_for_event(run: Launched, kind: str) -> None:
-    """Returns when the run has told an event of this kind."""
+    """Returns when an event of this kind is in events.jsonl."""
     events = run.folder / "run" / "events.jsonl"
     eventually(lambda: f'"event": "{kind}"' in events.read_text(), run.process)
 
@@ -27,7 +27,7 @@ def test_kill_9_typed_on_a_worker(tmp_path: Path, undisturbed: Undisturbed) -> N
         run.wait_for_steps(4)
         os.kill(run.workers()[2], signal.SIGKILL)
         changes = survived(tmp_path, run.finish())
-    assert changes.ranks("fail") == [[2]] and not changes.of_kind("leave"), said(tmp_path)
+    assert changes.ranks("fail") == [[2]] and not changes.of_kind("leave"), all_events(tmp_path)
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
 
@@ -37,7 +37,7 @@ def test_kill_minus_term_typed_on_a_worker(tmp_path: Path, undisturbed: Undistur
         run.wait_for_steps(4)
         os.kill(run.workers()[0], signal.SIGTERM)
         changes = survived(tmp_path, run.finish())
-    assert changes.ranks("leave") == [[0]] and not changes.of_kind("fail"), said(tmp_path)
+    assert changes.ranks("leave") == [[0]] and not changes.of_kind("fail"), all_events(tmp_path)
     assert changes.of_kind("leave")[0]["microbatches_redone"] == 0
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
@@ -53,7 +53,9 @@ def test_a_stopped_worker_that_goes_on_finds_itself_fenced(tmp_path: Path, undis
             os.kill(victim, signal.SIGCONT)
         eventually(lambda: victim not in run.processes(), run.process)
         changes = survived(tmp_path, run.finish())
-    assert changes.ranks("fail") == [[1]] and "no heartbeat" in changes.of_kind("fail")[0]["reason"], said(tmp_path)
+    assert changes.ranks("fail") == [[1]] and "no heartbeat" in changes.of_kind("fail")[0]["reason"], all_events(
+        tmp_path
+    )
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
 
@@ -68,7 +70,7 @@ def test_a_worker_that_stands_still_for_a_moment_stays(tmp_path: Path, undisturb
             signal.sigtimedwait([], 0.5)
         os.kill(victim, signal.SIGCONT)
         changes = survived(tmp_path, run.finish())
-    assert steps < STEPS and not changes.events, said(tmp_path)
+    assert steps < STEPS and not changes.events, all_events(tmp_path)
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
 
@@ -81,7 +83,7 @@ def test_two_killed_by_one_command(tmp_path: Path, undisturbed: Undisturbed) -> 
         for victim in (workers[1], workers[4]):
             os.kill(victim, signal.SIGKILL)
         changes = survived(tmp_path, run.finish())
-    assert sorted(rank for ranks in changes.ranks("fail") for rank in ranks) == [1, 4], said(tmp_path)
+    assert sorted(rank for ranks in changes.ranks("fail") for rank in ranks) == [1, 4], all_events(tmp_path)
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
 
 
@@ -95,6 +97,6 @@ def test_one_that_is_lost_while_a_newcomer_joins(tmp_path: Path, undisturbed: Un
         wait_for_event(run, "join")
         os.kill(run.workers()[0], signal.SIGKILL)  # its copies have only begun to reach the newcomer
         changes = survived(tmp_path, run.finish())
-    assert changes.ranks("fail") == [[0], [1]] and changes.ranks("join")[0] == [3], said(tmp_path)
+    assert changes.ranks("fail") == [[0], [1]] and changes.ranks("join")[0] == [3], all_events(tmp_path)
     assert Changes.of(tmp_path / "run").epochs[-1] >= 3
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)

@@ -1,4 +1,4 @@
-"""What the tests of all kinds of device share."""
+"""Helpers of the tests of all kinds of device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.waiting import eventually
 
 
 def marks_of(kind: DeviceKind) -> list[Any]:
-    """Of a module whose tests need a device of this kind."""
+    """Returns the marks of a module whose tests need a device of this kind."""
     lacks = kind.missing(ThisMachine())
     reason = "; ".join(f"no {lack.what}" for lack in lacks)
     return [pytest.mark.gpu, pytest.mark.skipif(bool(lacks), reason=reason)]

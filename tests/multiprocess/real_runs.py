@@ -1,4 +1,4 @@
-"""`python train.py` in a process of its own, and what it leaves behind."""
+"""Runs of `python train.py`, and the processes and files that they leave behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Launched:
         eventually(lambda: metrics.exists() and metrics.read_text().count("\n") >= steps, self.process)
 
     def finish(self, timeout: float = PATIENCE_S) -> Done:
-        """Waits for the end of the command; says how, and asserts that nothing else is left."""
+        """Waits for the end of the command; asserts that no other process and no socket of it is left."""
         out, err = self.process.communicate(timeout=timeout)
         left = self.processes()
         assert not left, f"processes left behind: {left}"

@@ -25,7 +25,7 @@ RUN = [*SMALL, "train.validate_every=0", "mesh=dp2_pp2", "sharding=zero2", "mode
 
 
 def ctl(folder: Path, *words: str, code: int = 0) -> str:
-    """What `python -m elaswave_spmd ctl run WORDS` prints, to stdout if it succeeds, else to stderr."""
+    """Runs `python -m elaswave_spmd ctl run WORDS` and returns its output: stdout if it succeeds, else stderr."""
     command = [sys.executable, "-m", "elaswave_spmd", "ctl", "run", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)

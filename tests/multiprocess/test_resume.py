@@ -19,7 +19,7 @@ SETTINGS = [*SMALL, "train.steps=30", "model.dropout=0.1"]
 
 
 def kill_everything(run: Launched) -> None:
-    """As when the machine goes down: nobody has time for anything."""
+    """Ends all processes as a power failure would: none can react."""
     for pid in run.processes():
         os.kill(pid, signal.SIGSTOP)
     for pid in run.processes():

@@ -39,8 +39,8 @@ def test_a_trace_shows_every_worker_and_changes_no_bit(tmp_path: Path) -> None:
     events = trace_of(tmp_path / "traced")
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == ["controller", "worker 0", "worker 1", "worker 2", "worker 3"]
-    said = read_events(tmp_path / "traced" / "run")
-    span = 1e6 * (said[-1]["time"] - said[0]["time"])
+    run_events = read_events(tmp_path / "traced" / "run")
+    span = 1e6 * (run_events[-1]["time"] - run_events[0]["time"])
     timed = [e for e in events if e["ph"] != "M"]
     assert all(e["ts"] >= 0 and e["ts"] + e.get("dur", 0) <= span + 5e6 for e in timed)
     # The killed one is there as far as it had written; the others did the rest of the run.
@@ -81,16 +81,16 @@ def test_frequencies_follow_the_bubbles_and_change_no_bit(tmp_path: Path) -> Non
     run(tmp_path / "plain", *uneven)
     run(tmp_path / "set", *uneven, "schedule.frequency=simulated", "run.trace=true")
     assert bits(tmp_path / "set") == bits(tmp_path / "plain")
-    said = read_events(tmp_path / "set" / "run")
-    found = [e for e in said if e["event"] == "frequency"]
-    assert found, [e["event"] for e in said]
+    run_events = read_events(tmp_path / "set" / "run")
+    found = [e for e in run_events if e["event"] == "frequency"]
+    assert found, [e["event"] for e in run_events]
     to = found[0]["frequencies"]  # half, but for the odd speed that a busy machine shows
     assert to["0"] == 1.0 and all(0.5 <= to[rank] <= 0.7 for rank in ("1", "2")), to
     assert found[0]["modelled_energy"] < found[0]["modelled_energy_before"]
-    assert not [e for e in said if e["event"] == "slow"]
+    assert not [e for e in run_events if e["event"] == "slow"]
     # The device has really become slower: 8 ms of backward take about 16 ms until the next event.
-    began = 1e6 * (found[0]["time"] - said[0]["time"])
-    ended = 1e6 * (min(e["time"] for e in said if e["time"] > found[0]["time"]) - said[0]["time"])
+    began = 1e6 * (found[0]["time"] - run_events[0]["time"])
+    ended = 1e6 * (min(e["time"] for e in run_events if e["time"] > found[0]["time"]) - run_events[0]["time"])
     programs = [e for e in trace_of(tmp_path / "set") if e.get("cat") == "backward" and e["pid"] == 3]
     slowed = [e for e in programs if began < e["ts"] < ended - 1e5]
     assert slowed and all(e["dur"] >= 8e3 / to["1"] * 0.999 for e in slowed)

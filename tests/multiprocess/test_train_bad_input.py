@@ -33,7 +33,7 @@ class MyModel(LayeredModel):
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """What is shown of a run that is refused; asserts one screen, exit code 2, and that nothing is left."""
+    """Starts a run that must be refused; returns its stderr. Asserts one screen, exit code 2, and no file left."""
     before = sorted(path for path in folder.rglob("*") if "cache" not in path.parts and "__pycache__" not in path.parts)
     done: Done = train(folder, *SMALL, *arguments)
     after = sorted(path for path in folder.rglob("*") if "cache" not in path.parts and "__pycache__" not in path.parts)

@@ -24,7 +24,7 @@ STEPS, MICROBATCH, VALIDATION_MICROBATCHES = 6, 2, 2
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the bits may depend on."""
+    """The settings that the bits may depend on."""
 
     model: str
     dtype: str

@@ -1,4 +1,4 @@
-"""How a run ends before its time: a bug in the model, too few workers, Ctrl-C. Nothing is left behind.
+"""Runs that end before their last step: a bug in the model, too few workers, Ctrl-C. Nothing is left behind.
 
 And what does not end it: the loss of one worker of several.
 """
@@ -117,8 +117,8 @@ def test_the_only_worker_ends_the_run(tmp_path: Path, number: signal.Signals) ->
         os.kill(worker, number)
         done = run.finish()
     saved = number == signal.SIGTERM  # it can still write what it has
-    says = "error: the run stops: worker 0 leaves" if saved else "error: the run cannot go on: "
-    assert done.code == 1 and done.err.startswith(says) and "Traceback" not in done.err
+    headline = "error: the run stops: worker 0 leaves" if saved else "error: the run cannot go on: "
+    assert done.code == 1 and done.err.startswith(headline) and "Traceback" not in done.err
     assert read_events(tmp_path / "run")[-1]["event"] == "stop"
     assert bool(list(tmp_path.glob("run/checkpoints/*/manifest.json"))) == saved
 

@@ -1,4 +1,4 @@
-"""Real runs on a machine that has too little of something: disk, open files. And what the last event says."""
+"""Real runs on a machine that has too little of something: disk, open files. The last event has the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows and leaves in its directory, as docs/run_files.md says."""
+"""The output of a run and the files in its directory are those of docs/run_files.md."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TrainServer:
         return int(self._socket.recv(_MOST)), out, err
 
     def _read_all(self, pipes: Sequence[int], timeout_s: float) -> list[str]:
-        """What comes out of each pipe until all its writers have ended."""
+        """Reads each pipe until all its writers have ended."""
         deadline, read = time.monotonic() + timeout_s, {pipe: b"" for pipe in pipes}
         left = set(pipes)
         try:

@@ -1,4 +1,4 @@
-"""Small runs of the whole product in one process, and what the one-process reference says of them."""
+"""Small runs of the whole product in one process, and the results of the one-process reference for them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What must be equal, bit for bit."""
+    """The results that must be equal, bit for bit."""
 
     losses: tuple[str, ...]
     norms: tuple[str, ...]
@@ -123,7 +123,7 @@ class Outcome:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As in a worker: the number of threads is part of a run's identity (two change the gradient of a LayerNorm)."""
+    """Computes with one thread, as workers do: two change the bits of a LayerNorm's gradient."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,7 +149,7 @@ def placement_of(run: Run, mesh: str, zero: int) -> Placement:
 
 @cache
 def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) -> Placement:
-    """As `placement_of`, with so many mirrors of each page."""
+    """The placement of `placement_of`, with so many mirrors of each page."""
     placement = placement_of(run, mesh, zero)
     replicas = place_replicas(description_of(run).layout, placement.state_sharding(mirror_count))
     return replace(placement, replicas=replicas)
@@ -159,7 +159,7 @@ class MirroredCluster(LocalCluster):
     """The workers of a run on a mesh. Arguments that are not given are those of `LocalCluster`.
 
     Args:
-        policy: says how many mirrors each page has.
+        policy: with the number of mirrors of each page.
         verify_every: as in `Job`.
     """
 
@@ -206,7 +206,7 @@ def outcome(trained: Trained) -> Outcome:
 @cache
 @one_thread()
 def expected(run: Run) -> Outcome:
-    """What the reference gives for the run. Where activations are recomputed, and how messages travel, it ignores."""
+    """The results of the reference. It knows no activation checkpointing and no messages: neither may change a bit."""
     run = replace(run, checkpointing=False)
     assert run.steps % 2 == 0, "the reference looks at the weights in the middle and at the end"
     middle, end = (_reference(run, steps) for steps in (run.validate_every, run.steps))

@@ -79,7 +79,7 @@ class Runs:
 
 @one_thread()
 def main(device: str, beside: str, model: str, dtype: str, mesh: str, zero: str, *events: str) -> dict[str, object]:
-    """What differs, the devices that layers saw, the losses of both, and how many mesh epochs there were."""
+    """Runs one case. Returns what differs, the devices that layers saw, both runs' losses, and the number of epochs."""
     runs = Runs(Run(model=model, dtype=dtype, microbatches=4, steps=4, checkpointing=dtype == "bf16"))
     # The made-up device has no fused attention, and takes the kernel that is made of operators.
     kernel = sdpa_kernel(SDPBackend.MATH) if device == NAME else nullcontext()

@@ -1,4 +1,4 @@
-"""Too few workers are left: they stop at the newest version, and what they save is all of it, bit for bit."""
+"""Too few workers are left: they stop at the newest version, and save all of it, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Saved(MirroredCluster):
         return replace(super()._hooks_of(worker), save=lambda replica: self._save(worker))
 
     def _save(self, worker: Worker) -> None:
-        """What the writer of each page range has of it."""
+        """Keeps the page ranges that this worker would write into a checkpoint."""
         assert worker.executor is not None
         replica = worker.executor.replica
         epoch, version = replica.protocol.epoch, replica.protocol.version

@@ -33,7 +33,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(mesh: str, zero: int, seed: int, faults: tuple[AnyFault, ...]) -> str:
-    """How a run has ended: with the "bits" of the reference, or "lost" all copies of a page."""
+    """Trains, and returns how it ended: with the "bits" of the reference, or with all replicas of a page "lost"."""
     run = Run(microbatches=5, steps=6)
     made = Overtaken(run, mesh, zero, seed=seed, faults=faults, uneven=bool(seed % 2))
     try:

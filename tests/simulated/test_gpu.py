@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKS), reason=f"no GPU c
 
 
 def python(*arguments: str) -> Any:
-    """What a fresh Python with the variables of workers prints, as JSON."""
+    """Runs a new Python with the environment variables of workers; returns what it prints, as JSON."""
     environment = os.environ | device_of(GPU).environment(os.environ, Island())
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, env=environment)
@@ -54,7 +54,7 @@ def test_copies_cross_beside_computation_and_have_what_was_there_when_they_began
 
 
 def test_times_are_those_of_the_device() -> None:
-    waited, told = python(
+    waited, measured = python(
         "-c",
         PRELUDE + "y = torch.ones(8192, 8192, device=device.place); y @ y; device.synchronize()\n"
         "a = device.mark()\n"
@@ -63,7 +63,7 @@ def test_times_are_those_of_the_device() -> None:
         "began, ended = device.times([a, b])\n"
         "print(json.dumps([time.perf_counter() - began, ended - began]))",
     )
-    assert 0 < told <= waited * 1.1  # the queue took at least as long as its kernels
+    assert 0 < measured <= waited * 1.1  # the queue took at least as long as its kernels
 
 
 def test_memory_figures_are_told() -> None:

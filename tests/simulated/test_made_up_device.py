@@ -30,7 +30,7 @@ CASES: list[tuple[str, str, str, int, list[str]]] = [
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    """What each case came to, all in one process of their own: the made-up device stays registered in it."""
+    """The results of all cases, from one process of their own: the made-up device stays registered in it."""
     cases = [
         " ".join(["madeup", "cpu", model, dtype, mesh, str(zero), *events])
         for model, dtype, mesh, zero, events in CASES

@@ -36,8 +36,8 @@ def test_random_schedules_with_moves(first: int) -> None:
 
 @pytest.mark.parametrize(("seed", "moving"), [(300134, True), (300595, True), (407333, False)])
 def test_a_copy_that_is_a_step_ahead_of_its_worker(seed: int, moving: bool) -> None:
-    """Who taught had applied a step, and was lost before anybody else had: nobody waits for the version before, or is
-    asked for a vote for it."""
+    """The sender of the state had applied a step, and was lost before any other worker had: nobody waits for the
+    version before, or is asked for a vote for it."""
     ended = run(Schedule.draw(seed, moving=moving))
     assert (ended.how, ended.failure) == ("bits", ""), ended.detail
 

@@ -29,7 +29,7 @@ def pins() -> str:
 
 
 def folder() -> Path:
-    """Where the environment lies, for these pins and this Python."""
+    """The folder of the environment for these pins and this Python."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(f"{sys.version}\n{sys.executable}\n{pins()}".encode()).hexdigest()[:16]
     return cache / "elaswave_spmd" / f"xla-{digest}"

@@ -86,7 +86,7 @@ class Training:
 
 
 def masks_agree(place: torch.device) -> bool:
-    """Whether keyed dropout's masks on the island are those of the CPU, bit for bit."""
+    """True if keyed dropout's masks on the island are those of the CPU, bit for bit."""
     keys = Keys.make(SEED, 2**33 + 7, np.array([0, 1, 2**40 + 3, 2**63 - 1]), 2)
     shape, p, word = (4, 33, 7), 0.1, 5
     there = keep_mask_torch(shape, p, keys, word, place).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Layer programs of gpt_tiny on torch_xla: as on the CPU, compiled before the first step, split as specs say."""
+"""Layer programs of gpt_tiny on torch_xla: as on the CPU, compiled before the first step, split by their specs."""
 
 from __future__ import annotations
 

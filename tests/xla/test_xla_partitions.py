@@ -1,4 +1,4 @@
-"""What the partitioner makes of a model's annotations, read from the compiled modules."""
+"""The partitioner's result for a model's annotations, read from the compiled modules."""
 
 from __future__ import annotations
 

@@ -104,9 +104,9 @@ def test_a_joiner_has_compiled_before_it_is_promoted(tmp_path: Path) -> None:
         launched.wait_for_steps(joined_after + 5)
         os.killpg(launched.process.pid, signal.SIGINT)
         assert launched.finish().code == 130
-    told = read_events(events.parent)
-    assert [e["event"] for e in told if e["event"] in ("compile", "join")] == ["compile", "compile", "join"]
-    assert not [e for e in told if e["event"] == "recompile"]
+    all_events = read_events(events.parent)
+    assert [e["event"] for e in all_events if e["event"] in ("compile", "join")] == ["compile", "compile", "join"]
+    assert not [e for e in all_events if e["event"] == "recompile"]
     found = [(line.loss_hex, line.grad_norm_hex) for line in read_metrics(events.parent)][: joined_after + 5]
     reference = run(tmp_path / "reference", "mesh.tp=2", f"train.steps={joined_after + 5}", *endless)
     assert found == list(zip(reference.bits.loss_hex, reference.bits.grad_norm_hex, strict=True))
