@@ -1,34 +1,39 @@
-"""Salvage: who runs what of a step that was under way when the mesh changed. A pure function of what members say.
+"""Partial-step recovery: which worker recomputes what of a step that was under way when the mesh changed.
 
-**Covered.** A contribution (micro-batch u, layer l) goes into every run r of pages whose gradient includes l: r is of
-layer l itself, or of a parameter that l reads. It is covered for r exactly if
+`recovery_plan` is a pure function of the StepReports of the members and of the new placement.
 
-1. a member that holds r under the new map reports the entry of r; or
+**Covered.** A contribution is the gradient of one micro-batch u by one layer l. It goes into every page range r whose
+gradient includes l: those of layer l itself, and those of parameters that l reads (ties). It is covered for r if, and
+only if,
+
+1. a member that holds r under the new replica map reports the reduced gradient of r; or
 2. a member, replica or not, reports a tree node with u, of use l, of r; or
-3. a member that reports neither a tree nor an entry of r keeps a local node of layer l with u.
+3. a member that reports neither a tree nor a reduced gradient of r keeps a partial sum of layer l with u.
 
-Members are those of the new mesh. Reports name runs of older epochs: "of r" means of a run that contains r, since runs
-are only ever split. In 3 a tree of any use, or an entry, excludes the member: it may have been the primary of r, whose
-local sums of these pages are overwritten as its trees are added up. A newly promoted primary reports neither, and uses
-its own sums. A mirror that has the entry is excluded needlessly only if it is no replica any more.
+Members are those of the new mesh. Reports name page ranges of older epochs: "of r" means of a range that contains r,
+since ranges are only ever split. In 3 a tree of any use, or a reduced gradient, excludes the member: it may have been
+the primary of r, whose own sums of these pages are overwritten as its trees are added up. A newly promoted primary
+reports neither, and uses its own sums. A mirror that has the reduced gradient is excluded without need only if it is no
+replica any more.
 
-**What workers have to do for it.** A STATUS is given between two actions, and from then until the next PLACE nothing is
-thrown away: sums, boundary tensors sent, those received and used. `trees` name also the local sums that a primary has
-not filed yet. Who hands trees to another primary goes on reporting them, or reports no sum that went into them.
-`forwarded` leaves out micro-batches that are run for their input's gradient only. At PLACE everybody sends what it has
-kept to where the new map and the plan want it: sums to primaries, those included that no line completes, entries to
-replicas, boundary tensors to the lines that take them. A primary passes on an entry that reaches it late. `forward` of
-a micro-batch whose forward was reported means that its output is wanted again.
+**What workers do for it.** A StepReport is given between two actions, and from then until the next Reconfigure nothing
+is dropped: sums, boundary tensors sent, those received and used. `trees` name also the sums of its own that a primary
+has not filed yet. A worker that hands trees to another primary goes on reporting them, or reports no sum that went into
+them. `forwarded` leaves out micro-batches that are run for their input's gradient only. At Reconfigure all workers send
+what they have kept to where the new replica map and the plan want it: sums to primaries, including those that no line
+completes, reduced gradients to replicas, boundary tensors to the workers whose lines take them. A primary passes on a
+reduced gradient that reaches it late. `forward` in the line of a micro-batch whose forward was reported means that its
+output is needed again.
 
-**Run again.** A micro-batch that is not covered for some run and use of a stage is run there in full, by the member
-that claims it: one that regards it as its own and whose stage has the layers that it had. Micro-batches that nobody
-claims are dealt to the stage. The plan names also what a survivor would do anyway, so that it is complete: whoever
-follows it, in any order, finishes the step. A micro-batch may come again to the worker that has computed it, if its
-sums went with a primary.
+**Recomputed.** A micro-batch that is not covered for some range and use of a stage is run there in full, by the member
+that claims it: one that regards it as its own, and whose stage has the layers that it had. Micro-batches that no member
+claims are assigned evenly. The plan also names what a survivor would do anyway, so that it is complete: whoever follows
+it, in any order, finishes the step. A micro-batch may come again to the worker that has computed it, if its sums were
+lost with a primary.
 
-**Inputs.** A backward needs the gradient of its output. If no member keeps it, the stage above runs the micro-batch
-too, for its input's gradient only where nothing else is missing. A backward without a saved forward, and any forward,
-needs the activation from the stage below: kept by a member, or computed again.
+**Inputs.** A backward needs the gradient of its output. If no member keeps it, the next stage runs the micro-batch too,
+for its input's gradient only if nothing else of it is missing there. A backward without a saved forward, and any
+forward, needs the activation from the stage before: kept by a member, or computed again.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
 INPUT_GRADIENT, FULL = 1, 2
-"""Values of Work.backward; 0 is none."""
+"""Values of Recompute.backward; 0 is none."""
 
 
 def recovery_plan(
@@ -60,35 +65,35 @@ def recovery_plan(
     boundaries_kept: bool = True,
     undisturbed: bool = False,
 ) -> tuple[Recompute, ...]:
-    """The lines of a salvaged step, by stage and micro-batch: all that is still to run of it, on the new mesh.
+    """The recovery plan of an interrupted step: everything of it that is still to run, on the new mesh.
 
     Args:
-        step: the step, the only one that `held` may speak of.
-        placement: of the new mesh epoch; its replica map says who needs what.
+        step: the step, the only one that `held` may report on.
+        placement: of the new epoch; its replica map says which worker needs which reduced gradient.
         layout: the pages.
-        held: rank -> what that member said of the step; None, or no key: it has nothing. Others than members of the new
-            mesh are ignored.
-        old_layers: rank -> layers [first, stop) of the stage that it was on when it said so.
+        held: rank -> what that member reported of the step; None, or no key: it has nothing. Ranks that are no members
+            of the new mesh are ignored.
+        old_layers: rank -> layers [first, stop) of the stage that it was on when it reported.
         boundaries_kept: senders keep boundary tensors until the step is decided. Else what was sent counts as received
             only with `undisturbed`, and only by the one claimer of the micro-batch, if it has not used it up.
-        undisturbed: no PLACE was sent since a member could begin this step, so what a survivor has sent went to the
-            worker that claims the micro-batch now. Matters only without kept boundaries; False is always safe.
+        undisturbed: no Reconfigure was sent since a member could begin this step, so what a survivor has sent went to
+            the worker that claims the micro-batch now. Matters only without kept boundaries; False is always safe.
 
-    Returns: at most one line per stage and micro-batch; empty if everything is covered. Nothing done and everybody
-    alive: the
-        assignment of the placement. A stage without parameters has nothing to cover: only what other stages need of it
-        is run.
+    Returns:
+        At most one line per stage and micro-batch, in that order; empty if everything is covered. If nothing was done
+        and no worker is lost, it is the assignment of the placement. A stage without parameters has nothing to cover:
+        only what other stages need of it is run.
     """
     said = {rank: report for rank in placement.mesh.members if (report := held.get(rank)) is not None}
     assert all(report.step == step for report in said.values()), (step, said)
     survey = _Survey(placement, said, old_layers, boundaries_kept, undisturbed)
     levels = _backward_levels(survey, _missing_microbatches(placement, layout, said))
-    workers = [_deal(survey, stage, level, ()) for stage, level in enumerate(levels)]
+    workers = [_assign(survey, stage, level, ()) for stage, level in enumerate(levels)]
     lines: list[Recompute] = []
-    wanted: set[int] = set()  # micro-batches whose output of this stage the one above needs again
+    wanted: set[int] = set()  # micro-batches whose output of this stage the next stage needs again
     for stage in reversed(range(placement.num_stages)):
         level, worker = levels[stage], workers[stage]
-        worker |= _deal(survey, stage, wanted - level.keys(), worker.values())
+        worker |= _assign(survey, stage, wanted - level.keys(), worker.values())
         found = [
             Recompute(stage, u, worker[u], u in wanted or not survey.has_forward(stage, u, worker[u]), level.get(u, 0))
             for u in sorted(worker)
@@ -105,7 +110,7 @@ def executor_view(plan: Sequence[Recompute], stage: int, rank: int) -> tuple[Rec
 
 
 def peer_of(plan: Sequence[Recompute], placement: Placement, stage: int, microbatch: int) -> int | None:
-    """Who runs a micro-batch on a stage in this step; None: nobody, what is made for it is not sent."""
+    """The worker that runs a micro-batch on a stage in this step; None if none does: its input is kept, not sent."""
     assert 0 <= stage < placement.num_stages and 0 <= microbatch < placement.num_microbatches, (stage, microbatch)
     at = bisect_left(plan, (stage, microbatch), key=_place_of)
     return plan[at].worker if at < len(plan) and _place_of(plan[at]) == (stage, microbatch) else None
@@ -119,12 +124,12 @@ def _of_stage(plan: Sequence[Recompute], stage: int) -> Sequence[Recompute]:
     return plan[bisect_left(plan, (stage,), key=_place_of) : bisect_left(plan, (stage + 1,), key=_place_of)]
 
 
-# ---- what is there
+# ---- what members have
 
 
 @dataclass(frozen=True)
 class _Survey:
-    """What members have, asked by stage and micro-batch of the new placement."""
+    """The reports of all members, to be asked by stage and micro-batch of the new placement."""
 
     placement: Placement
     said: Mapping[int, StepHeld]
@@ -134,8 +139,9 @@ class _Survey:
 
     @cached_property
     def _microbatches(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:
-        """Rank -> micro-batches with a saved forward, micro-batches computed; of members whose stage has the layers
-        that it had.
+        """Rank -> (micro-batches with a saved forward, micro-batches computed).
+
+        Of members whose stage has the layers that it had: else they went through other layers.
         """
         found = {}
         for stage, members in enumerate(self.placement.mesh.stages):
@@ -167,12 +173,12 @@ class _Survey:
         return frozenset(at for report in self.said.values() for at in report.activations)
 
     def has_forward(self, stage: int, microbatch: int, rank: int) -> bool:
-        """Whether the member has a saved forward of the micro-batch through all layers of the stage."""
+        """True if the member has a saved forward of the micro-batch through all layers of the stage."""
         assert self.placement.mesh.stage_of(rank) == stage, (stage, rank)
         return rank in self._microbatches and microbatch in self._microbatches[rank][0]
 
     def has_gradient(self, stage: int, microbatch: int) -> bool:
-        """Whether a backward on the stage finds the gradient of its output; the last stage has the loss."""
+        """True if a backward on the stage finds the gradient of its output; the last stage has the loss."""
         cuts = self.placement.layer_cuts
         if stage == self.placement.num_stages - 1 or (cuts[stage + 1] - 1, microbatch) in self._gradients:
             return True
@@ -184,7 +190,7 @@ class _Survey:
         )
 
     def has_activation(self, stage: int, microbatch: int, rank: int) -> bool:
-        """Whether a forward of this member on the stage finds its input; the first stage has the data."""
+        """True if a forward of this member on the stage finds its input; the first stage has the data."""
         if stage == 0 or (self.placement.layer_cuts[stage], microbatch) in self._activations:
             return True
         if self.boundaries_kept or not self.undisturbed or self.claims[stage].get(microbatch) != (rank,):
@@ -198,9 +204,7 @@ class _Survey:
 
 
 def _missing_microbatches(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld]) -> list[list[int]]:
-    """Per stage the micro-batches that are not covered for some run and use of its layers, ascending. See the
-    module.
-    """
+    """Per stage the micro-batches that are not covered (see the module) for some page range and use, ascending."""
     runs = placement.replica_map(layout)
     reports = _Reports.of(runs, said)
     everything = (1 << placement.num_microbatches) - 1
@@ -225,7 +229,7 @@ def _missing_microbatches(placement: Placement, layout: ModelLayout, said: Mappi
 
 
 def _runs_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> Iterator[ReplicaSet]:
-    """The runs whose gradient includes that of a layer: its own, and those of the parameters that it reads."""
+    """The page ranges whose gradient includes that of a layer: its own, and those of parameters that it reads."""
     yield from replica_map[layer]
     for block in layout.layers[layer].reader_blocks:
         assert block.source is not None
@@ -235,12 +239,14 @@ def _runs_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> It
 
 @dataclass(frozen=True)
 class _Reports:
-    """Trees and entries that members report, by runs of the new map. Sets of micro-batches are bit masks.
+    """Trees and reduced gradients that members report, by page range of the new map.
+
+    Sets of micro-batches are bit masks: a step of a large job has thousands of micro-batches and ranges.
 
     Args:
-        with_entry: run -> members that have its entry.
-        excluded: run -> members that have its entry or a tree of it.
-        in_trees: (run, use) -> micro-batches in nodes of trees.
+        with_entry: page range -> members that have its reduced gradient.
+        excluded: page range -> members that have its reduced gradient or a tree of it.
+        in_trees: (page range, use) -> micro-batches in nodes of trees.
     """
 
     with_entry: Mapping[PageRange, Collection[int]]
@@ -266,7 +272,7 @@ class _Reports:
 
 
 def _keys_inside(runs: Sequence[ReplicaSet], first: int, stop: int) -> Iterator[PageRange]:
-    """The runs, in page order, that lie within pages [first, stop)."""
+    """The page ranges, in page order, that lie within pages [first, stop)."""
     at = bisect_left(runs, first, key=lambda run: run.first)
     while at < len(runs) and runs[at].stop <= stop:
         yield runs[at].key
@@ -282,12 +288,13 @@ def _microbatches_in(mask: int) -> list[int]:
     return [microbatch for microbatch, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
 
 
-# ---- who runs it
+# ---- which worker runs it
 
 
 def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[dict[int, int]]:
-    """Per stage: micro-batch -> FULL where its contribution is missing, INPUT_GRADIENT where only the stage below
-    lacks it.
+    """Per stage: micro-batch -> FULL if its contribution is missing, INPUT_GRADIENT if only the stage before needs it.
+
+    Stages in order: what a stage cannot get from a kept gradient, it asks of the next one.
     """
     levels: list[dict[int, int]] = []
     asked: Iterable[int] = ()
@@ -298,11 +305,14 @@ def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[
     return levels
 
 
-def _deal(survey: _Survey, stage: int, microbatches: Collection[int], busy: Iterable[int]) -> dict[int, int]:
-    """Micro-batch -> worker: its first claimer; unclaimed micro-batches so that the number of lines becomes even.
+def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: Iterable[int]) -> dict[int, int]:
+    """Assign micro-batches of a stage to workers: each to its first claimer, the others so that all get as many lines.
 
-    `busy`: a rank for each line that the stage has already. Unclaimed micro-batches keep the placement's way of
-    dealing, so that neighbours in the tree stay together where it is contiguous.
+    Unclaimed micro-batches are assigned as the placement does it, so that neighbours in the tree stay together where it
+    is contiguous.
+
+    Args:
+        busy: a rank for each line that the stage has already.
     """
     members, claims = survey.placement.mesh.stages[stage], survey.claims[stage]
     found = {microbatch: claims[microbatch][0] for microbatch in microbatches if microbatch in claims}
@@ -315,7 +325,7 @@ def _deal(survey: _Survey, stage: int, microbatches: Collection[int], busy: Iter
 
 
 def _fill(loads: Sequence[int], more: int) -> list[int]:
-    """How many of `more` items each position gets, one after another to the smallest load, ties by position."""
+    """The number of `more` items that each position gets: one after another to the smallest load, ties by position."""
     counts = [0] * len(loads)
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)

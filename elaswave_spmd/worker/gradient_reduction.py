@@ -21,7 +21,7 @@ from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
 
 Send = Callable[[int, PartialSum, Tensor], None]
-EntryDone = Callable[[int, ReplicaSet, Tensor], None]
+GradientDone = Callable[[int, ReplicaSet, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GradientReducer:
         sharded: gradients are sharded: sums leave as soon as they are complete, and their buffers are not kept.
         add_in_place: autograd may add a micro-batch's gradient straight into its sibling's buffer (fp32 compute).
         send: (primary, message, fp32 payload); the payload must not change until the step is decided.
-        entry_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
+        gradient_done: called with (step, pages, gradient) when the reduced gradient of pages that this worker is the
             primary of is complete. The step may be one that this worker has not begun.
     """
 
@@ -74,7 +74,7 @@ class GradientReducer:
         sharded: bool,
         add_in_place: bool,
         send: Send,
-        entry_done: EntryDone,
+        gradient_done: GradientDone,
     ) -> None:
         self.rank = rank
         self.num_microbatches = num_microbatches
@@ -83,7 +83,7 @@ class GradientReducer:
         self._sharded = sharded
         self._add_in_place = add_in_place
         self._send = send
-        self._entry_done = entry_done
+        self._gradient_done = gradient_done
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}
         self._primary: list[ReplicaSet] = []
@@ -283,9 +283,9 @@ class GradientReducer:
         self._sum_bytes += (trees.num_bytes if entry is None else 4 * entry.numel()) - before
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
         if entry is not None:
-            self._entry_done(step, run, entry)
+            self._gradient_done(step, run, entry)
 
-    def entry_known(self, step: int, run: PageRange) -> None:
+    def gradient_known(self, step: int, run: PageRange) -> None:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
         if run in self._uses:
             tree = self._steps.setdefault(step, {}).setdefault(

@@ -79,7 +79,7 @@ class StateReplica:
             sharded=bool(shardings.grads.axes),
             add_in_place=job.torch_dtype == torch.float32,
             send=self._send,
-            entry_done=self._gradient_reduced,
+            gradient_done=self._gradient_reduced,
         )
         self.reducer.step_decided(protocol.version)
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them: a link was lost
@@ -136,7 +136,7 @@ class StateReplica:
         self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
         for step, gradients in self._gradients.items():
             for key, gradient in gradients.items():
-                self.reducer.entry_known(step, key)
+                self.reducer.gradient_known(step, key)
                 pages, was = self._held[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
                 was = self.rank if pages.primary in self._unsure else was
                 self._forward(step, pages, gradient, self.protocol.norms_at(step, key), was)
@@ -240,7 +240,7 @@ class StateReplica:
             if key not in self._gradients.setdefault(message.step, {}):
                 self._gradients[message.step][key] = gradient
                 own = norms[key[1] - message.first : key[2] - message.first]
-                self.reducer.entry_known(message.step, key)
+                self.reducer.gradient_known(message.step, key)
                 # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
                 self._forward(message.step, self._held[key], gradient, own)
                 self._commit.gradient_complete(message.step, key, own, self._loss_in(key, gradient))

@@ -1,4 +1,4 @@
-"""State that is taught and learned piece by piece, between whatever else a worker does."""
+"""State is sent and received piece by piece, in the background of whatever else a worker does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaswave_spmd.recovery.worker_protocol import WorkerProtocol
 from elaswave_spmd.worker import state as state_module
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
-from tests.unit.worker.test_runtime_state import states, update
+from tests.unit.worker.test_state import states, update
 
 LAYER = 1
 
@@ -23,44 +23,44 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "COPY_ELEMENTS", 24)  # no divisor of a page
 
 
-def counted(said: list[str], name: str, pieces: int) -> Iterator[None]:
+def counted(log: list[str], name: str, pieces: int) -> Iterator[None]:
     for piece in range(pieces):
-        said.append(f"{name}{piece}")
+        log.append(f"{name}{piece}")
         yield
-    said.append(f"{name} done")
+    log.append(f"{name} done")
 
 
-def test_chores_are_done_in_turn_and_in_pieces() -> None:
-    chores, said = BackgroundCopies(), []
-    assert not chores.do_one()
-    chores.add(counted(said, "a", 2))
-    chores.add(counted(said, "b", 1))
-    assert chores.do_one() and said == ["a0"]
-    assert chores.do_one() and chores.do_one() and said == ["a0", "a1", "a done"]
-    chores.finish()
-    assert said[3:] == ["b0", "b done"] and not chores.do_one()
-    chores.add(counted(said, "c", 1))
-    chores.give_up()
-    assert not chores.do_one() and said[-1] == "b done"
+def test_copies_are_done_in_turn_and_in_pieces() -> None:
+    copies, log = BackgroundCopies(), []
+    assert not copies.do_one()
+    copies.add(counted(log, "a", 2))
+    copies.add(counted(log, "b", 1))
+    assert copies.do_one() and log == ["a0"]
+    assert copies.do_one() and copies.do_one() and log == ["a0", "a1", "a done"]
+    copies.finish()
+    assert log[3:] == ["b0", "b done"] and not copies.do_one()
+    copies.add(counted(log, "c", 1))
+    copies.give_up()
+    assert not copies.do_one() and log[-1] == "b done"
 
 
-def test_a_chore_that_fails_is_not_begun_again() -> None:
+def test_a_copy_that_fails_is_not_begun_again() -> None:
     def failing() -> Iterator[None]:
         yield
         raise OSError("no memory")
 
-    chores, said = BackgroundCopies(), []
-    chores.add(failing())
-    chores.add(counted(said, "b", 1))
-    assert chores.do_one()
+    copies, log = BackgroundCopies(), []
+    copies.add(failing())
+    copies.add(counted(log, "b", 1))
+    assert copies.do_one()
     with pytest.raises(OSError, match="no memory"):
-        chores.do_one()
-    chores.finish()
-    assert said == ["b0", "b done"]
+        copies.do_one()
+    copies.finish()
+    assert log == ["b0", "b done"]
 
 
-def taught(state: HeldState) -> tuple[m.PageState, Tensor]:
-    """What the primary of a layer's first run sends of it."""
+def sent_state(state: HeldState) -> tuple[m.PageState, Tensor]:
+    """The message and payload that the primary of a layer's first page range sends."""
     part, sent = state.layers[LAYER][0], []
     message = m.PageState(1, *part.run.key, torch.arange(part.run.stop - part.run.first).float().numpy().tobytes())
     job = send_state(state, part, message, [4, 6], lambda *what: sent.append(what))
@@ -71,7 +71,7 @@ def taught(state: HeldState) -> tuple[m.PageState, Tensor]:
     return message, payload
 
 
-def unlearned(*, separate: bool) -> HeldState:
+def without_state(*, separate: bool) -> HeldState:
     """Another worker that holds the same layer, without state."""
     (found,) = states(1, 1, separate=separate, dtype=torch.float32).values()
     runs = [part.run for part in found]
@@ -82,11 +82,11 @@ def unlearned(*, separate: bool) -> HeldState:
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_what_is_learned_is_what_was_taught_and_goes_on_alike(separate: bool) -> None:
+def test_what_is_received_is_what_was_sent_and_goes_on_alike(separate: bool) -> None:
     (state,) = states(1, 1, separate=separate, dtype=torch.float32).values()
     update(state, 1, 1.3)
-    message, payload = taught(state)
-    other, protocol, done = unlearned(separate=separate), WorkerProtocol(4, 0, (), (), version=1), []
+    message, payload = sent_state(state)
+    other, protocol, done = without_state(separate=separate), WorkerProtocol(4, 0, (), (), version=1), []
     job = receive_state(other, message, payload, protocol, lambda: done.append(True))
     (mine,), (theirs,) = other.layers[LAYER], state.layers[LAYER]
     for _ in job:
@@ -104,8 +104,8 @@ def test_parameters_that_are_published_meanwhile_are_left_alone(at: int) -> None
     """A forward may have been run with them by then, and its backward refers to that very memory."""
     (state,) = states(1, 1, separate=False, dtype=torch.float32).values()
     update(state, 1, 1.3)
-    message, payload = taught(state)
-    other = unlearned(separate=False)
+    message, payload = sent_state(state)
+    other = without_state(separate=False)
     values, run = other._values[LAYER], other.layers[LAYER][0].run
     job = receive_state(other, message, payload, WorkerProtocol(4, 0, (), (), version=1), lambda: None)
     for _ in range(at) if at >= 0 else job:
@@ -119,10 +119,10 @@ def test_parameters_that_are_published_meanwhile_are_left_alone(at: int) -> None
     assert torch.equal(values.flat, state._values[LAYER].flat) and values.is_at(1)
 
 
-def test_only_runs_that_wait_for_it_take_state() -> None:
+def test_only_page_ranges_that_wait_for_state_receive_it() -> None:
     (state,) = states(1, 1, separate=True, dtype=torch.float32).values()
     update(state, 1, 1.0)
-    message, payload = taught(state)
+    message, payload = sent_state(state)
     (other,) = states(1, 1, separate=True, dtype=torch.float32).values()
     before = [part.master.clone() for part in other]
     for _ in receive_state(other, message, payload * 0, WorkerProtocol(4, 0, (), (), version=1), lambda: None):

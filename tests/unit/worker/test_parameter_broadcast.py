@@ -1,4 +1,4 @@
-"""What a worker broadcasts through the group of its stage, on a group that is a list: order, failures, ends."""
+"""Broadcasts through the process group of a stage, on a group that is a list: order, failures, ends."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_runs_that_others_read_are_broadcast_in_page_order() -> None:
     assert torch.equal(group.calls[1][0], values(RUNS[1], 10.0)) and not grouped.idle
 
 
-def test_what_has_come_is_told_in_order_and_once() -> None:
+def test_what_has_arrived_is_returned_in_order_and_once() -> None:
     grouped, group, _ = make()
     broadcast(grouped)
     first, mine, last = group.calls
@@ -150,7 +150,7 @@ def test_a_library_that_refuses_ends_it_too() -> None:
     assert sent == lost("communicator was aborted") and grouped.idle and not grouped.serves
 
 
-def test_a_primary_without_state_does_not_let_others_take_one_run_for_the_next() -> None:
+def test_a_primary_without_state_does_not_let_others_take_one_page_range_for_the_next() -> None:
     grouped, group, sent = make()
     grouped.broadcast(LAYER, 1, {})
     assert [root for _, root, _ in group.calls] == [0]
@@ -194,7 +194,7 @@ def test_where_nobody_lacks_anything_no_group_is_made(runs: tuple[ReplicaSet, ..
     assert group.calls == [] and grouped.idle
 
 
-def test_a_run_from_another_stage_comes_over_links() -> None:
+def test_pages_of_another_stage_come_over_links() -> None:
     grouped, group, _ = make((run(0, LAST, 7),))
     assert group.changes == [(0, (ME,))] and not grouped.reached((LAYER, 0, LAST))
 

@@ -15,8 +15,8 @@ from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.gradient_reduction import uses_of
-from tests.unit.recovery.salvage_stories import changed_placement, some_layout, some_placement
-from tests.unit.recovery.salvage_world import STEP, Page, World, pages_of, runs_of, uses_of_page
+from tests.unit.recovery.partial_step_stories import changed_placement, some_layout, some_placement
+from tests.unit.recovery.partial_step_world import STEP, Page, World, pages_of, runs_of, uses_of_page
 
 
 @dataclass

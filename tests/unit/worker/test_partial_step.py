@@ -1,4 +1,4 @@
-"""What is left of a step for one worker, and which of it can go next."""
+"""The work that is left of an interrupted step for one worker, and which of it can run next."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def under_way(assigned: set[int], computed: set[int] | None = None, reported: se
 
 
 def test_a_step_that_was_not_begun_is_the_plan() -> None:
-    todo = remaining_of_new_step([line(3), line(1, backward=0), line(2, forward=False, backward=INPUT_GRADIENT)])
-    assert todo == {
+    remaining = remaining_of_new_step([line(3), line(1, backward=0), line(2, forward=False, backward=INPUT_GRADIENT)])
+    assert remaining == {
         3: RemainingWork(True, FULL, False),
         1: RemainingWork(True, 0, False),
         2: RemainingWork(False, INPUT_GRADIENT, False),
     }
 
 
-def test_what_was_done_since_the_status_is_not_done_twice() -> None:
+def test_what_was_done_since_the_report_is_not_done_twice() -> None:
     step = under_way({1, 2}, computed={1, 2}, reported={1})
     assert remaining_of_begun_step([line(2)], step, ()) == {} and step.computed == {1, 2}
 
@@ -64,7 +64,7 @@ def test_a_microbatch_of_another_worker_is_sent_by_itself() -> None:
         1: RemainingWork(True, FULL, False),
         5: RemainingWork(True, FULL, True),
     }
-    assert step.assigned == {1, 2, 5}, "its own from now on: the next STATUS says so"
+    assert step.assigned == {1, 2, 5}, "its own from now on: the next report says so"
 
 
 def test_a_microbatch_taken_over_twice_is_still_alone() -> None:
@@ -112,10 +112,10 @@ def test_a_microbatch_for_the_gradient_of_its_input_is_nobodys_own() -> None:
 def test_all_of_the_plan_is_done_or_to_do(assigned, computed, reported, planned, forwarded) -> None:
     computed &= assigned
     step = under_way(set(assigned), set(computed), set(reported))
-    todo = remaining_of_begun_step([line(microbatch) for microbatch in planned], step, forwarded)
-    assert todo.keys() | (computed - reported) >= planned and todo.keys() <= planned
-    assert step.computed.isdisjoint(todo) and step.assigned >= planned - (computed - reported)
-    for microbatch, left in todo.items():
+    remaining = remaining_of_begun_step([line(microbatch) for microbatch in planned], step, forwarded)
+    assert remaining.keys() | (computed - reported) >= planned and remaining.keys() <= planned
+    assert step.computed.isdisjoint(remaining) and step.assigned >= planned - (computed - reported)
+    for microbatch, left in remaining.items():
         assert left.forward == (microbatch not in forwarded) and left.backward == FULL
         assert left.alone or microbatch in assigned - step.summed, "in a sum here at most once"
 
@@ -136,8 +136,8 @@ def has(*microbatches: int):
 
 
 def test_a_backward_goes_before_any_forward() -> None:
-    todo = {1: RemainingWork(True, FULL, False), 2: RemainingWork(False, FULL, False)}
-    assert next_ready(todo, has(1, 2), has(2)) == 2
+    remaining = {1: RemainingWork(True, FULL, False), 2: RemainingWork(False, FULL, False)}
+    assert next_ready(remaining, has(1, 2), has(2)) == 2
 
 
 def test_the_lowest_microbatch_goes_first() -> None:
@@ -146,16 +146,16 @@ def test_the_lowest_microbatch_goes_first() -> None:
 
 
 def test_nothing_goes_without_its_input() -> None:
-    todo = {1: RemainingWork(True, FULL, False), 2: RemainingWork(False, FULL, False)}
-    assert next_ready(todo, has(2), has(1)) is None, "a forward takes an activation, a backward a gradient"
+    remaining = {1: RemainingWork(True, FULL, False), 2: RemainingWork(False, FULL, False)}
+    assert next_ready(remaining, has(2), has(1)) is None, "a forward takes an activation, a backward a gradient"
     assert next_ready({}, has(1), has(1)) is None
 
 
 def test_whatever_waits_does_not_keep_others_from_going() -> None:
     """No list has an order that two workers' lists could disagree about: some input that is there is always used."""
-    todo = {
+    remaining = {
         1: RemainingWork(False, FULL, False),
         2: RemainingWork(True, 0, False),
         3: RemainingWork(False, INPUT_GRADIENT, True),
     }
-    assert next_ready(todo, has(2), has()) == 2 and next_ready(todo, has(), has(3)) == 3
+    assert next_ready(remaining, has(2), has()) == 2 and next_ready(remaining, has(), has(3)) == 3

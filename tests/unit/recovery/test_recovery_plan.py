@@ -1,4 +1,4 @@
-"""Salvage plans worked out by hand. Random stories are in test_salvage_stories.py."""
+"""Recovery plans worked out by hand. Random stories are in test_recovery_plan_stories.py."""
 
 from __future__ import annotations
 

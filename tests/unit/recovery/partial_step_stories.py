@@ -12,7 +12,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replicas import ReplicaSet
-from tests.unit.recovery.salvage_world import runs_of
+from tests.unit.recovery.partial_step_world import runs_of
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Several workers' reducers give the entries of the tree, whoever has which micro-batch and whatever arrives when."""
+"""Several workers' reducers give the sums of the tree, whoever has which micro-batch and whatever arrives when."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Cluster:
                 sharded=bool(placement.shardings.grads.axes),
                 add_in_place=in_place,
                 send=lambda peer, message, payload: self.flying.append((peer, message, payload)),
-                entry_done=self._entry_done,
+                gradient_done=self._gradient_done,
             )
             for rank in placement.mesh.members
         }
         for rank, reducer in self.reducers.items():
             reducer.bind(runs, placement.layers_of_stage(placement.mesh.stage_of(rank)), 1)
 
-    def _entry_done(self, step: int, run: ReplicaSet, entry: Tensor) -> None:
-        assert (step, run) not in self.entries, "an entry is completed once"
+    def _gradient_done(self, step: int, run: ReplicaSet, entry: Tensor) -> None:
+        assert (step, run) not in self.entries, "a reduced gradient is completed once"
         self.entries[step, run] = entry.clone()
 
     def run_step(self, step: int, leaves: dict[tuple[int, int], Tensor]) -> None:
