@@ -1,7 +1,7 @@
-"""Workers of `redistribute`: ours, which have pages of state or tiles of arrays, and those that use DCP.
+"""Workers of `redistribute`: the product's, with pages of state or tiles of arrays, and those that use DCP.
 
-Ours do with state exactly what workers of a run do (worker.step_commit): at a PLACE they take their place, primaries
-send state, learners report. They compute nothing, so only the state is there.
+The product's do with state exactly what workers of a run do (worker.step_commit): they enter a new configuration,
+primaries send state, learners report. They compute nothing, so they have no layers, only state.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ KINDS = ("master", *AdamW().state_names)
 _HOST = HostDevice(device_of("cpu"))
 _TIMEOUT_S = 60.0
 _MICROBATCHES = 12
-_EVEN = 768  # elements of an array are a multiple: of 3 and 4 workers, and of a page's alignment
+_EVEN = 768  # the elements of an array are a multiple of it: for 3 and 4 workers, and for the alignment of pages
 _PERIOD = 4093
 
 
 def elements_of(num_bytes: int) -> int:
-    """fp32 elements of one of the LAYERS x KINDS arrays that have `num_bytes` together, about."""
+    """The fp32 elements of each of the LAYERS x KINDS arrays, which have about `num_bytes` together."""
     return num_bytes // (4 * LAYERS * len(KINDS)) // _EVEN * _EVEN
 
 
@@ -65,7 +65,7 @@ def layout_of(num_bytes: int) -> ModelLayout:
 
 
 def healthy(layout: ModelLayout, workers: int, mirror_count: int) -> Placement:
-    """The first placement of a run with ZeRO-3 on dp, as `assembly.plan_run` makes it."""
+    """The first placement of a run with ZeRO-3 on dp, as `plan_run` makes it."""
     mesh = Mesh.initial(MeshShape.of(dp=workers))
     placement = place(mesh, layout, Shardings().with_zero(3), _MICROBATCHES)
     if not mirror_count:
@@ -102,13 +102,13 @@ def tile_changes(num_bytes: int, before: int, after: int) -> dict[tuple[int, int
 
 
 def pattern(layer: int, kind: int, start: int, stop: int) -> np.ndarray:
-    """Elements [start, stop) of an array, fp32: every one can be told from its neighbours, layers and kinds."""
+    """Elements [start, stop) of an array, fp32: each differs from its neighbours, and from other layers and kinds."""
     period = np.arange(_PERIOD, dtype=np.float32) + np.float32(8192 * (layer * len(KINDS) + kind))
     return np.resize(np.roll(period, -start), stop - start)
 
 
 class Worker:
-    """One of ours."""
+    """A worker of the product, without training."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -119,7 +119,7 @@ class Worker:
         self._blocks: tuple[np.ndarray, np.ndarray] | None = None
 
     def hello(self) -> None:
-        """Nothing is to be known."""
+        """Returns nothing: the driver needs no first answer."""
 
     def _open(self) -> Links:
         if self._links is not None:
@@ -131,7 +131,7 @@ class Worker:
     # ---- pages: as in a run
 
     def begin(self, workers: int, mirror_count: int, controller: str) -> dict[str, Any]:
-        """A worker that has started and listens."""
+        """Starts as a worker that waits for its first configuration. Returns the address of its links."""
         links = self._open()
         links.connect(CONTROLLER, controller)
         self._healthy = healthy(self._layout, workers, mirror_count)
@@ -141,7 +141,7 @@ class Worker:
         return {"address": links.address}
 
     def serve(self) -> dict[str, Any]:
-        """Does what messages say until Stop. Answers what was wrong then, and how many bytes it sent."""
+        """Handles messages until Stop. Returns the state that is wrong then, and the number of bytes sent."""
         try:
             while True:
                 for incoming in self._port.take():
@@ -183,7 +183,7 @@ class Worker:
                 self._commit.handle(incoming.sender, message, incoming.payload)
 
     def _enter(self, message: m.Reconfigure) -> None:
-        """As Worker and Executor of the product do at a PLACE between two steps."""
+        """Does what the product's worker does when a configuration arrives between two steps."""
         links = self._links
         assert links is not None
         for peer in set(links.peers) - {CONTROLLER} - message.addresses.keys():
@@ -221,7 +221,7 @@ class Worker:
     # ---- contiguous tiles, resharded
 
     def tiles(self, before: int, after: int) -> dict[str, Any]:
-        """Has its tiles of all arrays; memory for the new ones is there and has been written to."""
+        """Makes the tiles of all arrays. Memory for the new ones is allocated and has been written to."""
         links = self._open()
         self._changes = tile_changes(self._num_bytes, before, after)
         self._old: dict[tuple[int, int], np.ndarray] = {}
@@ -238,7 +238,7 @@ class Worker:
         return {"address": links.address}
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        """Links to the others."""
+        """Opens links to the other workers."""
         assert self._links is not None
         others = {int(rank): address for rank, address in addresses.items() if int(rank) != self._rank}
         for rank, address in others.items():
@@ -273,7 +273,7 @@ class Worker:
         return {"done": time.monotonic()}
 
     def check_tiles(self) -> dict[str, Any]:
-        """Which tiles are wrong."""
+        """Returns the names of the tiles that are wrong."""
         wrong = []
         for key, tile in self._new.items():
             start = self._start["new"][key]
@@ -285,7 +285,7 @@ class Worker:
     # ---- the bound
 
     def copy(self, size: int) -> dict[str, Any]:
-        """Copies so many bytes from memory to memory, all of which has been written to before."""
+        """Copies this many bytes between blocks of memory that have been written to before."""
         if self._blocks is None or len(self._blocks[0]) < size:
             self._blocks = np.ones(size, np.uint8), np.ones(size, np.uint8)
         source, target = self._blocks
@@ -315,14 +315,14 @@ class Checkpointer:
         }
 
     def hello(self) -> None:
-        """Nothing is to be known."""
+        """Returns nothing: the driver needs no first answer."""
 
     def save(self, path: str) -> dict[str, Any]:
         save_checkpoint(self._state, checkpoint_id=Path(path))
         return {"done": time.monotonic()}
 
     def clear(self) -> None:
-        """Before a load: whatever is right afterwards was loaded."""
+        """Overwrites all shards, so that a shard that is right after a load was loaded."""
         for shard in self._shards.values():
             shard.fill_(-1.0)
 
@@ -331,7 +331,7 @@ class Checkpointer:
         return {"done": time.monotonic()}
 
     def check(self) -> dict[str, Any]:
-        """Which shards are wrong."""
+        """Returns the names of the shards that are wrong."""
         right = {key: pattern(*key, *self._bounds) for key in self._shards}
         return {"wrong": [str(key) for key, shard in self._shards.items() if not np.array_equal(shard, right[key])]}
 

@@ -3,9 +3,9 @@
     python -m benchmarks.steady_sides ours|counted|plain JSON
 
 Ours is the product: its controller, its files of a run, its display, its workers. The only thing added is the gate:
-a worker's port waits after it has reported a step as applied, which is where the step ends. Counted is ours, and tells
-the driver what it sends and holds, too (`snapshot`). Plain is one process per worker from the same kind of fork server,
-so both sides begin with the same imports in memory.
+a worker's channel waits after it has reported a step as applied, which is where the step ends. Counted is ours, and
+also reports to the driver what it sends and holds (`snapshot`). Plain is one process per worker from the same kind of
+fork server, so both sides begin with the same imports in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN_PRELOAD = (*_PRELOAD, "torch._dynamo", "benchmarks.plain_systems")
 
 
 class GatedChannel(SocketChannel):
-    """A worker's port that lets the driver of the benchmark decide when the next steps may begin."""
+    """A worker's channel that lets the driver of the benchmark decide when the next steps may begin."""
 
     gate: Gate
 
@@ -50,12 +50,12 @@ class GatedChannel(SocketChannel):
             self.gate.after_step(message.loss, self.report)
 
     def report(self) -> dict[str, Any]:
-        """What the driver is to know at the end of a block."""
+        """Further data for the driver at the end of a block."""
         return {}
 
 
 class CountingChannel(GatedChannel):
-    """It counts bytes: `sent` in all, `mirrored` of them as payload of entries for mirrors, and those of its state."""
+    """A gated channel that counts bytes: `sent`, `mirrored` (payload of gradients for mirrors), and those of state."""
 
     mirrored = 0
     executor: Executor | None = None
@@ -72,7 +72,7 @@ class CountingChannel(GatedChannel):
 
 
 def our_worker(spec: dict[str, Any], kind: type[GatedChannel] = GatedChannel) -> int:
-    """Entry of a worker of ours: the product's own, with a gated port."""
+    """Entry of a worker of ours: the product's own, with a gated channel."""
     gate = Gate(os.environ[_GATE_PATH], int(spec["rank"]))
 
     class Channel(kind):
@@ -86,7 +86,7 @@ def our_worker(spec: dict[str, Any], kind: type[GatedChannel] = GatedChannel) ->
 
 
 def our_counting_worker(spec: dict[str, Any]) -> int:
-    """As `our_worker`, with a port that counts."""
+    """Entry of a worker of ours with a channel that counts."""
 
     def make_known(context: WorkerContext, *rest: Any) -> Executor:
         channel = context.channel
@@ -99,7 +99,7 @@ def our_counting_worker(spec: dict[str, Any]) -> int:
 
 
 def ours(settings: Settings, gate_path: str, entry: str = "our_worker") -> None:
-    """`controller.run` with our own entry of workers."""
+    """Runs the product with one of the entries above for its workers."""
     scratch = socket_directory()
     fork_server = ForkServerClient.start(
         f"benchmarks.steady_sides:{entry}", preload=_PRELOAD, scratch=[scratch], env={_GATE_PATH: gate_path}
@@ -139,7 +139,7 @@ def plain_worker(spec: dict[str, Any]) -> None:
 
 
 def plain(settings: Settings, gate_path: str, kind: str) -> None:
-    """One process per worker, until the driver ends it."""
+    """Runs one process per worker of plain PyTorch, until the driver ends this process."""
     data = prepare_data(controller.data_spec(settings))
     spec = {
         "settings": settings.to_dict(),
