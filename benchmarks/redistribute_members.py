@@ -146,6 +146,9 @@ class Worker:
             while True:
                 for incoming in self._port.take():
                     self._handle(incoming)
+                # As the product's workers do while they wait: state is copied in pieces, between messages.
+                if self._commit is not None and self._commit.replica.background.do_one():
+                    continue
                 if not self._mailbox.wait(_TIMEOUT_S):
                     raise RuntimeError("no message")
         except Stopped:
