@@ -39,7 +39,12 @@ class UserError(ValueError):
     def __init__(
         self, what: str, *, rule: str = "", where: str = "", exists: str = "", fix: str = "", got: object = None
     ) -> None:
-        self.what, self.rule, self.where, self.exists, self.fix, self.got = what, rule, where, exists, fix, got
+        self.what = what
+        self.rule = rule
+        self.where = where
+        self.exists = exists
+        self.fix = fix
+        self.got = got
         lines = [what]
         if got is not None:
             shown = got if isinstance(got, str) else repr(got)

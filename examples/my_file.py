@@ -1,8 +1,6 @@
 from torch import nn
 
-from elaswave_spmd.determinism import KeyedDropout
-from elaswave_spmd.models import LayeredModel
-from elaswave_spmd.sharding import P, Shardings, tie
+from elaswave_spmd import KeyedDropout, LayeredModel, P, Shardings, tie
 
 
 class Embed(nn.Embedding):

@@ -100,7 +100,7 @@ def text_corpus(pattern: str) -> Corpus:
 
 
 def _what_is_there(pattern: str, matches: list[str]) -> str:
-    """What lies nearest to a pattern that matched no file, for the error message."""
+    """The files and folders nearest to a pattern that matched no file, for the error message."""
     if matches:
         return f"{len(matches)} folders match; a folder's files are '{matches[0]}/**/*'"
     folder = Path(pattern.split("*")[0])

@@ -13,7 +13,10 @@ from elaswave_spmd.errors import DataError
 
 
 class DataSplit(Protocol):
-    """What a worker reads. Ids count from 0 within the split; B ids give two int64 arrays [B, T]."""
+    """One split of the data, as a worker reads it.
+
+    Ids count from 0 within the split; B ids give two int64 arrays [B, T].
+    """
 
     @property
     def vocab_size(self) -> int: ...

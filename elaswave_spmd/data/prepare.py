@@ -1,4 +1,4 @@
-"""From what the user asked for to what workers open. Runs in the controller, before any worker starts."""
+"""Preparation of the data: makes a `PreparedData` of a `DataSpec`. Runs in the controller, before any worker starts."""
 
 from __future__ import annotations
 
