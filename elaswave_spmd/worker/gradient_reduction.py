@@ -279,11 +279,11 @@ class GradientReducer:
         if trees.done:
             return
         before = trees.num_bytes
-        entry = trees.add(use, node, value, owned=owned)
-        self._sum_bytes += (trees.num_bytes if entry is None else 4 * entry.numel()) - before
+        gradient = trees.add(use, node, value, owned=owned)
+        self._sum_bytes += (trees.num_bytes if gradient is None else 4 * gradient.numel()) - before
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
-        if entry is not None:
-            self._gradient_done(step, run, entry)
+        if gradient is not None:
+            self._gradient_done(step, run, gradient)
 
     def gradient_known(self, step: int, run: PageRange) -> None:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
@@ -446,12 +446,12 @@ class PrimaryRange:
             return None
         self.done = True
         first, *rest = self._trees.values()
-        entry, owned = first.sums.pop(self._root), self._root in first.owned
+        gradient, owned = first.sums.pop(self._root), self._root in first.owned
         for tree in rest:
-            entry = add_sums(entry, tree.sums.pop(self._root), owned, self._root in tree.owned)
+            gradient = add_sums(gradient, tree.sums.pop(self._root), owned, self._root in tree.owned)
             owned = True
         self._trees.clear()
-        return entry
+        return gradient
 
     def finish(self) -> None:
         """The reduced gradient is known: no sum is needed any more."""

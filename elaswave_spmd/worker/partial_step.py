@@ -24,7 +24,7 @@ class RecoveryPlan:
         return [line for line in self.lines if line.worker == rank]
 
     def worker_of(self, stage: int, microbatch: int) -> int | None:
-        """The worker that runs a micro-batch through a stage; None if nobody has to any more."""
+        """The worker that runs a micro-batch through a stage; None if no worker has to any more."""
         return next((ln.worker for ln in self.lines if (ln.stage, ln.microbatch) == (stage, microbatch)), None)
 
 

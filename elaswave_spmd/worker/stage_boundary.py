@@ -111,7 +111,7 @@ class Boundaries:
         return tuple(sorted((key.layer, key.microbatch) for key in self._kept if (key.kind, key.step) == (kind, step)))
 
     def send_again(self, step: int, work: Sequence[m.Recompute], placement: Placement) -> None:
-        """Gives the workers of a salvage plan what is kept here of their inputs."""
+        """Send the workers of a recovery plan the inputs of their lines that are kept here."""
         for line in work:
             layers = placement.layers_of_stage(line.stage)
             if line.forward:

@@ -158,7 +158,7 @@ class HeldState:
     def apply(
         self,
         layer: int,
-        entries: Mapping[PageRange, Tensor],
+        gradients: Mapping[PageRange, Tensor],
         *,
         step: int,
         lr: float,
@@ -167,7 +167,7 @@ class HeldState:
         """Update all held pages of a layer, and copy their new values into the compute buffer.
 
         Args:
-            entries: (layer, first, stop) -> reduced gradient of that page range, fp32; may be overwritten.
+            gradients: (layer, first, stop) -> reduced gradient of that page range, fp32; may be overwritten.
             step: that is applied; ranges that are at another version than step - 1 are left alone.
             lr: learning rate.
             divisor: of the gradients, for clipping.
@@ -179,7 +179,7 @@ class HeldState:
         for cut in cuts:
             self.optimizer.update(
                 cut.masters,
-                [entries[key][first:stop] for key, first, stop in cut.pieces],
+                [gradients[key][first:stop] for key, first, stop in cut.pieces],
                 cut.optimizer_states,
                 Update(step, lr * cut.lr_scale, cut.decay, divisor),
             )
@@ -230,12 +230,12 @@ class HeldState:
         return (1 + len(part.optimizer_state)) * (part.stop - part.start)
 
     def receive(
-        self, layer: int, first: int, stop: int, version: int, payload: Tensor, learned: Callable[[ReplicaSet], None]
+        self, layer: int, first: int, stop: int, version: int, payload: Tensor, received: Callable[[ReplicaSet], None]
     ) -> Iterator[None]:
         """Copies in the state of pages [first, stop), laid out as `copy_state` does it, in pieces.
 
         Args:
-            learned: called with each page range that was waiting for it, when its state is complete.
+            received: called with each page range that was waiting for it, when its state is complete.
         """
         start, end = self._layout.layers[layer].span(first, stop)
         rows = payload.view(1 + len(self.optimizer.state_names), end - start)
@@ -252,7 +252,7 @@ class HeldState:
             if in_buffer and not self._values[layer].are_at(part.run.first, part.run.stop, version):
                 part.master.copy_(rows[0, a:b])
             part.version = version
-            learned(part.run)
+            received(part.run)
             found = True
         if found:
             self.to_compute(layer)

@@ -46,7 +46,7 @@ class StateReplica:
         protocol: knows the version, the epoch and which reduced gradients are complete; only read here, except that
             state which is received brings the norms to vote with.
         broadcasts: the way of parameters through a process group, if that option is on.
-        commit: told of every reduced gradient that is complete.
+        commit: is given every reduced gradient that is complete.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StateReplica:
         self._held: dict[PageRange, ReplicaSet] = {}
         self._since: dict[PageRange, int] = {}  # the version at which it began to hold or learn a page range
         self._loss_range: PageRange | None = None
-        self._loss_received = False  # the primary of the loss page, which this worker learns, has sent its loss
+        self._loss_received = False  # as a learner of the loss page, this worker was sent the loss
 
     # ---- configurations
 
@@ -339,9 +339,9 @@ class StateReplica:
         layer, first, stop = message.layer, message.first, message.stop
         inside = [k for k in self._held if k[0] == layer and first <= k[1] < stop]
         if not inside:
-            self._early.append((sender, message, payload))  # for an epoch in which this worker learns it
+            self._early.append((sender, message, payload))  # for an epoch in which this worker is a learner
             return
-        # State that is too old is ignored. Either this worker learned the range before, ceased to, and learns it again:
+        # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
         # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring
         # it up to date have been used: the new primary sends it anew. (The state that a living primary sends comes
         # before its next vote, and so is never behind.)
@@ -356,7 +356,7 @@ class StateReplica:
         self.background.add(receive_state(self.state, message, payload, self.protocol, self.report_caught_up))
 
     def report_caught_up(self) -> None:
-        """Report to the controller, once an epoch, that the state of all pages which this worker learns is here."""
+        """Report to the controller, once an epoch, that the state of all pages that it is a learner of is here."""
         epoch = self.protocol.epoch
         learns = any(self.rank in pages.learners for pages in self._held.values())
         complete = all(part.version != LEARNING for part in self.state) and not self._lacks_loss()

@@ -294,7 +294,7 @@ class StepRunner:
         self._boundaries.let_go()
         moved = self._microbatches.enter(placement, self._stage)
         if moved or configuration.recovery_plan is None:
-            # Its micro-batches went through other layers. Or nobody had anything of the step: it is assigned anew.
+            # Its micro-batches went through other layers. Or no member had anything of the step: it is assigned anew.
             self._under_way = None
 
     def resume(self, configuration: Configuration) -> None:
