@@ -75,7 +75,7 @@ class Run:
             return Assignment.of(first)
         last = placed[-1]
         stages, counts = (tuple(map(tuple, last[name])) for name in ("stages", "microbatch_counts"))
-        return Assignment(stages, tuple(last["layer_cuts"]), counts, first.dealing)
+        return Assignment(stages, tuple(last["layer_cuts"]), counts, first.microbatch_order)
 
 
 def costs_of(num_stages: int, times: float = 1.0) -> CostModel:

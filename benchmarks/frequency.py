@@ -28,7 +28,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.reconfiguration import next_stages
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
-from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
+from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import FORWARD, schedule
 from elaswave_spmd.scheduling.placement import Placement
@@ -75,7 +75,7 @@ def planned(case: Case, costs: CostModel, microbatches: int) -> tuple[Assignment
     """The assignment after planning, and the costs of its workers."""
     shape = MeshShape.of(dp=case.dp, pp=case.pp)
     mesh = Mesh.initial(shape)
-    counts = deal_stages(case.dp * microbatches, [np.ones(case.dp) for _ in range(case.pp)]).counts
+    counts = assign_microbatches(case.dp * microbatches, [np.ones(case.dp) for _ in range(case.pp)]).counts
     cuts = balance_layers([layer.seconds for layer in costs.layers], [case.dp] * case.pp)
     placement = Placement(mesh, case.dp * microbatches, cuts, counts, Shardings().with_zero(1))
     now = costs.with_speeds(dict(case.slow))

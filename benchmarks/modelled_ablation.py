@@ -1,5 +1,4 @@
-"""Modelled: the gain from each axis of the plan after a change: micro-batches (dataflow), layers and stages (graph),
-frequency.
+"""Modelled: the gain of each axis of the plan after a change: micro-batches, layers and stages, frequency.
 
     python -m benchmarks.modelled_ablation [--json PATH] [--quick]
 

@@ -40,7 +40,7 @@ from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.recovery import different_losses
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
+from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.rebalance import plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, step_time
 from elaswave_spmd.simulator import Case, Change, DropReplica, Reroute, healthy, optimum
@@ -147,14 +147,16 @@ def least(case: Case) -> tuple[float, float]:
     stages = case.change.stages(case.placement.mesh)
     speeds = [case.after.speeds_of(members) for members in stages]
     microbatches = case.healthy.num_microbatches
-    dealings = {deal_stages(microbatches, speeds, settle=settle).counts for settle in (True, False)}
-    found = sorted(_bounds(case, speeds, min(dealings), len(stages)))
+    candidates = {
+        assign_microbatches(microbatches, speeds, fewest_nodes=fewest_nodes).counts for fewest_nodes in (True, False)
+    }
+    found = sorted(_bounds(case, speeds, min(candidates), len(stages)))
     best = math.inf
     for bound_s, cuts in found:
         if bound_s >= best:
             break
-        for counts in dealings:
-            assignment = Assignment(stages, cuts, counts, case.healthy.dealing)
+        for counts in candidates:
+            assignment = Assignment(stages, cuts, counts, case.healthy.microbatch_order)
             best = min(best, step_time(assignment, case.after, case.rule).seconds)
     return best, found[0][0]
 
@@ -236,7 +238,7 @@ POLICIES += ("no order", "any grouping")
 ABLATION = (
     *HEAD,
     "neither",
-    "micro-batches (dataflow)",
+    "micro-batches",
     "layers (graph)",
     "both",
     "both, and frequency from 0.8 to 1.1",

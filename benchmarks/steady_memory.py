@@ -106,7 +106,7 @@ def open_node_bytes(case: Case, microbatches: int) -> int:
     for rank in placement.mesh.members:
         stage = placement.mesh.stage_of(rank)
         sizes = [4 * layers[ly].num_gradient_elements for ly in placement.layers_of_stage(stage)]
-        if placement.dealing == TIME_MAJOR and len(placement.mesh.stages[stage]) > 1:
+        if placement.microbatch_order == TIME_MAJOR and len(placement.mesh.stages[stage]) > 1:
             share = math.ceil(sum(sizes) / len(placement.mesh.stages[stage]))
             worst = max(worst, share * max_open_nodes(range(microbatches), microbatches) + max(sizes))
         else:

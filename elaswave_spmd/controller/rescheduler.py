@@ -23,7 +23,7 @@ from elaswave_spmd.recovery.reconfiguration import Stages, deal_evenly
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import LayerSample, ProfileSmoother
-from elaswave_spmd.scheduling.rebalance import Decision, plan_change, redealt
+from elaswave_spmd.scheduling.rebalance import Decision, plan_change, reassign_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 
 _MOST_DOUBLINGS = 6
@@ -93,13 +93,13 @@ class MeasuredCosts:
         """The micro-batches of each worker: as `plan_change` would assign them, where layers stay."""
         if not self._follows_speeds:
             return deal_evenly(stages, num_microbatches)
-        costs, dealing, cuts = self.costs, old.dealing, old.layer_cuts
-        dealt = redealt(Assignment.of(old), num_microbatches, stages, costs, old.mesh.topology)
-        found = [one.counts for one in dealt]
+        costs, order, cuts = self.costs, old.microbatch_order, old.layer_cuts
+        candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs)
+        found = [candidate.counts for candidate in candidates]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
         if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
             return found[0]
-        return min(found, key=lambda counts: step_time(Assignment(stages, cuts, counts, dealing), costs).seconds)
+        return min(found, key=lambda counts: step_time(Assignment(stages, cuts, counts, order), costs).seconds)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from operator import or_
 
 from elaswave_spmd.determinism.reduction_tree import Node
 from elaswave_spmd.recovery.messages import Recompute, StepHeld
-from elaswave_spmd.scheduling.placement import Placement, deal_microbatches
+from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
@@ -321,7 +321,9 @@ def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: It
     for rank in (*busy, *found.values()):
         lines[rank] += 1
     counts = _fill(list(lines.values()), len(rest))
-    return found | dict(zip(rest, deal_microbatches(members, counts, survey.placement.dealing), strict=True))
+    return found | dict(
+        zip(rest, workers_of_microbatches(members, counts, survey.placement.microbatch_order), strict=True)
+    )
 
 
 def _fill(loads: Sequence[int], more: int) -> list[int]:

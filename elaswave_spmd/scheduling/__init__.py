@@ -1,4 +1,4 @@
-"""What runs where and in which order: pure functions from meshes, layouts and costs to plans. No torch."""
+"""Planning: pure functions from meshes, layouts and costs to placements, schedules and changes. No torch."""
 
 from elaswave_spmd.determinism.exact_sum import exact_sum, expansion
 from elaswave_spmd.determinism.reduction_tree import Merge, Node, Reduction, maximal_nodes

@@ -1,8 +1,8 @@
-"""The cost model that plans rest on: what layers, workers and links take, as measured in the running job.
+"""The cost model of plans: seconds and bytes of layers, speeds of workers, latency and bandwidth of links.
 
-Seconds are of one micro-batch on a worker of speed 1; a worker of speed v takes 1/v of them. Everything here is a
-value: it prints, compares, hashes, and goes to and from JSON, so that a profile saved with a run can be planned with
-elsewhere.
+Seconds are those of one micro-batch on a worker of speed 1; a worker of speed v takes 1/v of them. Costs are measured
+in the running job (`profiler`). A cost model is an immutable value that goes to and from JSON, so that a profile saved
+by one run (schedule.profile) can be used by another.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import numpy as np
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh.mesh import format_ints
 
-_SHOWN = 24
+_SHOWN = 24  # layers, and slow workers, that `str` lists
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes.
+    """The costs of one layer.
 
     Args:
-        name: for readers.
+        name: for messages.
         forward_s, backward_s: seconds of one micro-batch at speed 1.
-        state_bytes: one copy of its optimizer state (master parameters and moments): what moves with the layer.
-        value_bytes: its parameters as they are computed with, which each worker of its stage has.
+        state_bytes: one copy of its optimizer state (master parameters and moments), which moves with the layer.
+        value_bytes: its parameters in the compute dtype, which every worker of its stage has.
         gradient_bytes: its summed gradients.
-        activation_bytes: what one micro-batch keeps between its forward and its backward.
-        boundary_bytes: its output for one micro-batch, and the gradient of that: what crosses a link if a stage ends
-        here.
+        activation_bytes: what one micro-batch keeps between forward and backward.
+        boundary_bytes: its output for one micro-batch, which crosses a link if a stage ends here; the gradient of the
+            output has as many.
 
     Raises:
-        PlanError: seconds that are negative or not finite, bytes that are negative or not whole.
+        PlanError: seconds are negative or not finite, or bytes are negative or not whole.
     """
 
     name: str
@@ -53,39 +53,38 @@ class LayerCost:
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
         if not isinstance(self.name, str):
-            raise PlanError("a layer of a profile has a name", got=self.name, fix="write a text")
+            raise PlanError(f"a layer of the profile has the name {self.name!r}", rule="the name is text")
         for name in ("forward_s", "backward_s"):
-            seconds = _number(getattr(self, name), f"{name} of a layer", where, at_least=0.0)
+            seconds = _number(getattr(self, name), f"{name} of {where}", at_least=0.0)
             object.__setattr__(self, name, seconds)
         for field in fields(self)[3:]:
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise PlanError(
-                    f"{field.name} of a layer is a whole number of bytes, 0 or more",
-                    got=value,
-                    where=where,
+                    f"{field.name} of {where} is {value!r}",
+                    rule="it is a whole number of bytes, 0 or more",
                     fix="measure it again, or leave it out for 0",
                 )
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one micro-batch."""
+        """Seconds of forward and backward of one micro-batch."""
         return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of a model's layers, and of the workers and links they run on.
+    """The costs of a model's layers, and of the workers and links that they run on.
 
     Args:
         layers: first to last.
         bandwidth: bytes per second of a worker's link.
         latency_s: seconds until the first byte of a message arrives.
-        speeds: relative speed of workers, as (rank, speed) pairs or a mapping; 1 where nothing is said.
+        speeds: relative speeds of workers, as (rank, speed) pairs or a mapping; 1 for workers that are not in it.
 
     Raises:
-        PlanError: no layer or no layer that takes time; a speed or bandwidth that is not above 0, a latency below 0, a
-            number that is not finite; a rank that is negative or named twice.
+        PlanError: no layer takes time; a speed or the bandwidth is not above 0; the latency is below 0; a number is not
+            finite; a rank is negative or comes twice.
     """
 
     layers: tuple[LayerCost, ...]
@@ -97,22 +96,21 @@ class CostModel:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not sum(layer.seconds for layer in self.layers) > 0:
             raise PlanError(
-                "the layers of a profile take time",
-                got=f"{len(self.layers)} layers, 0 s altogether",
-                where="layers",
-                fix="measure them: forward_s and backward_s",
+                f"the {len(self.layers)} layers of the profile take 0 s",
+                rule="the layers of a profile take time",
+                fix="measure forward_s and backward_s",
             )
-        object.__setattr__(self, "bandwidth", _number(self.bandwidth, "bandwidth", "bandwidth", above=0.0))
-        object.__setattr__(self, "latency_s", _number(self.latency_s, "latency_s", "latency_s", at_least=0.0))
+        object.__setattr__(self, "bandwidth", _number(self.bandwidth, "bandwidth", above=0.0))
+        object.__setattr__(self, "latency_s", _number(self.latency_s, "latency_s", at_least=0.0))
         pairs = sorted(self.speeds.items() if isinstance(self.speeds, Mapping) else self.speeds)
         for rank, _ in pairs:
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-                raise PlanError("speeds are of ranks, 0 or more", got=rank, where="speeds", fix="name workers by rank")
-        checked = tuple((rank, _number(v, "the speed of a worker", f"rank {rank}", above=0.0)) for rank, v in pairs)
+                raise PlanError(f"speeds name rank {rank!r}", rule="ranks are whole numbers, 0 or more")
+        checked = tuple((rank, _number(v, f"the speed of rank {rank}", above=0.0)) for rank, v in pairs)
         object.__setattr__(self, "speeds", checked)
         if len(self._speed_of) != len(checked):
             twice = sorted({a for (a, _), (b, _) in pairwise(checked) if a == b})
-            raise PlanError("a worker has one speed", got=f"ranks {format_ints(twice)} twice", where="speeds")
+            raise PlanError(f"speeds name ranks {format_ints(twice)} twice", rule="a worker has one speed")
 
     # ---- workers
 
@@ -121,28 +119,31 @@ class CostModel:
         return dict(self.speeds)
 
     def speed(self, rank: int) -> float:
-        """Relative speed of a worker."""
+        """The relative speed of a worker."""
         return self._speed_of.get(rank, 1.0)
 
     def speeds_of(self, ranks: Sequence[int]) -> np.ndarray:
-        """float64[len(ranks)]: their relative speeds."""
+        """float64 [len(ranks)]: the relative speeds of workers."""
         if not self._speed_of:
             return np.ones(len(ranks))
         return np.array([self._speed_of.get(rank, 1.0) for rank in ranks], np.float64)
 
     def with_speeds(self, speeds: Mapping[int, float]) -> CostModel:
-        """The same costs with these speeds of these workers; others keep theirs."""
+        """The same costs with these speeds; other workers keep theirs."""
         return replace(self, speeds=tuple({**self._speed_of, **speeds}.items()))
 
     def with_memory(self, rows: Iterable[tuple[int, int, int]]) -> CostModel:
-        """The same costs with what was weighed: (layer, activation_bytes, boundary_bytes), the same anywhere."""
+        """The same costs with measured sizes: rows of (layer, activation_bytes, boundary_bytes).
+
+        Sizes do not depend on the worker, so one measurement of each layer is enough.
+        """
         layers = list(self.layers)
         for layer, kept, output in rows:
             layers[layer] = replace(layers[layer], activation_bytes=kept, boundary_bytes=output)
         return self if tuple(layers) == self.layers else replace(self, layers=tuple(layers))
 
     def with_links(self, latency_s: float | None, bandwidth: float | None) -> CostModel:
-        """The same costs with links that take so much; None: as they were."""
+        """The same costs with this latency and bandwidth; None: unchanged."""
         latency_s = self.latency_s if latency_s is None else latency_s
         return replace(self, latency_s=latency_s, bandwidth=bandwidth or self.bandwidth)
 
@@ -152,26 +153,22 @@ class CostModel:
         return replace(self, speeds=tuple(pair for pair in self.speeds if pair[0] not in gone))
 
     def check(self, num_layers: int, ranks: Iterable[int] | None = None, where: str = "profile") -> CostModel:
-        """This profile, if it is of such a model and of such workers.
+        """Returns this profile if it fits the model and the workers.
 
         Raises:
-            PlanError: it has more or fewer layers, or speeds of workers that there are none of.
+            PlanError: it has another number of layers than the model, or speeds of workers that do not exist.
         """
         if len(self.layers) != num_layers:
             raise PlanError(
-                "a profile has the costs of each layer of the model",
-                got=f"{len(self.layers)} layers ({_names(self.layers)})",
-                where=where,
-                exists=f"{num_layers} layers in the model (embedding and head included)",
+                f"{where} has {len(self.layers)} layers ({_names(self.layers)}) and the model {num_layers}",
+                rule="a profile has the costs of each layer of the model, embedding and head included",
                 fix="measure this model, or plan with the model that was measured",
             )
         if ranks is not None:
             known = frozenset(ranks)
             if unknown := [rank for rank, _ in self.speeds if rank not in known]:
                 raise PlanError(
-                    "a profile has speeds of workers that exist",
-                    got=f"ranks {format_ints(unknown)}",
-                    where=f"speeds of {where}",
+                    f"{where} has speeds of ranks {format_ints(unknown)}, which do not exist",
                     exists=f"ranks {format_ints(sorted(known))}",
                     fix="leave their speeds out, or plan for the mesh that was measured",
                 )
@@ -180,7 +177,7 @@ class CostModel:
     # ---- layers
 
     def prefix(self, field: str) -> np.ndarray:
-        """[layers + 1]: sums over the first layers of a field of LayerCost; bytes as int64, seconds as float64."""
+        """Prefix sums of a field of LayerCost: [layers + 1], int64 for bytes and float64 for seconds."""
         if field not in self._prefixes:
             values = np.array([getattr(layer, field) for layer in self.layers])
             self._prefixes[field] = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
@@ -188,7 +185,7 @@ class CostModel:
 
     @cached_property
     def _prefixes(self) -> dict[str, np.ndarray]:
-        return {}  # by field, worked out when first asked for
+        return {}  # by field, filled on first use
 
     def stage_s(self, first: int, stop: int) -> tuple[float, float]:
         """Seconds of one micro-batch's forward and backward through layers [first, stop) at speed 1."""
@@ -200,13 +197,13 @@ class CostModel:
         return sum(self.stage_s(first, stop)) / self.speed(rank)
 
     def message_s(self, layer: int) -> float:
-        """Seconds until a micro-batch's output of a layer, or the gradient of it, has crossed a link."""
+        """Seconds until a micro-batch's output of a layer, or the gradient of the output, has crossed a link."""
         return self.latency_s + self.layers[layer].boundary_bytes / self.bandwidth
 
     # ---- JSON
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` reads it back as an equal value."""
+        """One JSON object, from which `from_json` makes an equal value."""
         layers = [{"index": i, **asdict(layer)} for i, layer in enumerate(self.layers)]
         speeds = {str(rank): speed for rank, speed in self.speeds}
         data = {"bandwidth": self.bandwidth, "latency_s": self.latency_s, "layers": layers, "speeds": speeds}
@@ -217,19 +214,19 @@ class CostModel:
         """Reads a stored profile. `where` names it in errors.
 
         Raises:
-            PlanError: no JSON object, a layer or a field that is missing, unknown or of the wrong kind.
+            PlanError: the text is not a JSON object, or a layer or a field is missing, unknown or of the wrong type.
         """
         try:
             data = json.loads(text)
         except ValueError as error:
-            raise PlanError("a profile is a JSON object", got=str(error), where=where, fix="save it again") from None
+            raise PlanError(f"{where} is not a JSON object ({error})", fix="save it again") from None
         names = {"bandwidth", "latency_s", "layers", "speeds"}
-        data = _object(data, "a profile", names, {"bandwidth", "layers"}, where)
+        data = _object(data, where, names, {"bandwidth", "layers"})
         if not isinstance(data["layers"], list):
-            raise PlanError("layers of a profile are a list", got=data["layers"], where=where)
-        speeds = _object(data.get("speeds", {}), "speeds", None, set(), where)
+            raise PlanError(f"the layers of {where} are {data['layers']!r}", rule="layers are a list")
+        speeds = _object(data.get("speeds", {}), f"speeds of {where}", None, set())
         if wrong := [rank for rank in speeds if not rank.isdecimal()]:
-            raise PlanError("speeds are of ranks", got=wrong[0], where=f"speeds of {where}", fix="name ranks: 0, 1")
+            raise PlanError(f"the speeds of {where} name {wrong[0]!r}", rule="speeds name ranks: 0, 1, ...")
         by_rank = tuple((int(rank), speed) for rank, speed in speeds.items())
         return cls(_layers(data["layers"], where), data["bandwidth"], data.get("latency_s", 0.0), by_rank)
 
@@ -253,37 +250,38 @@ class CostModel:
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """How much of its stage's bytes one worker has; from Rajbhandari et al., 2020 (ZeRO), with mirrors.
+    """The share of its stage's bytes that one worker has (ZeRO; Rajbhandari et al., 2020), with mirrors.
 
-    The mirror that a stage of one worker has with a neighbour stage is not counted there.
+    A stage of one worker has its mirror on a worker of a neighbouring stage; that copy is not counted.
 
     Args:
-        zero_level: 0: all state on each worker; 1 or more: state dealt over the stage; 2 or more: gradients too, since
-            a leaf is sent as soon as its layer is done, so that one worker's part stays.
-        mirror_count: mirrors of each page of dealt state.
+        zero_level: 0: each worker has all state. 1 or more: state is sharded over the stage. 2 or more: gradients too,
+            since each is sent as soon as its layer is done, so that only one worker's part stays.
+        mirror_count: mirrors of each page of sharded state.
     """
 
     zero_level: int = 0
     mirror_count: int = 1
 
     def state_share(self, size: int) -> float:
-        """Part of a stage's state that one of `size` workers has."""
+        """The part of a stage's state that one of `size` workers has."""
         return 1.0 if self.zero_level == 0 else min(1.0, (1 + self.mirror_count) / size)
 
     def gradient_share(self, size: int) -> float:
-        """Part of a stage's gradient sums that one of `size` workers has."""
+        """The part of a stage's gradient sums that one of `size` workers has."""
         return 1.0 if self.zero_level < 2 else 1.0 / size
 
     def stage_bytes(self, costs: CostModel, *, size: int, microbatches: int, in_flight: int) -> np.ndarray:
-        """float64[layers + 1, layers + 1]: bytes of a worker of a stage with layers [row, column).
+        """float64 [layers + 1, layers + 1]: bytes of a worker of a stage with layers [row, column).
 
-        Values, gradients, state, activations of the micro-batches in flight, and the tensors that its micro-batches
-        send over the stage's two ends, which are kept until the step is decided. Only row < column means anything.
+        They are parameters, gradients, state, activations of the micro-batches in flight, and the tensors that its
+        micro-batches send over the two ends of the stage, which are kept until the step is decided. Only entries with
+        row < column have a meaning.
 
         Args:
-            size: workers of the stage.
-            micro-batches: micro-batches of the worker in a step.
-            in_flight: micro-batches that it may have between forward and backward.
+            size: number of workers of the stage.
+            microbatches: micro-batches of the worker in a step.
+            in_flight: the most micro-batches that it has between forward and backward.
         """
         whole = costs.prefix("value_bytes") + self.gradient_share(size) * costs.prefix("gradient_bytes")
         whole = whole + self.state_share(size) * costs.prefix("state_bytes")
@@ -293,46 +291,44 @@ class MemoryRule:
 
 
 REPLICATED = MemoryRule()
-"""All state on each worker of its stage: ZeRO-0."""
+"""ZeRO 0: every worker of a stage has all of its state."""
 
 
-def _number(value: object, what: str, where: str, *, above: float = -math.inf, at_least: float = -math.inf) -> float:
+def _number(value: object, name: str, *, above: float = -math.inf, at_least: float = -math.inf) -> float:
+    """`value` as a float, if it is a finite number within the limits."""
     found = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if math.isfinite(found) and found > above and found >= at_least:
         return float(found)
     asked = f"above {above:g}" if math.isfinite(above) else f"of at least {at_least:g}"
-    raise PlanError(f"{what} is a finite number {asked}", got=value, where=where, fix="measure it again")
+    raise PlanError(f"{name} is {value!r}", rule=f"it is a finite number {asked}", fix="measure it again")
 
 
-def _object(
-    data: object, what: str, names: Collection[str] | None, needed: Collection[str], where: str
-) -> dict[str, Any]:
-    """A JSON object with some of these names (None: any), and all that are needed."""
+def _object(data: object, what: str, names: Collection[str] | None, needed: Collection[str]) -> dict[str, Any]:
+    """`data` as a dict, if it has only fields of these names (None: any) and all that are needed."""
     if not isinstance(data, dict):
-        raise PlanError(f"{what} is a JSON object", got=data, where=where)
+        raise PlanError(f"{what} is not a JSON object: {data!r}")
     if names is not None and (unknown := sorted(set(data) - set(names))):
         exists = ", ".join(sorted(names))
-        raise PlanError(f"{what} has fields that are known", got=unknown[0], where=where, exists=exists)
+        raise PlanError(f"{what} has an unknown field {unknown[0]!r}", exists=exists)
     if missing := sorted(set(needed) - set(data)):
-        raise PlanError(f"{what} has all fields that are needed", got=f"no {missing[0]!r}", where=where)
+        raise PlanError(f"{what} has no {missing[0]!r}")
     return data
 
 
 def _layers(entries: Sequence[object], where: str) -> tuple[LayerCost, ...]:
-    """The layers of a profile by index, each once."""
+    """The layers of a profile in the order of their indices."""
     names = {"index", *(field.name for field in fields(LayerCost))}
     found: dict[int, LayerCost] = {}
     for entry in entries:
-        data = _object(entry, "a layer of a profile", names, {"index", "name", "forward_s", "backward_s"}, where)
+        data = _object(entry, f"a layer of {where}", names, {"index", "name", "forward_s", "backward_s"})
         index = data.pop("index")
         if not isinstance(index, int) or isinstance(index, bool) or index < 0 or index in found:
-            raise PlanError("a layer of a profile has an index of its own, 0 or more", got=index, where=where)
+            raise PlanError(f"a layer of {where} has index {index!r}", rule="each layer has its own index, 0 or more")
         found[index] = LayerCost(**data)
     if missing := sorted(set(range(max(found, default=-1) + 1)) - found.keys()):
         raise PlanError(
-            "a profile has the costs of each layer",
-            got=f"no layer {format_ints(missing)}",
-            where=where,
+            f"{where} has no layer {format_ints(missing)}",
+            rule="a profile has the costs of each layer",
             exists=f"layers {format_ints(sorted(found))}",
             fix="measure the missing layers",
         )

@@ -1,12 +1,13 @@
-"""Frequency: raise the bottleneck, then lower everybody else as far as the step takes no longer (ElasWave, DVFS axis).
+"""Frequency hints (ElasWave's DVFS axis): raise the bottleneck, then lower all others as far as the step stays as fast.
 
-Frequencies are relative to the normal one. The model, which figures must name: an action of t seconds takes t / f at
-frequency f; while it computes a device draws static + dynamic * f^3, while it waits static, so that a step of M seconds
-takes M * static + the sum over actions of dynamic * f^2 * t joules. Hints change no bits and no plan.
+Frequencies are relative to the device's normal one. The model, which every figure must name: an action of t seconds
+takes t / f at frequency f. A device draws static + dynamic * f^3 watts while it computes and static watts while it
+waits, so a step of M seconds takes M * static + the sum over actions of dynamic * f^2 * t joules. Hints change no bits
+and no plan.
 
-What may be lowered is found on the whole schedule, per class of actions (timing.CLASSES), as Perseus does per action
-(Chung et al., SOSP 2024): a stage with little to do can be slow in the steady part of a step, yet hurry while the
-pipeline fills and drains. Where the schedule is not at hand, only each worker's own compute counts.
+How far a frequency can be lowered is found on the whole schedule, per class of actions (step_time.CLASSES), as Perseus
+does per action (Chung et al., SOSP 2024). A stage with little work can be slow in the steady part of a step but must be
+fast while the pipeline fills and drains. Without a schedule, only each worker's own compute counts.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ import numpy as np
 from elaswave_spmd.errors import PlanError
 
 Makespan = Callable[[np.ndarray], float]
-"""Seconds of a step, given float64[rows, classes] of frequencies. Grows when one of them falls."""
+"""The seconds of a step for frequencies, float64 [rows, classes]. It does not fall when a frequency falls."""
 
-_HALVINGS = 8
-_ROUNDING = 1 + 1e-12
+_HALVINGS = 8  # of an interval of frequencies, in a bisection
+_ROUNDING = 1 + 1e-12  # keeps a frequency that is exactly enough from falling below by rounding
 MOST_ROWS = 64
-"""So many rows, at most, are lowered one by one; more are lowered together."""
+"""Up to this many rows are lowered one by one; more are lowered together only."""
 
 
 @dataclass(frozen=True)
 class FrequencyRange:
-    """Relative frequencies that a device may be set to; 1, the normal one, is among them.
+    """The relative frequencies that a device may be set to, from `lowest` to `highest`. They include 1, the normal one.
 
     Args:
-        margin: what is lowered stays this part above what the schedule would allow. Times vary from step to step, and a
-            step in which nobody has time to spare waits for whoever is late.
+        margin: lowered frequencies stay this part above what the schedule allows. Times vary from step to step, and
+            without a margin every worker that is late delays the step.
 
     Raises:
         PlanError: not 0 < lowest <= 1 <= highest, or a margin below 0.
@@ -46,21 +47,20 @@ class FrequencyRange:
     def __post_init__(self) -> None:
         if not 0 < self.lowest <= 1 <= self.highest < float("inf"):
             raise PlanError(
-                "frequencies are relative to the normal one: 0 < lowest <= 1 <= highest",
-                got=f"{self.lowest} to {self.highest}",
-                where="frequency range",
+                f"the frequency range is {self.lowest} to {self.highest}",
+                rule="frequencies are relative to the normal one: 0 < lowest <= 1 <= highest",
                 fix="for example 0.6 to 1.1",
             )
         if not 0 <= self.margin < float("inf"):
-            raise PlanError("a margin is a part, 0 or more", got=self.margin, where="frequency range", fix="0.05")
+            raise PlanError(f"the margin of frequencies is {self.margin}", rule="it is a part, 0 or more", fix="0.05")
 
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Watts of one device: static always, and dynamic * f^3 while it computes.
+    """The power of one device in watts: `static` always, and dynamic * f^3 while it computes.
 
     Raises:
-        PlanError: a number below 0, or dynamic 0.
+        PlanError: a number is below 0, or `dynamic` is 0.
     """
 
     static: float = 0.3
@@ -69,27 +69,33 @@ class PowerModel:
     def __post_init__(self) -> None:
         if not (0 <= self.static < float("inf") and 0 < self.dynamic < float("inf")):
             raise PlanError(
-                "a power model has static >= 0 and dynamic > 0",
-                got=f"static {self.static}, dynamic {self.dynamic}",
-                where="power model",
+                f"the power model has static {self.static}, dynamic {self.dynamic}",
+                rule="static >= 0 and dynamic > 0",
                 fix="give both in watts, or both as parts of the power at the normal frequency",
             )
 
     def energy(self, work: np.ndarray, devices: np.ndarray, frequencies: np.ndarray, makespan_s: float) -> float:
-        """Of a step. work: [rows, classes] seconds at frequency 1; devices: [rows]; frequencies: [rows, classes]."""
+        """The joules of a step.
+
+        Args:
+            work: float64 [rows, classes], seconds at frequency 1.
+            devices: float64 [rows], the number of devices that each row stands for.
+            frequencies: float64 [rows, classes].
+            makespan_s: seconds of the step.
+        """
         dynamic = (frequencies**2 * work).sum(axis=1) * self.dynamic
         return float((devices * (dynamic + self.static * makespan_s)).sum())
 
 
 @dataclass(frozen=True)
 class FrequencyPlan:
-    """Frequencies by row and class of actions, and what they come to.
+    """Frequencies by row and class of actions, with the resulting step time and energy.
 
     Args:
         frequencies: per row, one for each class.
-        raised_to: what the bottleneck was raised to.
-        makespan_before_s, energy_before: everybody at 1.
-        energy_raised: everybody at raised_to.
+        raised_to: the frequency of the bottleneck.
+        makespan_before_s, energy_before: with all devices at 1.
+        energy_raised: with all devices at raised_to.
         makespan_s, energy: with these frequencies.
     """
 
@@ -119,18 +125,19 @@ def plan_frequencies(
     goal_s: float | None = None,
     power: PowerModel = PowerModel(),
 ) -> FrequencyPlan:
-    """Frequencies with which a step takes no longer than with everybody at the one that the bottleneck is raised to.
+    """Frequencies with which a step is as fast as with all devices at the frequency that the bottleneck is raised to.
 
-    First that frequency: the highest, or the least one with which a step reaches `goal_s`. Then all rows are lowered
-    together towards what their own compute would allow, as far as the makespan stays, and then row by row, the ones
-    with least to do first, and class by class. Ever lower frequencies are tried, none is kept that makes the step
-    longer, so the makespan is never larger than before and the energy never larger than with all raised.
+    That frequency comes first: the highest, or the least one that reaches `goal_s`. Then all rows are lowered together
+    toward what their own compute allows, as far as the makespan stays; then each row, those with the least work first,
+    and each of its classes. A frequency that makes the step longer is never kept, so the makespan is never longer than
+    before and the energy never more than with all devices raised.
 
     Args:
-        work: [rows, classes] seconds of a step at frequency 1; a row is a worker, or workers that do alike.
-        devices: how many each row stands for; 1 each by default.
-        makespan: of frequencies; None: the largest compute of a row.
-        goal_s: do not raise anybody beyond what this needs.
+        work: float64 [rows, classes], seconds of a step at frequency 1. A row is one worker, or workers with equal
+        work.
+        devices: the number of devices that each row stands for; None: 1 each.
+        makespan: the step time of frequencies; None: the longest compute of a row.
+        goal_s: a step time; frequencies are raised only as far as it takes to reach this.
     """
     seconds = np.asarray(work, np.float64)
     assert seconds.ndim == 2 and (seconds >= 0).all(), seconds
@@ -139,18 +146,20 @@ def plan_frequencies(
     def longest(frequencies: np.ndarray) -> float:
         return float((seconds / frequencies).sum(axis=1).max(initial=0.0))
 
-    of = makespan or longest
+    makespan_of = makespan or longest
     normal = np.ones_like(seconds)
-    before_s = of(normal)
-    raised = _raised(lambda f: of(normal * f), before_s, limits.highest, goal_s)
-    target = of(normal * raised)
+    before_s = makespan_of(normal)
+    raised = _raised(lambda f: makespan_of(normal * f), before_s, limits.highest, goal_s)
+    target = makespan_of(normal * raised)
     needed = seconds.sum(axis=1) / target * _ROUNDING if target else np.ones(len(seconds))
     lowest = np.broadcast_to(np.clip(needed, limits.lowest, raised)[:, None], seconds.shape)
-    found = _lowered(of, normal * raised, lowest, target, max(8, 4 * _HALVINGS if makespan is None else _HALVINGS))
+    found = _lowered(
+        makespan_of, normal * raised, lowest, target, max(8, 4 * _HALVINGS if makespan is None else _HALVINGS)
+    )
     if makespan is not None and len(seconds) <= MOST_ROWS:
-        found = _one_by_one(of, found, np.full_like(found, limits.lowest), seconds, target)
+        found = _one_by_one(makespan_of, found, np.full_like(found, limits.lowest), seconds, target)
     found = np.minimum(found * (1 + limits.margin), raised)
-    after_s = of(found)
+    after_s = makespan_of(found)
     return FrequencyPlan(
         frequencies=tuple(map(tuple, found.tolist())),
         raised_to=raised,
@@ -163,7 +172,7 @@ def plan_frequencies(
 
 
 def _raised(at: Callable[[float], float], before_s: float, highest: float, goal_s: float | None) -> float:
-    """The least frequency from 1 to the highest with which a step reaches the goal; the highest if none does."""
+    """The least frequency from 1 to `highest` with which a step reaches the goal; `highest` if none does."""
     if goal_s is not None and before_s <= goal_s:
         return 1.0
     if goal_s is None or at(highest) >= goal_s:
@@ -175,19 +184,21 @@ def _raised(at: Callable[[float], float], before_s: float, highest: float, goal_
     return high
 
 
-def _lowered(of: Makespan, high: np.ndarray, low: np.ndarray, target: float, halvings: int) -> np.ndarray:
-    """The way from `high` towards `low`, as far as the makespan stays."""
-    if of(low) <= target:
+def _lowered(makespan_of: Makespan, high: np.ndarray, low: np.ndarray, target: float, halvings: int) -> np.ndarray:
+    """Goes from `high` toward `low` as far as the makespan stays within `target` (bisection)."""
+    if makespan_of(low) <= target:
         return low
     good, bad = 0.0, 1.0
     for _ in range(halvings):
         middle = (good + bad) / 2
-        good, bad = (middle, bad) if of(high + middle * (low - high)) <= target else (good, middle)
+        good, bad = (middle, bad) if makespan_of(high + middle * (low - high)) <= target else (good, middle)
     return high + good * (low - high)
 
 
-def _one_by_one(of: Makespan, start: np.ndarray, low: np.ndarray, work: np.ndarray, target: float) -> np.ndarray:
-    """Each row as a whole, and then each of its classes: the one with most work first, of which lowering saves most."""
+def _one_by_one(
+    makespan_of: Makespan, start: np.ndarray, low: np.ndarray, work: np.ndarray, target: float
+) -> np.ndarray:
+    """Lowers each row as a whole, then each of its classes: those with the most work first, which saves the most."""
     found = start.copy()
     for row in np.argsort(work.sum(axis=1), kind="stable").tolist():
         if not work[row].any():
@@ -197,5 +208,5 @@ def _one_by_one(of: Makespan, start: np.ndarray, low: np.ndarray, work: np.ndarr
         for part in parts:
             lower = found.copy()
             lower[row, part] = low[row, part]
-            found = _lowered(of, found, lower, target, _HALVINGS)
+            found = _lowered(makespan_of, found, lower, target, _HALVINGS)
     return found

@@ -1,4 +1,8 @@
-"""Layers over stages: the contiguous partition whose slowest stage is fastest (ElasWave, the graph axis)."""
+"""The partition of layers into stages: contiguous ranges whose slowest stage is as fast as possible.
+
+It is the "graph" axis of ElasWave. `balance_layers` makes the first placement, from rough costs; `partition` plans
+changes, from measured costs, with memory limits and the bytes that would move.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,24 @@ from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRul
 
 
 def balance_layers(costs: Sequence[float], workers: Sequence[int]) -> tuple[int, ...]:
-    """Cuts layers over stages so that the largest cost(stage) / workers(stage) is least. Every stage gets a layer.
+    """Cuts the layers into stages so that the largest cost(stage) / workers(stage) is smallest.
 
-    Dynamic programming over (prefix, stage), O(layers^2 stages). Among optimal partitions the one with the earliest
-    cuts is taken, so that the result is a function of its arguments.
+    Dynamic programming over (prefix, stage), O(layers^2 stages). Every stage gets a layer. Of several optimal
+    partitions the one with the earliest cuts is returned, so that all workers compute the same one.
 
     Args:
         costs: cost of each layer, non-negative.
-        workers: workers of each stage; a stage's micro-batches are dealt over them.
+        workers: number of workers of each stage, which share its micro-batches.
 
-    Returns: stages + 1 cuts; stage s has layers [cuts[s], cuts[s + 1]).
+    Returns:
+        stages + 1 cuts; stage s has layers [cuts[s], cuts[s + 1]).
     """
     num_layers, num_stages = len(costs), len(workers)
     assert 1 <= num_stages <= num_layers, (num_layers, num_stages)
     total = [0.0, *accumulate(costs)]
-    best = [0.0] + [float("inf")] * num_layers  # best[j]: the first j layers over the stages so far
+    best = [0.0] + [
+        float("inf")
+    ] * num_layers  # best[j]: the smallest largest cost with the first j layers in the stages so far
     choices: list[list[int]] = []
     for stage, count in enumerate(workers):
         later = num_stages - stage - 1
@@ -48,14 +55,15 @@ def balance_layers(costs: Sequence[float], workers: Sequence[int]) -> tuple[int,
 
 @dataclass(frozen=True)
 class StageWorkers:
-    """What the partition needs to know of a stage's workers.
+    """The properties of a stage's workers that the partition depends on.
 
     Args:
-        size: how many there are.
-        load: micro-batches / speed of the one that takes longest, for the micro-batches as they will be dealt
-        (dataflow.least_load). micro-batches: the most micro-batches of one of them.
-        in_flight: micro-batches that one may have between forward and backward.
-        memory_limit: bytes that each of them has.
+        size: number of workers.
+        load: micro-batches / speed of the slowest worker, with micro-batches as they will be assigned
+            (microbatch_assignment.least_load).
+        microbatches: the most micro-batches of a worker.
+        in_flight: the most micro-batches that a worker has between forward and backward.
+        memory_limit: bytes that each worker has.
     """
 
     size: int
@@ -67,15 +75,15 @@ class StageWorkers:
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers over stages, and why.
+    """A partition of the layers into stages, with the figures that it was chosen by.
 
     Args:
         cuts: stage s has layers [cuts[s], cuts[s + 1]).
         bottleneck_s: the largest of stage_s.
         stage_s: seconds that the slowest worker of each stage computes in a step.
         memory: bytes of a worker of each stage.
-        moved_bytes: what the layers that change their stage cost to move.
-        optimum_s: the smallest bottleneck_s there is; a tolerance allows more than that.
+        moved_bytes: bytes that layers which change their stage have to move.
+        optimum_s: the smallest possible bottleneck_s; with a tolerance bottleneck_s may be larger.
     """
 
     cuts: tuple[int, ...]
@@ -104,29 +112,30 @@ def partition(
     move_bytes: np.ndarray | None = None,
     tolerance: float = 0.0,
 ) -> Partition:
-    """The partition with the least bottleneck that fits in memory; of these the one that moves the fewest bytes.
+    """The partition with the smallest bottleneck that fits in memory; of several, the one that moves the fewest bytes.
 
-    Two dynamic programs over (prefix, stage), O(layers^2 stages) each: the first finds the least bottleneck, the second
-    the fewest bytes among all partitions whose stages take no longer. Of equals, the one with the earliest cuts.
+    Two dynamic programs over (prefix, stage), O(layers^2 stages) each: the first finds the smallest bottleneck, the
+    second the fewest bytes among all partitions whose stages take no longer. The earliest cuts win ties.
 
     Args:
         stages: workers, speeds and memory of each stage.
-        rule: what of a stage's bytes one worker has.
-        old_cuts: present cuts into as many stages; a layer that stays costs nothing, another its state_bytes.
-        move_bytes: [stages, layers], instead: what it costs that a layer lies in a stage.
-        tolerance: the bottleneck may be larger than the least one by this part of it, if fewer bytes move; inf: it
-            does not matter, and layers move only where they do not fit.
+        rule: the share of its stage's bytes that a worker has.
+        old_cuts: the present cuts, into as many stages. A layer that stays costs nothing, another one its state_bytes.
+        move_bytes: float64 [stages, layers], in place of old_cuts: bytes that move if a layer is in a stage.
+        tolerance: the bottleneck may exceed the smallest one by this part of it if fewer bytes move; inf: the
+        bottleneck
+            does not matter, and layers move only if they do not fit.
 
     Raises:
-        PlanError: more stages than layers; or no partition fits in memory: which stage lacks how much in the one that
-            lacks least, and what would fit.
+        PlanError: there are more stages than layers, or no partition fits in memory. The error then names the stage
+        that
+            lacks memory in the partition that lacks least, and what would fit.
     """
     num_layers, num_stages = len(costs.layers), len(stages)
     if not 1 <= num_stages <= num_layers:
         raise PlanError(
-            "every stage has at least one layer",
-            got=f"{num_stages} stages",
-            exists=f"{num_layers} layers",
+            f"{num_stages} stages for {num_layers} layers",
+            rule="every stage has at least one layer",
             fix=f"plan for 1 to {num_layers} stages",
         )
     seconds, memory = _seconds(costs, stages), _memory(costs, stages, rule)
@@ -167,7 +176,7 @@ def _memory(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) 
 def _allowed(
     seconds: Sequence[np.ndarray], memory: Sequence[np.ndarray], stages: Sequence[StageWorkers]
 ) -> list[np.ndarray]:
-    """The seconds, inf where the memory does not suffice; one array for stages that are alike."""
+    """The seconds of each stage with layers [row, column); inf if they do not fit. Equal stages share one array."""
     found: dict[tuple[int, int, float], np.ndarray] = {}
     keys = [(id(t), id(m), stage.memory_limit) for t, m, stage in zip(seconds, memory, stages, strict=True)]
     for key, t, m in zip(keys, seconds, memory, strict=True):
@@ -177,7 +186,7 @@ def _allowed(
 
 
 def _least(tables: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The least `join` over all stages of tables[stage][start, stop], and the earliest cuts that have it."""
+    """The least `join` over all stages of tables[stage][start, stop], and the earliest cuts that reach it."""
     num_layers = len(tables[0]) - 1
     best = np.full(num_layers + 1, math.inf)
     best[0] = 0.0
@@ -204,7 +213,7 @@ def _from_cuts(costs: CostModel, old_cuts: Sequence[int] | None, num_stages: int
 
 
 def _no_room(costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[np.ndarray]) -> PlanError:
-    """The error of the partition that lacks least."""
+    """The error that describes the partition which exceeds its memory least."""
     layers = ~np.tri(len(costs.layers) + 1, dtype=bool)
     lacking = [np.where(layers, m - s.memory_limit, math.inf) for m, s in zip(memory, stages, strict=True)]
     excess, cuts = _least([np.maximum(table, 0.0) for table in lacking], np.maximum)
@@ -212,10 +221,10 @@ def _no_room(costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[
     first, stop, limit = cuts[stage], cuts[stage + 1], stages[stage].memory_limit
     needed = limit + excess
     return PlanError(
-        "each worker's part of its stage fits in its memory",
-        got=f"stage {stage} lacks {excess:,.0f} B: layers {first}..{stop - 1} take {needed:,.0f} B on each of its "
+        f"stage {stage} lacks {excess:,.0f} B: layers {first}..{stop - 1} take {needed:,.0f} B on each of its "
         f"{stages[stage].size} workers, which have {limit:,.0f} B",
-        where="the partition into " + f"{len(stages)} stages that lacks least",
+        rule="each worker's part of its stage fits in its memory "
+        f"(of all partitions into {len(stages)} stages, this one lacks least)",
         exists=f"{len(costs.layers)} layers, {sum(s.size for s in stages)} workers",
         fix=f"it fits with {excess:,.0f} B more for each worker; or use more stages, more workers or a higher ZeRO "
         "level, or smaller micro-batches",

@@ -1,15 +1,14 @@
-"""Pipeline actions as data: what each worker does in a step, in order, as `1F4` (stage 1, forward, micro-batch 4).
+"""Pipeline schedules as data: the actions of each worker in a step, in order, such as `1F4` (stage 1, forward, 4).
 
-The lists come from one simulation of the placement under the 1F1B rule: a worker runs the backward of a micro-batch as
-soon as it can, else a forward, with a bounded number of micro-batches in flight; of several the one whose turn it is. A
-list that comes out of a finished simulation is free of deadlock by construction; `check` proves it again for any lists,
-whoever made them.
+The lists come from one simulation of the placement under the 1F1B rule (Narayanan et al., 2019): a worker runs a
+backward as soon as one is ready, else a forward, with a bounded number of micro-batches in flight; of several ready
+ones it takes the one whose turn it is. Lists from a finished simulation are free of deadlock by construction. `check`
+proves that for any lists.
 """
 
 from __future__ import annotations
 
 import heapq
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.placement import CONTIGUOUS, Placement
 
 FORWARD, BACKWARD = "F", "B"
-_STEP = 1 << 24  # in micro-batches of which durations are whole numbers: ends are equal or not, without rounding
+_STEP = 1 << 24  # duration of a worker's step; whole numbers, so that two ends are equal or not without rounding
 _BACKWARD = 2  # times as long as a forward
-_MORE = 2
-_PATTERN = re.compile(r"(\d+)([FB])(\d+)")
+_MORE = 2  # micro-batches in flight beyond the estimate, where they come from several workers in turn
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,8 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        found = _PATTERN.fullmatch(text)
-        if not found:
-            raise PlanError("an action is <stage><F or B><micro-batch>", got=text, exists="for example 0F3, 2B11")
-        return cls(int(found[1]), found[2], int(found[3]))
-
     def needs(self, num_stages: int) -> tuple[Action, ...]:
-        """The actions whose results this one takes."""
+        """The actions whose results this one needs."""
         if self.kind == FORWARD:
             return (Action(self.stage - 1, FORWARD, self.microbatch),) if self.stage else ()
         own = Action(self.stage, FORWARD, self.microbatch)
@@ -57,16 +48,15 @@ Schedule = Mapping[int, tuple[Action, ...]]
 def in_flight_limits(
     stage_sizes: Sequence[int], microbatch_counts: Sequence[Sequence[int]] | None = None
 ) -> tuple[int, ...]:
-    """Micro-batches that a worker of each stage may have between forward and backward: enough to keep all later stages
-    busy.
+    """The most micro-batches that a worker of each stage may have between forward and backward.
 
-    Where workers at one position of all stages share their micro-batches with nobody it is the 1F1B bound, the number
-    of stages from this one to the last. Else it is one, the way of a micro-batch through the slowest workers of all
-    later stages in micro-batches of this stage's fastest worker, and two more: micro-batches come from several workers
-    there, in turns.
+    They are enough to keep all later stages busy. If the workers at one position of all stages share their
+    micro-batches with nobody, that is the bound of 1F1B: the number of stages from this one to the last. Else it is 1,
+    plus the time that a micro-batch takes through the slowest workers of all later stages, measured in micro-batches of
+    this stage's fastest worker, plus 2, because later workers get micro-batches from several workers in turn.
 
     Args:
-        microbatch_counts: per stage, the micro-batches of each worker; None: dealt evenly.
+        microbatch_counts: per stage, the number of micro-batches of each worker; None: evenly assigned.
     """
     if microbatch_counts is None:
         longest = shortest = list(stage_sizes)
@@ -82,18 +72,19 @@ def in_flight_limits(
 
 
 def _duration(microbatches: int) -> int:
-    """Of one micro-batch on a worker that has so many of them.
+    """The modelled duration of one micro-batch on a worker that has this many of them.
 
-    Micro-batches are dealt by speed and layers by workers, so all are taken to be busy for the same time. Then lists
-    follow from who has how many micro-batches, and whoever knows a placement knows them.
+    Micro-batches are assigned by speed, so all workers are assumed to be busy equally long. The lists then follow from
+    the counts of the placement alone, without measured times, and all workers compute the same lists.
     """
     return max(1, _STEP // max(1, microbatches))
 
 
 def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Schedule:
-    """The actions of every worker for one step (rank -> list), the same for every step of the mesh epoch.
+    """The actions of every worker in a step: rank -> list. They are the same in every step of the mesh epoch.
 
-    `limits`: micro-batches in flight, by stage, if not those of this mesh.
+    Args:
+        limits: per stage, the most micro-batches in flight; None: `in_flight_limits` of this mesh.
     """
     if not limits:
         limits = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
@@ -101,11 +92,11 @@ def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Sc
 
 
 def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
-    """One worker's entry of `schedule(placement)`.
+    """The actions of one worker, equal to `schedule(placement)[rank]`.
 
-    Only those are looked at with whom it shares micro-batches, or who share micro-batches with such. On an even mesh
-    they are those at its position in all stages; after a loss in a large mesh, those of its block (scheduling.blocks).
-    So the cost does not grow with the number of workers.
+    Only the workers are simulated with which it shares micro-batches, directly or through others. On an even mesh these
+    are the workers at its position in all stages; after a loss in a large mesh, those of its block
+    (microbatch_assignment.Block). So the cost does not grow with the number of workers.
     """
     stages, counts = placement.mesh.stages, placement.microbatch_counts
     if len(set(counts)) == 1:
@@ -113,7 +104,7 @@ def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
         column = [members[position] for members in stages]
         return _simulate(placement, column, placement.microbatches_of(rank), in_flight_limits([1] * len(column)))[rank]
     microbatches = placement.microbatches_of(rank)
-    if placement.dealing != CONTIGUOUS or not microbatches:
+    if placement.microbatch_order != CONTIGUOUS or not microbatches:
         return schedule(placement)[rank]
     found, positions = _neighbours(counts, microbatches[0], microbatches[-1] + 1)
     ranks = [rank for members, (a, b) in zip(stages, positions, strict=True) for rank in members[a:b]]
@@ -123,11 +114,11 @@ def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
 def _neighbours(
     microbatch_counts: Sequence[Sequence[int]], first: int, stop: int
 ) -> tuple[range, list[tuple[int, int]]]:
-    """The micro-batches that are tied to micro-batches [first, stop) by workers who have some of both; by stage, who
-    has them.
+    """The micro-batches that share workers with micro-batches [first, stop), and the positions of these workers by
+    stage.
 
-    Micro-batches are dealt contiguously: a stage's cuts are the sums of its counts. The micro-batches grow to both
-    sides until they end at a cut of every stage.
+    Micro-batches are assigned contiguously: the cuts of a stage are the sums of its counts. The range grows to both
+    sides until both of its ends are cuts of every stage.
     """
     cuts = [list(accumulate(counts, initial=0)) for counts in microbatch_counts]
     while True:
@@ -140,11 +131,11 @@ def _neighbours(
 
 
 def _turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float]:
-    """When each micro-batch's turn is, as a part of the step.
+    """The turn of each micro-batch: micro-batch -> part of the step, from 0 to 1.
 
-    Micro-batches that go the same way, over the same workers of all stages, are spread evenly over the step. So a
-    worker that is fed by several takes of each in turn, and one that feeds several gives to each in turn, in proportion
-    to what they have of it: nobody waits for the others to be served first.
+    Micro-batches that take the same path, over the same workers of all stages, are spread evenly over the step. A
+    worker that gets micro-batches from several workers then takes from each in turn, and one that sends to several
+    serves each in turn, in proportion to their shares. So no worker waits until another one has been served completely.
     """
     ways: dict[tuple[int, ...], list[int]] = {}
     for microbatch in sorted(microbatches):
@@ -156,7 +147,7 @@ def _turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float
 def _simulate(
     placement: Placement, ranks: Sequence[int], microbatches: Iterable[int], limits: Sequence[int]
 ) -> dict[int, tuple[Action, ...]]:
-    """Runs the step in virtual time on these workers, who do these micro-batches on all stages; notes who did what."""
+    """Simulates the step on these workers, which do these micro-batches on all stages; returns what each one did."""
     last_stage = placement.num_stages - 1
     ready: dict[int, tuple[list[tuple[float, int]], list[tuple[float, int]]]] = {rank: ([], []) for rank in ranks}
     in_flight = dict.fromkeys(ranks, 0)
@@ -188,7 +179,7 @@ def _simulate(
         heapq.heappush(ends, (now + cost, rank, action))
 
     def finish(rank: int, action: Action) -> int:
-        """Returns the worker that has more to do now."""
+        """Returns the worker that may have an action to start now."""
         busy.discard(rank)
         if action.kind == FORWARD and action.stage < last_stage:
             return make_ready(Action(action.stage + 1, FORWARD, action.microbatch))
@@ -210,16 +201,16 @@ def _simulate(
 
 
 def check(actions: Schedule, num_stages: int) -> None:
-    """Proves that the lists can be run to the end whatever the timing: every wait is for something earlier.
+    """Proves that the lists can be run to the end with any timing: no action waits for itself in a circle.
 
     Raises:
-        PlanError: an action twice, one that waits for something nobody does, or a circle of waits (named).
+        PlanError: an action comes twice, waits for an action that nobody does, or is part of a circle of waits.
     """
     lists = {rank: list(todo) for rank, todo in actions.items()}
     everything = [a for todo in lists.values() for a in todo]
     if len(set(everything)) != len(everything):
         twice = next(a for a in everything if everything.count(a) > 1)
-        raise PlanError("an action is done once", got=str(twice))
+        raise PlanError(f"action {twice} comes twice", rule="each action of a step is done once")
     done: set[Action] = set()
     at = dict.fromkeys(lists, 0)
     waiting: dict[Action, list[int]] = {}
@@ -237,18 +228,4 @@ def check(actions: Schedule, num_stages: int) -> None:
             runnable += waiting.pop(action, [])
     stuck = {rank: str(lists[rank][at[rank]]) for rank in lists if at[rank] < len(lists[rank])}
     if stuck:
-        raise PlanError("the actions of a step can all be run", got=f"workers wait for ever at {stuck}")
-
-
-def render(actions: Schedule) -> str:
-    """One line per worker: `3: 1F0 1B0 1F2 1B2`."""
-    return "\n".join(f"{rank}: " + " ".join(map(str, todo)) for rank, todo in sorted(actions.items()))
-
-
-def parse(text: str) -> dict[int, tuple[Action, ...]]:
-    """The inverse of `render`."""
-    plan = {}
-    for line in text.strip().splitlines():
-        rank, _, todo = line.partition(":")
-        plan[int(rank)] = tuple(Action.parse(word) for word in todo.split())
-    return plan
+        raise PlanError(f"workers wait for ever at {stuck}", rule="the actions of a step can all be run")

@@ -1,6 +1,8 @@
-"""A placement: what runs where, for one mesh epoch, as an immutable value (principle 1).
+"""Placements: which stage runs which layers, which worker which micro-batches, and which worker holds which pages.
 
-It holds counts, one number per stage or worker; owner maps and micro-batch lists are functions of it, made on demand.
+A `Placement` is an immutable value for one mesh epoch. It stores counts, a few numbers for each stage and worker;
+replica maps and micro-batch lists are functions of it that are computed on demand, so a placement of 100,000 workers is
+small.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap
 
 CONTIGUOUS, TIME_MAJOR = "contiguous", "time-major"
+"""The two orders in which the micro-batches of a stage are assigned to its workers; see `workers_of_microbatches`."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Layers on stages, micro-batches on workers, pages on replicas.
+    """The layers of stages, the micro-batches of workers, and the replicas of pages.
 
     Args:
         mesh: the workers, by stage.
-        num_microbatches: micro-batches of a step (constant for a run).
+        num_microbatches: micro-batches of a step; constant over a run.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        microbatch_counts: per stage, the micro-batches of each worker, in stage order; each stage's counts add up to
-        num_microbatches. shardings: which of parameters, gradients and optimizer state lie on dp.
-        replicas: who holds which pages, all layers; None: as dealt to a new mesh.
+        microbatch_counts: per stage, the number of micro-batches of each worker, in stage order. The counts of a stage
+            add up to num_microbatches.
+        shardings: which of parameters, gradients and optimizer state are sharded over dp.
+        replicas: the replicas of all pages; None: those of a new mesh.
     """
 
     mesh: Mesh
@@ -48,8 +52,12 @@ class Placement:
             assert len(members) == len(counts) and sum(counts) == self.num_microbatches, (members, counts)
 
     @cached_property
-    def dealing(self) -> str:
-        """Time-major when gradients are sharded: leaves are sent when done, so no worker keeps full-size sums."""
+    def microbatch_order(self) -> str:
+        """TIME_MAJOR if gradients are sharded (P names an axis; ZeRO 2 and 3), else CONTIGUOUS.
+
+        Contiguous micro-batches let a worker add up most of its gradients before it sends them. With sharded gradients
+        each micro-batch's gradient is sent as soon as it is computed, so that no worker keeps sums of full size.
+        """
         return TIME_MAJOR if self.shardings.grads.axes else CONTIGUOUS
 
     @property
@@ -63,13 +71,15 @@ class Placement:
         return next(s for s in range(self.num_stages) if layer < self.layer_cuts[s + 1])
 
     def _workers_of_microbatches(self, stage: int) -> tuple[int, ...]:
-        if stage not in self._dealt:
-            self._dealt[stage] = deal_microbatches(self.mesh.stages[stage], self.microbatch_counts[stage], self.dealing)
-        return self._dealt[stage]
+        if stage not in self._workers:
+            self._workers[stage] = workers_of_microbatches(
+                self.mesh.stages[stage], self.microbatch_counts[stage], self.microbatch_order
+            )
+        return self._workers[stage]
 
     @cached_property
-    def _dealt(self) -> dict[int, tuple[int, ...]]:
-        return {}  # by stage, worked out when first asked for
+    def _workers(self) -> dict[int, tuple[int, ...]]:
+        return {}  # by stage, filled on first use
 
     def worker_of_microbatch(self, stage: int, microbatch: int) -> int:
         return self._workers_of_microbatches(stage)[microbatch]
@@ -78,7 +88,7 @@ class Placement:
         """The micro-batches of one worker, ascending."""
         stage, position = self.mesh.coordinate(rank)
         counts = self.microbatch_counts[stage]
-        if self.dealing == CONTIGUOUS:
+        if self.microbatch_order == CONTIGUOUS:
             first = sum(counts[:position])
             return tuple(range(first, first + counts[position]))
         if counts == even_counts(self.num_microbatches, len(counts)):
@@ -86,9 +96,12 @@ class Placement:
         return tuple(u for u, worker in enumerate(self._workers_of_microbatches(stage)) if worker == rank)
 
     def replica_map(self, layout: ModelLayout, stages: Iterable[int] | None = None) -> ReplicaMap:
-        """Layer -> the runs of its state pages (and of its loss page), in page order; of some stages, or of all.
+        """Layer -> the replica sets of its state pages (and of its loss page), in page order.
 
-        Those of `replicas`; without it the pages as dealt to a new mesh, sharded ones without mirrors.
+        They come from `replicas`. If that is None they are those of a new mesh, where sharded pages have no mirrors.
+
+        Args:
+            stages: the stages that are wanted; None: all.
         """
         if self.replicas is None:
             return self.state_sharding().without_mirrors(layout, stages)
@@ -96,12 +109,12 @@ class Placement:
         return {layer: self.replicas[layer] for stage in wanted for layer in self.layers_of_stage(stage)}
 
     def state_sharding(self, mirror_count: int = 0, scatter: int = 0) -> StateSharding:
-        """The mesh and specs of the optimizer state, with so many mirrors of each page."""
+        """The mesh and specs of the optimizer state, with this many mirrors of each page."""
         return StateSharding(self.mesh, self.layer_cuts, self.shardings.optim, mirror_count, scatter)
 
     def __str__(self) -> str:
         lines = [
-            f"placement of mesh epoch {self.mesh.epoch}: {self.num_microbatches} micro-batches, dealt {self.dealing}"
+            f"placement of mesh epoch {self.mesh.epoch}: {self.num_microbatches} micro-batches, {self.microbatch_order}"
         ]
         for s, (members, counts) in enumerate(zip(self.mesh.stages, self.microbatch_counts, strict=True)):
             layers = self.layers_of_stage(s)
@@ -112,13 +125,13 @@ class Placement:
         return "\n".join(lines)
 
 
-def deal_microbatches(members: Sequence[int], counts: Sequence[int], dealing: str) -> tuple[int, ...]:
-    """The worker of every micro-batch of a stage.
+def workers_of_microbatches(members: Sequence[int], counts: Sequence[int], order: str) -> tuple[int, ...]:
+    """The worker of every micro-batch of a stage, by micro-batch.
 
-    contiguous: the first counts[0] micro-batches to the first member, and so on. time-major: one micro-batch to each
-    member in turn, round after round, members that have had their count left out.
+    CONTIGUOUS: the first counts[0] micro-batches go to the first member, and so on. TIME_MAJOR: each member gets one
+    micro-batch in turn, round after round, until it has its count.
     """
-    if dealing == CONTIGUOUS:
+    if order == CONTIGUOUS:
         return tuple(m for m, count in zip(members, counts, strict=True) for _ in range(count))
     rounds = range(max(counts, default=0))
     return tuple(m for r in rounds for m, count in zip(members, counts, strict=True) if r < count)
@@ -132,7 +145,7 @@ def place(
     *,
     layer_costs: Sequence[float] | None = None,
 ) -> Placement:
-    """The healthy placement of a mesh: layers balanced over stages, micro-batches dealt evenly.
+    """The placement of a new mesh: layers are balanced over stages, micro-batches are assigned evenly.
 
     Args:
         layer_costs: relative compute cost of each layer; by default its number of elements, at least 1.
@@ -143,17 +156,15 @@ def place(
     num_layers, num_stages = len(layout.layers), len(mesh.stages)
     if num_stages > num_layers:
         raise PlanError(
-            "every stage has at least one layer",
-            got=f"{num_stages} stages",
-            where="mesh",
+            f"the mesh has {num_stages} stages and the model {num_layers} layers",
+            rule="every stage has at least one layer",
             exists=f"{num_layers} layers (model.layers plus embedding and head)",
             fix=f"use at most pp{num_layers}, or a larger model.layers",
         )
     if num_microbatches < 1:
         raise PlanError(
-            "a step has at least one micro-batch",
-            got=num_microbatches,
-            where="train.global_batch / train.microbatch_size",
+            f"train.global_batch / train.microbatch_size makes {num_microbatches} micro-batches",
+            rule="a step has at least one micro-batch",
         )
     costs = list(layer_costs) if layer_costs else [max(1.0, float(ly.num_value_elements)) for ly in layout.layers]
     cuts = balance_layers(costs, [len(members) for members in mesh.stages])

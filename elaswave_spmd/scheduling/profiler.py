@@ -1,8 +1,9 @@
-"""Measured times in, a cost model out: smoothed so that one odd step changes no plan.
+"""Smoothing of measured times into a cost model, so that one unusual step changes no plan.
 
-A worker is told from a layer as in Tukey's median polish (Exploratory Data Analysis, 1977): a worker's speed is the
-median, over its layers, of what they should take over what they took; a layer's time is the median, over its workers,
-of what it took times their speed. Both are medians over the last few steps, which no single outlier moves.
+Measured seconds depend on the layer and on the worker. The two are separated as in Tukey's median polish (Exploratory
+Data Analysis, 1977): a worker's speed is the median, over its layers, of expected over measured seconds; a layer's time
+is the median, over its workers, of measured seconds times their speed. Both are medians over the last few steps, which
+no single outlier moves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Seconds = tuple[float, float]
 
 @dataclass(frozen=True)
 class LayerSample:
-    """What a worker measured of a layer in one step: seconds of a micro-batch, best the median over its micro-batches.
+    """One worker's measurement of one layer in one step: seconds of a micro-batch, usually the median over several.
 
     Raises:
         PlanError: seconds that are negative or not finite.
@@ -36,10 +37,9 @@ class LayerSample:
     def __post_init__(self) -> None:
         if not all(math.isfinite(s) and s >= 0 for s in (self.forward_s, self.backward_s)):
             raise PlanError(
-                "measured seconds are finite and not negative",
-                got=f"{self.forward_s} + {self.backward_s} s",
-                where=f"layer {self.layer} on rank {self.rank}",
-                fix="measure with a clock that never goes back",
+                f"layer {self.layer} on rank {self.rank} took {self.forward_s} + {self.backward_s} s",
+                rule="measured seconds are finite and not negative",
+                fix="measure with a monotonic clock",
             )
 
     @property
@@ -49,16 +49,16 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class ProfileSmoother:
-    """What the last steps showed. A value: `observe` and `forget` return the next one.
+    """The measurements of the last steps. An immutable value: `observe` and `forget` return the next one.
 
-    Speeds are relative to the middle worker, so that a newcomer of which nothing is known has speed 1. They come in
-    multiples of `grain`, and the one that is reported stays until the smoothed one has left it by more than that: so
-    there are few classes of workers, and plans do not change with noise.
+    Speeds are relative to the median worker, so that a newcomer without measurements has speed 1. Reported speeds are
+    multiples of `grain` and change only when the smoothed speed differs by more than that. So there are few classes of
+    workers, and plans do not change with noise.
 
     Args:
         num_layers: layers of the model.
-        window: steps that the medians are over.
-        grain: speeds that differ by less count as one.
+        window: number of steps that the medians are taken over.
+        grain: speeds that differ by less count as equal.
         layers: layer -> its seconds at speed 1 in the last steps, oldest first.
         workers: rank -> its relative speeds in the last steps, oldest first.
         reported: rank -> the speed to plan with.
@@ -75,19 +75,17 @@ class ProfileSmoother:
         assert self.num_layers > 0 and self.window > 0 and 0 < self.grain < 1, self
 
     def observe(self, samples: Iterable[LayerSample]) -> ProfileSmoother:
-        """The smoother after a step. Layers and workers without a sample, or with one of 0 s, stay as they are.
+        """The smoother after one more step. Layers and workers without a sample, or with one of 0 s, do not change.
 
         Raises:
-            PlanError: a sample of a layer that the model does not have.
+            PlanError: a sample names a layer that the model does not have.
         """
         by_layer: defaultdict[int, list[LayerSample]] = defaultdict(list)
         by_rank: defaultdict[int, list[LayerSample]] = defaultdict(list)
         for sample in samples:
             if not 0 <= sample.layer < self.num_layers:
                 raise PlanError(
-                    "measured layers are layers of the model",
-                    got=f"layer {sample.layer}",
-                    where=f"rank {sample.rank}",
+                    f"rank {sample.rank} measured layer {sample.layer}, which the model does not have",
                     exists=f"layers 0 to {self.num_layers - 1}",
                 )
             if sample.seconds > 0:
@@ -114,10 +112,10 @@ class ProfileSmoother:
         return replace(self, workers=workers, reported=reported)
 
     def costs(self, base: CostModel) -> CostModel:
-        """`base` with the seconds and speeds that were measured; the rest of it stays.
+        """`base` with the measured seconds and speeds; its other fields stay.
 
         Raises:
-            PlanError: `base` is of another number of layers.
+            PlanError: `base` has another number of layers.
         """
         base.check(self.num_layers)
         middle, layers = self._middle(), list(base.layers)
@@ -137,7 +135,7 @@ class ProfileSmoother:
         return median(recent) if recent else 1.0
 
     def _middle(self) -> float:
-        """The speed that is called 1: of two workers the faster one's, since workers slow down and do not speed up."""
+        """The speed that counts as 1: the median. Of two workers it is the faster, since workers slow down, not up."""
         return median_high([median(recent) for recent in self.workers.values()]) if self.workers else 1.0
 
     def _rounded(self) -> dict[int, float]:

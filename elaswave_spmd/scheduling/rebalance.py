@@ -1,7 +1,8 @@
-"""What to do after an event, on all axes: dataflow at once, layers if it is worth their move, frequencies last.
+"""The plan after an event: micro-batches at once, layers and stages if the gain pays for the move, frequencies last.
 
-A pure function of the placement, who is there now, and the costs: the same on any machine, and nothing is done here.
-ElasWave plans dataflow, graph and frequency together; here each later axis starts from what the one before chose.
+`plan_change` is a pure function of the placement, the workers that are present, and the costs. It gives the same result
+on any machine and carries nothing out. ElasWave plans its three axes (micro-batches, layers, frequency) together; here
+each later axis starts from what the one before chose.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from itertools import product
 import numpy as np
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.mesh import Topology
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
-from elaswave_spmd.scheduling.microbatch_assignment import Dataflow, dealings, first_microbatches, host_numbers
+from elaswave_spmd.scheduling.microbatch_assignment import (
+    MicrobatchAssignment,
+    candidate_assignments,
+    first_microbatches,
+)
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.stage_search import Groupings, Move, Moves, Stages, old_stages_of, stage_workers
@@ -36,17 +40,18 @@ from elaswave_spmd.scheduling.step_time import (
 _POWER = PowerModel()
 
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
-"""Partitions looked at: the one that moves least among those whose bottleneck is so much above the optimum."""
+"""For each of these the partition is tried that moves least among those whose bottleneck exceeds the optimum by at most
+this part."""
 
 _EXACT_ACTIONS, _EXACT_WORKERS = 1024, 32
-"""Frequencies are chosen on the action lists up to this size; beyond it by class of workers, on the lower bound."""
+"""Up to this size frequencies are chosen on the action lists; beyond it by class of workers, on the lower bound."""
 
 _MOST_SHIFTS = 16
 
 
 @dataclass(frozen=True)
 class Hint:
-    """Relative frequencies of workers that do alike, one for each of timing.CLASSES."""
+    """The relative frequencies of workers with equal work, one for each of step_time.CLASSES."""
 
     stage: int
     ranks: tuple[int, ...]
@@ -60,30 +65,31 @@ class Hint:
 
 @dataclass(frozen=True)
 class Variant:
-    """An assignment, what its micro-batches come to, what a step of it takes, and what it takes to get there."""
+    """A possible assignment with its step time and the cost of moving there."""
 
     assignment: Assignment
-    dataflow: Dataflow
+    microbatches: MicrobatchAssignment
     time: StepTime
     move: Move
 
     @property
     def key(self) -> tuple[Stages, tuple[int, ...]]:
-        """What moves state: stages and cuts."""
+        """The stages and cuts, which decide where state is. Variants with equal keys move equal state."""
         return self.assignment.stages, self.assignment.layer_cuts
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do after an event, and why.
+    """The planned answer to an event, and its reasons.
 
     Args:
-        before: a step as it was, with the costs as they are now.
-        now: to run at once: the layers as they lie, where that is possible, and micro-batches dealt by speed.
-        later: to run once its state has moved in the background; None: `now` is best.
-        hints: frequencies for `later`, or else for `now`; empty where none are asked for.
-        frequency: what the hints come to.
-        remaining_steps: steps that the move had to pay for.
+        before: the step time of the assignment before, with the present costs.
+        now: the assignment to run at once: layers stay where they are if that is possible, and micro-batches are
+            assigned by speed.
+        later: the assignment to run once its state has moved in the background; None: `now` is best.
+        hints: frequencies for `later`, or else for `now`; empty if none were asked for.
+        frequency: the step time and energy with the hints.
+        remaining_steps: the number of steps over which a move had to pay.
         reasons: one line each.
     """
 
@@ -97,7 +103,7 @@ class Decision:
 
     @property
     def last(self) -> Variant:
-        """What will run in the end."""
+        """The assignment that will run in the end."""
         return self.later or self.now
 
     def __str__(self) -> str:
@@ -122,32 +128,36 @@ def plan_change(
     power: PowerModel = _POWER,
     goal_s: float | None = None,
 ) -> Decision:
-    """The answer to an event.
+    """Plans the answer to an event.
 
     Args:
-        placement: what runs; its layers say where state lies.
+        placement: the present placement. State is where its layers are.
         costs: as measured; speeds of workers that are gone do not matter.
         remaining_steps: steps until the run ends, or until another event is likely.
-        stages: who is there now, by stage (recovery.decide.next_stages); None: everybody of the placement.
-        memory_limit: bytes of each worker.
-        mirror_count: mirrors of each page of dealt state.
-        stage_counts: numbers of stages that may be taken instead of the present one; None: any, () none.
-        frequencies: what devices may be set to; None: no hints.
-        goal_s: seconds of a step that no frequency is raised beyond, such as those before the event.
+        stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the
+            placement.
+        memory_limit: bytes that each worker has.
+        mirror_count: mirrors of each page of sharded state.
+        stage_counts: numbers of stages that may replace the present one; None: any; (): none.
+        frequencies: the range that devices may be set to; None: no hints.
+        goal_s: a step time; frequencies are raised only as far as it takes to reach this, for example the step time
+            before the event.
 
     Raises:
-        PlanError: the costs are of another model, a stage is empty, or no partition fits in memory.
+        PlanError: the costs belong to another model, a stage is empty, or no partition fits in memory.
     """
     old = Assignment.of(placement)
     costs.check(old.layer_cuts[-1])
     if remaining_steps < 0:
-        raise PlanError("a plan is for 0 or more remaining steps", got=remaining_steps, fix="give a larger train.steps")
+        raise PlanError(
+            f"{remaining_steps} steps remain", rule="a plan is for 0 or more", fix="give a larger train.steps"
+        )
     present = tuple(tuple(members) for members in (stages or old.stages))
     if not all(present):
         empty = [s for s, members in enumerate(present) if not members]
-        raise PlanError("each stage has a worker", got=f"stages {empty} are empty", fix="give the stage up")
+        raise PlanError(f"stages {empty} are empty", rule="each stage has a worker", fix="plan without these stages")
     rule = MemoryRule(placement.shardings.zero_level, mirror_count)
-    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, placement.mesh.topology)
+    planner = _Planner(old, costs, remaining_steps, rule, memory_limit)
     crew = planner.crew(present)
     now, reasons = planner.now(crew)
     later, why = planner.later(crew, now, stage_counts)
@@ -160,60 +170,63 @@ def plan_change(
     return Decision(step_time(old, costs, rule), now, later, hints, plan, remaining_steps, tuple(reasons))
 
 
-def redealt(
-    old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel, topology: Topology
-) -> tuple[Dataflow, ...]:
-    """Micro-batches by speed over workers of whom some had micro-batches before, in `old`; as dataflow.dealings."""
-    speeds, hosts = [costs.speeds_of(members) for members in stages], host_numbers(stages, topology)
+def reassign_microbatches(
+    old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel
+) -> tuple[MicrobatchAssignment, ...]:
+    """The candidate assignments of micro-batches to these stages, some of whose workers had micro-batches in `old`."""
+    speeds = [costs.speeds_of(members) for members in stages]
     starts = first_microbatches(stages, old.stages, old.microbatch_counts)
-    return dealings(num_microbatches, speeds, dealing=old.dealing, hosts=hosts, starts=starts)
+    return candidate_assignments(num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts)
 
 
 @dataclass(frozen=True)
 class _Crew:
-    """Workers grouped into stages, with all that does not depend on the layers' cuts."""
+    """Workers grouped into stages, with everything that does not depend on how layers are cut."""
 
     stages: Stages
     rows: list[StageWorkers]
     moves: Moves
-    dealings: tuple[Dataflow, ...]
+    candidates: tuple[MicrobatchAssignment, ...]
 
 
 @dataclass(frozen=True)
 class _Planner:
+    """The search for the best assignment after an event. All methods are pure."""
+
     old: Assignment
     costs: CostModel
     remaining_steps: int
     rule: MemoryRule
     memory_limit: float
-    topology: Topology
 
     def crew(self, stages: Stages) -> _Crew:
-        """Micro-batches dealt by all aims, and by the first alone where that is another dealing."""
+        """These stages with their micro-batches assigned."""
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_microbatches, [self.memory_limit] * len(stages))
         moves = Moves(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        return _Crew(
-            stages, rows, moves, redealt(self.old, self.old.num_microbatches, stages, self.costs, self.topology)
-        )
+        candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs)
+        return _Crew(stages, rows, moves, candidates)
 
     def now(self, crew: _Crew) -> tuple[Variant, list[str]]:
-        """What can run at once: the old layers on the stages that are there, if they fit in memory."""
+        """The variant that can run at once: the old layers on the present stages, if they fit in memory."""
         workers = sum(map(len, crew.stages))
         if len(crew.stages) == self.old.num_stages:
             kept = self.variant(crew, self.old.layer_cuts)
             if self.fits(kept):
-                return kept, [f"micro-batches dealt by speed over {workers:,} workers, {kept.dataflow}; no state moves"]
-            why = "the layers as they lie do not fit in memory any more"
+                return kept, [
+                    f"micro-batches assigned by speed to {workers:,} workers, {kept.microbatches}; no state moves"
+                ]
+            why = "the layers where they are do not fit in memory any more"
         else:
             why = f"{len(crew.stages)} of {self.old.num_stages} stages are left"
         found = self.recut(crew, 0.0)
         return found, [f"{why}: layers are cut anew before going on ({found.move})"]
 
     def later(self, crew: _Crew, now: Variant, stage_counts: Collection[int] | None) -> tuple[Variant | None, str]:
-        """Other cuts or another number of stages, if the gain over the remaining steps exceeds the move.
+        """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
 
-        A layer that must move now counts again if it moves later: from where it lies before the event.
+        Returns None and the reason if there is none. Moves are counted from where layers are before the event, so a
+        layer that must move now counts again if it moves later.
         """
         variants = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
         refined = self.refined(crew, min(variants.values(), key=self.total))
@@ -238,7 +251,7 @@ class _Planner:
         return best, f"{what}: {shown}"
 
     def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Variant]:
-        """Other groupings of the workers: of small meshes several, to be timed, and the best with finer cuts."""
+        """Other groupings of the workers into stages. On small meshes several are timed, and the best is refined."""
         small = sum(map(len, crew.stages)) <= _EXACT_WORKERS
         old = self.old
         groupings = Groupings(
@@ -260,13 +273,16 @@ class _Planner:
         return found
 
     def recut(self, crew: _Crew, tolerance: float) -> Variant:
-        """The partition with the fewest bytes moved within a tolerance of the least bottleneck."""
+        """The partition that moves the fewest bytes within a tolerance of the least bottleneck."""
         table = crew.moves.table(self.rule)
         found = partition(self.costs, crew.rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
         return self.variant(crew, found.cuts)
 
     def refined(self, crew: _Crew, start: Variant) -> Variant:
-        """Small meshes: cuts are shifted by a layer as long as that helps. The bottleneck says nothing of filling."""
+        """On small meshes, shifts cuts by one layer as long as the step gets faster.
+
+        The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
+        """
         if start.time.how != EXACT or sum(map(len, crew.stages)) > _EXACT_WORKERS:
             return start
         best, last = start, None
@@ -282,7 +298,7 @@ class _Planner:
         return best
 
     def fits(self, variant: Variant) -> bool:
-        """Whether no worker needs more memory than it has."""
+        """True if no worker needs more memory than it has."""
         return max(memory_of(variant.assignment, self.costs, self.rule)) <= self.memory_limit
 
     def total(self, variant: Variant, exact: bool = True) -> float:
@@ -290,18 +306,16 @@ class _Planner:
         return _seconds(variant, exact) * self.remaining_steps + variant.move.seconds
 
     def variant(self, crew: _Crew, cuts: Sequence[int]) -> Variant:
-        """These cuts, with the micro-batches dealt by all aims, unless the pipeline takes longer with these than
-        without.
-        """
-        found, move = [], crew.moves.of(cuts, self.rule)
-        for dealt in crew.dealings:
-            assignment = Assignment(crew.stages, tuple(cuts), dealt.counts, self.old.dealing)
-            found.append(Variant(assignment, dealt, step_time(assignment, self.costs, self.rule), move))
+        """These cuts, with the candidate assignment of micro-batches whose step is fastest."""
+        found, move = [], crew.moves.move_to(cuts, self.rule)
+        for candidate in crew.candidates:
+            assignment = Assignment(crew.stages, tuple(cuts), candidate.counts, self.old.microbatch_order)
+            found.append(Variant(assignment, candidate, step_time(assignment, self.costs, self.rule), move))
         return min(found, key=lambda v: v.time.seconds)
 
 
 def _seconds(variant: Variant, exact: bool) -> float:
-    """Of a step; where not all were timed in the same way, by the lower bound."""
+    """Seconds of a step; by the lower bound if the variants were not all timed in the same way."""
     return variant.time.seconds if exact else max(variant.time.bound_s, variant.time.traffic_s)
 
 
@@ -317,7 +331,7 @@ def frequency_hints(
     power: PowerModel,
     goal_s: float | None = None,
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """Frequencies of all workers: on the action lists of small meshes, by class of workers on large ones."""
+    """The frequencies of all workers: by the action lists on small meshes, by class of workers on large ones."""
     num_workers = sum(map(len, assignment.stages))
     if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_microbatches <= _EXACT_ACTIONS:
         graph, seconds, delays = timed_graph(assignment, costs)
@@ -334,9 +348,7 @@ def frequency_hints(
 def _hints_by_class(
     assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel, goal_s: float | None
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """Workers of a stage with equal speed and equally many micro-batches are one row; the makespan is the lower
-    bound.
-    """
+    """Frequencies where workers of a stage with equal speeds and counts are one row, and the makespan is the bound."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     forward_s, backward_s, counts, groups = [], [], [], []
     for s, members in enumerate(assignment.stages):

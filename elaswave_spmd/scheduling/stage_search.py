@@ -1,7 +1,7 @@
-"""How many stages, and who is in which: another grouping of the workers is worth its move, or it is not taken.
+"""The search for another number of stages, or other workers in them, whose gain pays for its move.
 
-Moving is counted in bytes that must come from elsewhere, and takes as long as the busiest worker's share of them takes
-on its link; layers are dealt page by page over their stage, so that all links carry a part (interleaved ZeRO).
+A move is counted in bytes that workers must receive, and takes as long as the busiest worker's share of them takes on
+its link. The pages of each layer are spread over all workers of its stage, so all links carry a part.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.microbatch_assignment import fewest_possible
+from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts
 from elaswave_spmd.scheduling.partition import Partition, StageWorkers, partition
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.step_time import bound, stage_seconds, traffic_bytes
 
 MOST_NUMBERS = 24
-"""So many numbers of stages, at most, are looked at: those with the least lower bound."""
+"""The most numbers of stages that are tried: those with the smallest lower bounds."""
 
 MOST_GROUPINGS = 300
-"""No more steps to other groupings are taken when so many were looked at, of about a millisecond each."""
+"""The local search ends after this many groupings, of about a millisecond each."""
 
 Stages = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Move:
-    """What a change of stages or cuts moves.
+    """The cost of moving state for a change of stages or cuts.
 
     Args:
-        bytes: state that workers get which they do not have, if primaries are evenly dealt before and after.
-        bound_bytes: no way to deal the pages moves less: mirrors that lie where primaries are to be cost nothing.
-        seconds: on the busiest link.
+        bytes: state that workers receive, if primaries are evenly spread before and after.
+        bound_bytes: a lower bound for every way to place the pages: mirrors that are promoted in place cost nothing.
+        seconds: how long the busiest link is occupied.
     """
 
     bytes: float
@@ -49,11 +49,11 @@ class Move:
 
 
 class Moves:
-    """What it costs that a layer lies in a stage of a new grouping.
+    """The costs of moving each layer to each stage of a new grouping of the workers.
 
     Args:
-        old_cuts: who was in old stage s has layers [old_cuts[s], old_cuts[s + 1]).
-        was: per new stage, the old stage of each worker; -1: in none.
+        old_cuts: workers of old stage s have layers [old_cuts[s], old_cuts[s + 1]).
+        was: per new stage, int64 [workers]: the old stage of each worker; -1 for newcomers.
     """
 
     def __init__(self, costs: CostModel, old_cuts: Sequence[int], was: Sequence[np.ndarray]) -> None:
@@ -65,13 +65,13 @@ class Moves:
         self._old_size = np.maximum(self._shared.sum(axis=0), 1)
 
     def table(self, rule: MemoryRule, *, count_mirrors: bool = False) -> np.ndarray:
-        """float64[stages, layers]: bytes that come from elsewhere if a layer lies in a stage.
+        """float64 [stages, layers]: bytes that a stage's workers receive if it gets a layer.
 
-        Of dealt state, a worker keeps what it has, up to the part that it is to have. Replicated state goes whole to
-        everybody who lacks it.
+        Of sharded state, a worker keeps what it has, up to its new share. Replicated state is sent as a whole to every
+        worker that lacks it.
 
         Args:
-            count_mirrors: a mirror's copy counts as what its worker has.
+            count_mirrors: the copies that a worker has as a mirror count as its own.
         """
         if rule.zero_level == 0:
             copies = self._size[:, None] - self._shared
@@ -82,8 +82,8 @@ class Moves:
         copies = np.where(copies < 1e-9, 0.0, copies)
         return copies[:, self._home] * np.array([layer.state_bytes for layer in self._costs.layers], np.float64)
 
-    def of(self, cuts: Sequence[int], rule: MemoryRule) -> Move:
-        """What these cuts move."""
+    def move_to(self, cuts: Sequence[int], rule: MemoryRule) -> Move:
+        """The cost of moving to these cuts."""
         table = self.table(rule)
         into = np.array([table[s, a:b].sum() for s, (a, b) in enumerate(pairwise(cuts))])
         least = self.table(rule, count_mirrors=True)
@@ -97,14 +97,14 @@ class Moves:
 
 @dataclass(frozen=True)
 class StageChoice:
-    """A grouping of the workers, the layers over it, and why.
+    """A grouping of the workers into stages, with the layers of each.
 
     Args:
         stages: ranks of each stage.
-        partition: the layers over them.
-        seconds: of a step (lower bound of any order of the actions, and the links).
-        move: what it takes to get there.
-        reason: one line.
+        partition: the layers of each stage.
+        seconds: a lower bound of the step time, links included.
+        move: the cost of moving there.
+        reason: one line for the log.
     """
 
     stages: Stages
@@ -118,7 +118,7 @@ class StageChoice:
 
 
 def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Per stage, int64[workers]: the old stage of each; -1 where it was in none."""
+    """Per stage, int64 [workers]: the old stage of each worker; -1 for newcomers."""
     home = {rank: s for s, members in enumerate(old_stages) for rank in members}
     return [np.array([home.get(rank, -1) for rank in members], np.int64) for members in stages]
 
@@ -126,17 +126,17 @@ def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence
 def stage_workers(
     speeds: Sequence[np.ndarray], num_microbatches: int, memory_limits: Sequence[float]
 ) -> tuple[list[StageWorkers], list[np.ndarray]]:
-    """What the partition needs to know of each stage, and micro-batches by worker as dataflow's first aim deals them.
+    """The arguments of `partition` for these stages, and per stage the balanced micro-batches of each worker.
 
     Args:
-        speeds: per stage, float64[workers].
+        speeds: per stage, float64 [workers].
         memory_limits: bytes of each worker of a stage.
     """
     known: dict[bytes, np.ndarray] = {}
     counts = []
     for v in speeds:
         if (key := v.tobytes()) not in known:
-            known[key] = fewest_possible(num_microbatches, v)
+            known[key] = balanced_counts(num_microbatches, v)
         counts.append(known[key])
     limits = in_flight_limits([len(v) for v in speeds], [c.tolist() for c in counts])
     rows = zip(speeds, counts, limits, memory_limits, strict=True)
@@ -145,14 +145,14 @@ def stage_workers(
 
 
 def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Sizes of `num_stages` contiguous groups of workers, equal within one.
+    """The sizes of `num_stages` contiguous groups of workers, which differ by one at most.
 
-    Where groups are to be larger by one is chosen so that workers stay near their layers: stage s of S new ones will
-    have about that part of the layers, [s/S, (s+1)/S), so the sum, over workers, of what their old layers and these
-    have in common is made largest.
+    Which groups are larger is chosen so that workers stay near their layers. Stage s of S new stages will have about
+    the part [s/S, (s+1)/S) of the layers, so the choice maximizes the sum, over workers, of the overlap of this part
+    with the layers that the worker has. Dynamic programming over (stage, larger groups so far).
 
     Args:
-        old: the old stage of each worker, in the order in which they are grouped; -1 for newcomers.
+        old: int64 [workers]: the old stage of each worker, in the order in which they are grouped; -1 for newcomers.
         old_cuts: old stage s had layers [old_cuts[s], old_cuts[s + 1]).
     """
     was = np.asarray(old)
@@ -172,7 +172,7 @@ def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages
     for s in range(num_stages):
         common = np.minimum(last, (s + 1) / num_stages) - np.maximum(first, s / num_stages)
         gain = np.concatenate([[0.0], np.cumsum(np.maximum(common, 0.0) * np.diff(at))])
-        start = s * base + np.arange(extra + 1)  # by extras given to the groups before
+        start = s * base + np.arange(extra + 1)  # the first worker of group s, by the number of larger groups before it
         before = np.interp(start, at, gain)
         stay = best + np.interp(start + base, at, gain) - before
         more = np.concatenate([[-math.inf], (best + np.interp(start + base + 1, at, gain) - before)[:-1]])
@@ -187,14 +187,14 @@ def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages
 
 @dataclass(frozen=True)
 class Groupings:
-    """The ways to group the workers into stages, in the order in which they are, and which are good.
+    """The search over groupings of the workers into stages. Workers keep their order.
 
-    Good is the least expected time until the end: (remaining steps x seconds of a step) + the move.
+    The best grouping has the smallest expected time until the end: (remaining steps x seconds of a step) + its move.
 
     Args:
-        stages: who is there now, in which stage; if more than there are layers, they have to be regrouped.
+        stages: the present workers, by stage. More stages than layers have to be regrouped.
         num_microbatches: micro-batches of a step.
-        old_stages, old_cuts: where the layers' state lies.
+        old_stages, old_cuts: the stages and cuts before, which say where state is.
         remaining_steps: steps until the run ends.
         memory_limit: bytes of each worker.
     """
@@ -209,15 +209,14 @@ class Groupings:
     memory_limit: float = math.inf
 
     def best(self, stage_counts: Collection[int] | None = None) -> StageChoice:
-        """The best of the present and all even groupings, by lower bound.
+        """The best of the present grouping and all even groupings, by lower bound.
 
-        Looked at are the stages as they are, with the layers as they lie and with the best partition, and for each
-        allowed number of stages the `regroup` of the workers. Numbers whose lower bound is no better than what was
-        found already are left out, and all after the MOST_NUMBERS best. The stages as they are win ties, then the
-        fewest stages.
+        Tried are the present stages, with the present layers and with the best partition, and for each allowed number
+        of stages the groups of `regroup`. Numbers of stages are left out if their lower bound is no better than what
+        was found, or if they are not among the MOST_NUMBERS best. The present stages win ties, then the fewest stages.
 
         Args:
-            stage_counts: numbers of stages to look at, besides the present one; None: from 1 to that of workers.
+            stage_counts: numbers of stages to try, besides the present one; None: all.
 
         Raises:
             PlanError: no grouping fits in memory; the error is that of the present number of stages, or of the last.
@@ -242,15 +241,15 @@ class Groupings:
             if best is None or self.total(found) < self.total(best):
                 best = found
         if best is None:
-            raise error or PlanError("a plan has a number of stages to choose from", got=f"{stage_counts}")
+            raise error or PlanError(f"no number of stages is allowed ({stage_counts})")
         return best
 
     def good(self, stage_counts: Collection[int] | None = None, most: int = 12) -> list[StageChoice]:
-        """Up to `most` groupings into stages of any sizes, the best by lower bound first: for meshes that are small
-        enough to time them.
+        """Up to `most` groupings into stages of any sizes, the best by lower bound first.
 
-        For each number of stages workers go one at a time from one stage to another, from the even grouping and from
-        the one there is, as long as that helps. `stage_counts`: as for `best`.
+        Local search, for small meshes: for each number of stages, starting from the even and from the present grouping,
+        one worker is moved to another stage as long as that helps. The caller times the results. `stage_counts`: as for
+        `best`.
         """
         known: dict[tuple[int, ...], StageChoice | None] = {}
 
@@ -281,17 +280,17 @@ class Groupings:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The workers, stage by stage."""
+        """The workers in stage order."""
         return tuple(rank for members in self.stages for rank in members)
 
     @cached_property
     def was(self) -> np.ndarray:
-        """int64[workers]: the old stage of each."""
+        """int64 [workers]: the old stage of each worker."""
         return np.concatenate(old_stages_of(self.stages, self.old_stages))
 
     @property
     def most(self) -> int:
-        """Stages, at most."""
+        """The largest possible number of stages."""
         return min(len(self.costs.layers), len(self.order))
 
     def numbers(self, stage_counts: Collection[int] | None) -> list[tuple[float, int]]:
@@ -300,26 +299,26 @@ class Groupings:
         return sorted((self.least_seconds(number), number) for number in allowed)[:MOST_NUMBERS]
 
     def evenly(self, number: int) -> tuple[int, ...]:
-        """Sizes of so many stages, as even as they can be."""
+        """The sizes of so many stages, as even as possible."""
         return regroup(self.was, self.old_cuts, number)
 
     @cached_property
     def speeds(self) -> np.ndarray:
-        """float64[workers]."""
+        """float64 [workers]."""
         return self.costs.speeds_of(self.order)
 
     def total(self, choice: StageChoice) -> float:
-        """Seconds until the end."""
+        """Expected seconds until the end of the run."""
         return choice.seconds * self.remaining_steps + choice.move.seconds
 
     def least_seconds(self, num_stages: int) -> float:
-        """A step of so many even stages takes at least this long.
+        """A lower bound of the step time with so many even stages.
 
         A stage of n workers has a load of at least ceil(micro-batches / n) / the highest speed, and all loads together
-        at least that of all speeds. A stage's compute begins and ends after the way of a micro-batch through the stages
-        before it: with P its part of the micro-batch's whole way, stage s has at most (bound - P_s) / load_s of it.
-        Summed up over the stages, the whole way W is at most bound x (1 - product over stages of (1 - 1 / (load x
-        highest speed))).
+        at least that of all speeds. The compute of stage s starts and ends after a micro-batch has passed the stages
+        before it, which takes P_s of its whole path, so the stage can have at most (bound - P_s) / load_s of the path.
+        Summed over the stages, the whole path W is at most bound x (1 - product over stages of (1 - 1 / (load x highest
+        speed))).
         """
         fastest, microbatches, layers = float(self.speeds.max()), self.num_microbatches, self.costs.layers
         base, extra = divmod(len(self.order), num_stages)
@@ -332,10 +331,10 @@ class Groupings:
         return max(microbatch_s / together, longest_s * min(loads), way)
 
     def evaluate(self, sizes: Sequence[int], name: str, tolerance: float = 0.0) -> StageChoice:
-        """The grouping into stages of these sizes, partitioned within a tolerance.
+        """The choice with stages of these sizes, partitioned within a tolerance.
 
         Raises:
-            PlanError: the layers do not fit.
+            PlanError: the layers do not fit in memory.
         """
         parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         speeds = [self.speeds[part] for part in parts]
@@ -353,11 +352,11 @@ class Groupings:
         shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
         reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
         stages = tuple(self.order[part] for part in parts)
-        return StageChoice(stages, found, seconds, moves.of(found.cuts, self.rule), reason)
+        return StageChoice(stages, found, seconds, moves.move_to(found.cuts, self.rule), reason)
 
 
 def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Sizes of stages, with one worker in another stage."""
+    """All sizes of stages that result from moving one worker to another stage."""
     return [
         tuple(size - (s == a) + (s == b) for s, size in enumerate(sizes))
         for a, b in permutations(range(len(sizes)), 2)

@@ -1,12 +1,13 @@
-"""What a step of an assignment takes under a cost model.
+"""The time of a step of an assignment under a cost model.
 
-The lists of `actions.schedule` say in which order each worker does its actions, so a step's time is the longest way
-through them: `ActionGraph`. On large meshes groups of workers that share no micro-batch with others are timed once per
-kind. Where even that would take too long, `bound` is used, a lower bound for every order; `StepTime.how` says which it
-was.
+`pipeline.schedule` fixes the order in which each worker does its actions, so the time of a step is the longest path
+through these lists (`ActionGraph`). On large meshes, groups of workers that share micro-batches with nobody else are
+timed once for each kind of group. Where even that would take too long, `bound` gives a lower bound for every order of
+the actions; `StepTime.how` says which was used.
 
-Not modelled here: two messages on one link at a time, the update itself, and reduction that later work waits for. The
-reduction's bytes are taken as overlapped with compute, so that they count only where they take longer (a roofline).
+Not modelled here: messages that share a link at the same time, the optimizer update, and reduction that later work
+waits for. The bytes of the reduction are assumed to overlap with compute, so that they count only where they take
+longer (a roofline). The simulator's engine models these.
 """
 
 from __future__ import annotations
@@ -20,61 +21,61 @@ import numpy as np
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.microbatch_assignment import num_nodes
+from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
 from elaswave_spmd.scheduling.pipeline import FORWARD, Action, Schedule, in_flight_limits, schedule
 from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement
 from elaswave_spmd.sharding import Shardings
 
 MOST_ACTIONS = 8192
-"""So many actions are timed exactly; more would take longer than planning should."""
+"""Up to this many actions are timed exactly; more would make planning slow."""
 
 EXACT, ESTIMATE = "action lists", "lower bound"
 
 CLASSES = ("fill", "forward", "backward", "drain")
-"""Of actions: forwards before a worker's first backward, other forwards, other backwards, backwards after its last
-forward. A worker goes through them in this order, the middle two in turn."""
+"""The classes of a worker's actions: forwards before its first backward, other forwards, other backwards, and backwards
+after its last forward. A worker goes through them in this order, with the middle two in turn."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What of a placement matters to time: who runs which layers for how many micro-batches.
+    """The part of a placement that decides its step time: which workers run which layers for how many micro-batches.
 
     Args:
         stages: ranks of each stage.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
         microbatch_counts: per stage, the micro-batches of each worker.
-        dealing: Placement.dealing.
+        microbatch_order: Placement.microbatch_order.
     """
 
     stages: tuple[tuple[int, ...], ...]
     layer_cuts: tuple[int, ...]
     microbatch_counts: tuple[tuple[int, ...], ...]
-    dealing: str = CONTIGUOUS
+    microbatch_order: str = CONTIGUOUS
 
     @classmethod
     def of(cls, placement: Placement) -> Assignment:
-        """That of a placement."""
-        return cls(placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, placement.dealing)
+        """The assignment of a placement."""
+        return cls(placement.mesh.stages, placement.layer_cuts, placement.microbatch_counts, placement.microbatch_order)
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return sum(self.microbatch_counts[0])
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """The number of stages."""
         return len(self.stages)
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
-        """Micro-batches in flight of a worker, by stage."""
+        """The most micro-batches that a worker of each stage has in flight."""
         return in_flight_limits([len(members) for members in self.stages], self.microbatch_counts)
 
     def placement(self) -> Placement:
-        """A placement of its own, on one host, with these stages, cuts and counts."""
+        """A placement with these stages, cuts and counts, on one host, for `pipeline.schedule`."""
         mesh = Mesh(MeshShape.of_stages(map(len, self.stages)), self.stages)
-        shardings = Shardings().with_zero(2 if self.dealing == TIME_MAJOR else 0)
+        shardings = Shardings().with_zero(2 if self.microbatch_order == TIME_MAJOR else 0)
         return Placement(mesh, self.num_microbatches, self.layer_cuts, self.microbatch_counts, shardings)
 
     def __str__(self) -> str:
@@ -89,16 +90,16 @@ class Assignment:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of a step.
+    """The expected seconds of a step.
 
     Args:
-        seconds: the larger one of pipeline_s and traffic_s.
-        pipeline_s: by `how`.
-        bottleneck_s: the largest compute of a worker: micro-batches * seconds of its stage / speed.
-        bound_s: no order of the actions is faster: bottleneck, and the pipeline's filling and draining around it.
-        traffic_s: what the reduction and the publication keep the busiest link occupied.
-        worker: the rank with the largest compute.
-        how: EXACT, or ESTIMATE.
+        seconds: the larger of pipeline_s and traffic_s.
+        pipeline_s: the time of all actions, computed as `how` says.
+        bottleneck_s: the longest compute of a worker: micro-batches * seconds of its stage / speed.
+        bound_s: a lower bound for every order of the actions: the bottleneck and the filling and draining around it.
+        traffic_s: how long reduction and publication occupy the busiest link.
+        worker: the rank with the longest compute.
+        how: EXACT or ESTIMATE.
     """
 
     seconds: float
@@ -117,19 +118,19 @@ class StepTime:
 
 
 class ActionGraph:
-    """A schedule in an order in which each action comes after all it waits for, as numbers.
+    """A schedule as arrays, in an order in which each action comes after everything that it waits for.
 
     Args:
-        actions: rank -> list, as `schedule` makes them.
+        actions: rank -> action list, as `schedule` makes them.
 
     Attributes:
-        ranks: row r of all per-worker arguments is of worker ranks[r]; `schedule` has them stage by stage.
+        ranks: row r of every per-worker argument belongs to worker ranks[r]; they are in the order of `actions`.
     """
 
     def __init__(self, actions: Schedule) -> None:
         self.ranks = tuple(actions)
         self._rows, self._classes = [], []
-        self._waits: list[tuple[int, int]] = []  # (place of the action that it waits for or -1, boundary crossed)
+        self._waits: list[tuple[int, int]] = []  # (index of the action that it waits for, or -1; the boundary between)
         self.order: list[Action] = []
         last_stage = max((a.stage for todo in actions.values() for a in todo), default=0)
         lists = [list(zip(todo, action_classes(todo), strict=True)) for todo in actions.values()]
@@ -156,25 +157,27 @@ class ActionGraph:
                 at[row] += 1
                 if (stage, kind, microbatch) in waiting:
                     runnable.append(waiting.pop((stage, kind, microbatch)))
-        assert all(n == len(todo) for n, todo in zip(at, lists, strict=True)), "actions.check says who waits for ever"
+        assert all(n == len(todo) for n, todo in zip(at, lists, strict=True)), (
+            "pipeline.check names the workers that wait for ever"
+        )
 
     def work(self, seconds: np.ndarray) -> np.ndarray:
-        """float64[rows, classes]: seconds that each worker computes, given those of one action."""
+        """float64 [rows, classes]: seconds that each worker computes, given the seconds of one action."""
         found = np.zeros((len(self.ranks), len(CLASSES)))
         np.add.at(found, (self._rows, self._classes), 1.0)
         return found * seconds
 
     @staticmethod
     def microbatch_seconds(forward_s: np.ndarray, backward_s: np.ndarray) -> np.ndarray:
-        """float64[rows, classes]: seconds of one action, at the same speed in all classes."""
+        """float64 [rows, classes]: seconds of one action, with the same speed in all classes."""
         return np.stack([forward_s, forward_s, backward_s, backward_s], axis=1).astype(np.float64)
 
     def ends(self, seconds: np.ndarray, delays: Sequence[float]) -> list[float]:
-        """When each action of `order` ends.
+        """The times at which the actions of `order` end.
 
         Args:
-            seconds: [rows, classes] of one action.
-            delays: seconds between the end of an action and the start of what waits for it, by boundary of stages.
+            seconds: [rows, classes], of one action.
+            delays: per boundary between stages, seconds from the end of an action to the arrival of its result.
         """
         table = seconds.tolist()
         free = [0.0] * len(table)
@@ -188,7 +191,7 @@ class ActionGraph:
         return found
 
     def makespan(self, seconds: np.ndarray, delays: Sequence[float]) -> float:
-        """When the last action ends."""
+        """The time at which the last action ends."""
         return max(self.ends(seconds, delays), default=0.0)
 
 
@@ -201,9 +204,7 @@ def action_classes(todo: Sequence[Action]) -> list[int]:
 
 
 def stage_seconds(cuts: Sequence[int], costs: CostModel) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """(forward, backward) of one micro-batch at speed 1 by stage, and what a message takes over each boundary of
-    stages.
-    """
+    """(forward, backward) seconds of one micro-batch at speed 1 by stage, and message seconds by boundary."""
     at = np.array(cuts)
     forward, backward = np.diff(costs.prefix("forward_s")[at]), np.diff(costs.prefix("backward_s")[at])
     return forward, backward, [costs.message_s(cut - 1) for cut in cuts[1:-1]]
@@ -216,18 +217,18 @@ def bound(
     delays: Sequence[float],
     limits: Sequence[int],
 ) -> float:
-    """Seconds that no order of a step's actions falls below.
+    """A lower bound in seconds for every order of a step's actions.
 
-    A worker cannot begin before the first micro-batch has come through the stages before, on the fastest worker of
-    each, and after its last backward that micro-batch has the way back to go. In between it has all its micro-batches
-    to do; or, it waits until its first micro-batch is back from the later stages, and of its forwards only as many are
-    done by then as may be in flight.
+    A worker cannot begin before the first micro-batch has passed the earlier stages, on the fastest worker of each, and
+    after its last backward that micro-batch still has to pass these stages backward. In between the worker computes all
+    its micro-batches. Or it waits until its first micro-batch is back from the later stages, while it may compute only
+    as many forwards as may be in flight.
 
     Args:
-        forward_s, backward_s: per stage, float64[workers]: seconds of one micro-batch.
-        counts: per stage, int64[workers]: micro-batches.
-        delays: seconds of a message over each boundary of stages.
-        limits: micro-batches in flight of a worker, by stage.
+        forward_s, backward_s: per stage, float64 [workers]: seconds of one micro-batch.
+        counts: per stage, int64 [workers]: micro-batches.
+        delays: seconds of a message over each boundary between stages.
+        limits: per stage, the most micro-batches that a worker has in flight.
     """
     gaps = np.array([*delays, 0.0])
     there = np.concatenate([[0.0], np.cumsum(np.array([f.min() for f in forward_s]) + gaps)])
@@ -248,11 +249,11 @@ def step_time(
     *,
     most_actions: int = MOST_ACTIONS,
 ) -> StepTime:
-    """What a step takes.
+    """Computes the time of a step.
 
     Args:
-        rule: zero level and mirrors, for the bytes of reduction and publication.
-        most_actions: time at most so many actions; beyond, the bound is the estimate.
+        rule: the ZeRO level and mirrors, which decide the bytes of reduction and publication.
+        most_actions: the most actions that are timed exactly; beyond, `bound` is the estimate.
     """
     cuts = assignment.layer_cuts
     speeds = [costs.speeds_of(members) for members in assignment.stages]
@@ -279,7 +280,7 @@ def step_time(
 
 
 def memory_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list[float]:
-    """Bytes of the fullest worker of each stage."""
+    """The bytes that the fullest worker of each stage needs."""
     found = []
     for s, counts in enumerate(assignment.microbatch_counts):
         table = rule.stage_bytes(costs, size=len(counts), microbatches=max(counts), in_flight=assignment.limits[s])
@@ -288,12 +289,15 @@ def memory_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> lis
 
 
 def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, size: int, nodes: int) -> float:
-    """Bytes that the busiest worker of a stage sends in a step: tree nodes, entries to mirrors, published values."""
+    """The bytes that the busiest worker of a stage sends in a step.
+
+    They are its tree nodes to the primaries, its reduced gradients to mirrors, and its published parameters.
+    """
     gradient, value = (
         float(costs.prefix(name)[stop] - costs.prefix(name)[first]) for name in ("gradient_bytes", "value_bytes")
     )
     others = (size - 1) / size
-    mirrors = rule.mirror_count if rule.zero_level else size - 1  # replicated state: everybody is a mirror
+    mirrors = rule.mirror_count if rule.zero_level else size - 1  # with replicated state every other worker is a mirror
     published = value * others if rule.zero_level else 0.0
     return nodes * gradient * others + mirrors * gradient / size + published
 
@@ -301,9 +305,9 @@ def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, siz
 def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage: int) -> float:
     counts = np.array(assignment.microbatch_counts[stage])
     nodes = int(counts.max())
-    if assignment.dealing == CONTIGUOUS:
+    if assignment.microbatch_order == CONTIGUOUS:
         stops = np.cumsum(counts)
-        nodes = int(num_nodes(stops - counts, stops, assignment.num_microbatches).max())
+        nodes = int(count_tree_nodes(stops - counts, stops, assignment.num_microbatches).max())
     first, stop = assignment.layer_cuts[stage : stage + 2]
     return traffic_bytes(costs, rule, first, stop, len(counts), nodes) / costs.bandwidth
 
@@ -315,7 +319,7 @@ def _timed(
     speeds: Sequence[np.ndarray],
     most_actions: int,
 ) -> float | None:
-    """The longest way through the action lists, or None where there are too many."""
+    """The longest path through the action lists; None if there are too many actions."""
     pieces: dict[object, list[slice]] = {}
     total = 0
     for key, piece in _pieces(assignment, counts, speeds):
@@ -330,19 +334,18 @@ def _timed(
 def _pieces(
     assignment: Assignment, counts: Sequence[np.ndarray], speeds: Sequence[np.ndarray]
 ) -> Iterator[tuple[object, list[slice]]]:
-    """Workers who share micro-batches with nobody else: positions by stage, and a key that equal ones have in
-    common.
-    """
+    """Groups of workers that share micro-batches with nobody else: (key, positions by stage); equal groups, equal
+    keys."""
     if all(of_stage == assignment.microbatch_counts[0] for of_stage in assignment.microbatch_counts[1:]):
         columns = np.ascontiguousarray(np.stack([*speeds, counts[0]], axis=1).astype(np.float64))
         for position, column in enumerate(columns):
             if counts[0][position]:
                 yield column.tobytes(), [slice(position, position + 1)] * len(speeds)
         return
-    if assignment.dealing != CONTIGUOUS:
+    if assignment.microbatch_order != CONTIGUOUS:
         yield 0, [slice(0, len(v)) for v in speeds]
         return
-    kinds: dict[tuple[bytes, bytes], int] = {}  # stages with equal counts and speeds are looked at once
+    kinds: dict[tuple[bytes, bytes], int] = {}  # stages with equal counts and speeds are computed once
     pairs = zip(counts, speeds, strict=True)
     kind_of = [kinds.setdefault((c.tobytes(), v.tobytes()), s) for s, (c, v) in enumerate(pairs)]
     ends = {s: np.cumsum(counts[s]) for s in kinds.values()}
@@ -359,9 +362,9 @@ def _pieces(
 
 
 def _piece_s(assignment: Assignment, costs: CostModel, piece: Sequence[slice]) -> float:
-    """Seconds of these workers by themselves, in the order of the whole mesh's lists."""
+    """The step time of one group of workers, in the order of the action lists of the whole mesh."""
     microbatch_counts = tuple(counts[where] for counts, where in zip(assignment.microbatch_counts, piece, strict=True))
-    graph = _graph(microbatch_counts, assignment.dealing, assignment.limits)
+    graph = _graph(microbatch_counts, assignment.microbatch_order, assignment.limits)
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
     speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
@@ -370,16 +373,18 @@ def _piece_s(assignment: Assignment, costs: CostModel, piece: Sequence[slice]) -
 
 
 @lru_cache(maxsize=32)
-def _graph(microbatch_counts: tuple[tuple[int, ...], ...], dealing: str, limits: tuple[int, ...]) -> ActionGraph:
-    """The action lists of workers 0, 1, ..., stage by stage: they do not depend on who these are, nor on layers."""
+def _graph(
+    microbatch_counts: tuple[tuple[int, ...], ...], microbatch_order: str, limits: tuple[int, ...]
+) -> ActionGraph:
+    """The action lists of workers 0, 1, ..., stage by stage. They depend neither on the ranks nor on the layers."""
     ranks = iter(range(sum(map(len, microbatch_counts))))
     stages = tuple(tuple(islice(ranks, len(counts))) for counts in microbatch_counts)
-    placement = Assignment(stages, tuple(range(len(stages) + 1)), microbatch_counts, dealing).placement()
+    placement = Assignment(stages, tuple(range(len(stages) + 1)), microbatch_counts, microbatch_order).placement()
     return ActionGraph(schedule(placement, limits=limits))
 
 
 def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, np.ndarray, list[float]]:
-    """The action lists of an assignment as a graph, seconds of one action on each of its rows, and boundary delays."""
+    """The action graph of an assignment, the seconds of one action on each of its rows, and the boundary delays."""
     graph = ActionGraph(schedule(assignment.placement()))
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])

@@ -80,7 +80,7 @@ def execute(
     *,
     wires: Wires = SHARED,
     rule: MemoryRule | None = None,
-    dealing: str = CONTIGUOUS,
+    microbatch_order: str = CONTIGUOUS,
     steps: int = 1,
     by_stage: bool = False,
     frequencies: Frequencies | None = None,
@@ -90,13 +90,13 @@ def execute(
     Args:
         rule: sharding and mirrors; with it the reduction, its mirrors, one round of votes and the publication are
             executed. None: a step is over when its last action is.
-        dealing: Placement.dealing, which says what is added up before it is sent.
+        microbatch_order: Placement.microbatch_order, which decides what is added up before it is sent.
         by_stage: a worker begins the next step when all of its stage have done this one (staggered optimizer: Gandhi et
             al., 2024), not when everybody has. Without `rule` only.
         frequencies: of workers whose actions are listed.
     """
     assert steps >= 1 and not (by_stage and rule), (steps, by_stage, rule)
-    return _Engine(work, costs, wires, rule, dealing, steps, by_stage, frequencies or {}).run()
+    return _Engine(work, costs, wires, rule, microbatch_order, steps, by_stage, frequencies or {}).run()
 
 
 class _Worker:
@@ -117,7 +117,7 @@ class _Engine:
         costs: CostModel,
         wires: Wires,
         rule: MemoryRule | None,
-        dealing: str,
+        microbatch_order: str,
         steps: int,
         by_stage: bool,
         frequencies: Frequencies,
@@ -130,7 +130,7 @@ class _Engine:
         self._links = {rank: Link(self._clock, costs, shared=wires.shared) for rank in self._workers}
         self._sums = None
         if rule is not None:
-            self._sums = Sums(work, costs, rule, dealing, self._links, self._clock, self._part_over)
+            self._sums = Sums(work, costs, rule, microbatch_order, self._links, self._clock, self._part_over)
         self._left_of = work.left()
         self._missing: dict[tuple[int, Action], int] = {}  # (step, action) -> how much it waits for
         self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not over

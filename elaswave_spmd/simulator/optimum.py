@@ -17,7 +17,7 @@ from itertools import count, product
 import numpy as np
 
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
-from elaswave_spmd.scheduling.microbatch_assignment import dealings, least_load
+from elaswave_spmd.scheduling.microbatch_assignment import candidate_assignments, least_load
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 
@@ -51,7 +51,7 @@ def optimum(
     stage_counts: Collection[int] | None = None,
     rule: MemoryRule = REPLICATED,
     memory_limit: float = math.inf,
-    dealing: str = CONTIGUOUS,
+    microbatch_order: str = CONTIGUOUS,
     most: int = 400,
 ) -> Optimum | None:
     """Looks for it among all groupings of these workers; None: no grouping fits in memory.
@@ -61,7 +61,7 @@ def optimum(
         stage_counts: numbers of stages that are allowed; None: any.
         most: groupings whose lists are timed, at most.
     """
-    search = _Search(costs, tuple(ranks), num_microbatches, rule, memory_limit, dealing)
+    search = _Search(costs, tuple(ranks), num_microbatches, rule, memory_limit, microbatch_order)
     allowed = frozenset(range(1, min(len(ranks), len(costs.layers)) + 1) if stage_counts is None else stage_counts)
     best, chosen, looked, least = math.inf, None, 0, math.inf
     for bound_s, stages in search.by_bound(allowed):
@@ -90,7 +90,7 @@ class _Search:
     num_microbatches: int
     rule: MemoryRule
     memory_limit: float
-    dealing: str
+    microbatch_order: str
 
     @cached_property
     def classes(self) -> list[tuple[float, list[int]]]:
@@ -195,7 +195,8 @@ class _Search:
         return self._tables[key]
 
     def timed(self, stages: Sequence[Stage]) -> tuple[float, Assignment]:
-        """What the lists of a grouping take, with micro-batches dealt by all aims or by the first."""
+        """The fastest assignment of a grouping, by its action lists, over the candidate assignments of
+        micro-batches."""
         queues = [list(ranks) for _, ranks in self.classes]
         members = tuple(
             tuple(queue.pop(0) for queue, n in zip(queues, used, strict=True) for _ in range(n)) for *_, used in stages
@@ -203,8 +204,8 @@ class _Search:
         cuts = (0, *(stop for _, stop, _ in stages))
         speeds = [self.costs.speeds_of(ranks) for ranks in members]
         found = []
-        for dealt in dealings(self.num_microbatches, speeds, dealing=self.dealing):
-            assignment = Assignment(members, cuts, dealt.counts, self.dealing)
+        for candidate in candidate_assignments(self.num_microbatches, speeds, microbatch_order=self.microbatch_order):
+            assignment = Assignment(members, cuts, candidate.counts, self.microbatch_order)
             fits = max(memory_of(assignment, self.costs, self.rule)) <= self.memory_limit
             seconds = step_time(assignment, self.costs, self.rule).seconds if fits else math.inf
             found.append((seconds, assignment))

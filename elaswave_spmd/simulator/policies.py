@@ -178,7 +178,7 @@ class Ours:
                 goal_s=case.before_s,
             )
         except PlanError as error:  # a case has been checked: what is left is memory
-            return Outcome(self.name, math.inf, 0, case.constants.detect_s, f"{error.what}: {error.got}")
+            return Outcome(self.name, math.inf, 0, case.constants.detect_s, error.what)
         chosen = decision.last if self.layers else decision.now
         seconds = case.seconds(chosen.assignment, case.after)
         if decision.frequency is not None:  # what the hints gain on the lists or the bound they were planned on
@@ -239,7 +239,7 @@ def _of_columns(name: str, case: Case, kept: Sequence[int]) -> Outcome:
     if not kept or not sum(counts[0]):
         return Outcome(name, math.inf, 0, recovery_s, "no replica is whole")
     stages = tuple(tuple(members[c] for c in kept) for members in old.stages)
-    left = Assignment(stages, old.layer_cuts, counts, old.dealing)
+    left = Assignment(stages, old.layer_cuts, counts, old.microbatch_order)
     seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
     micro = f"{left.num_microbatches} of {old.num_microbatches} micro-batches a step"
     note = f"{len(kept)} of {len(old.stages[0])} replicas, {micro}"
@@ -268,7 +268,7 @@ class Restart:
             if not number or not sum(counts):
                 continue
             stages = tuple(zip(*columns, strict=True))
-            left = Assignment(stages, old.layer_cuts, (counts,) * width, old.dealing)
+            left = Assignment(stages, old.layer_cuts, (counts,) * width, old.microbatch_order)
             seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
             lost_s = constants.detect_s + constants.restart_s + constants.checkpoint_s / 2
             note = f"{number} replicas of {width}, from the checkpoint"

@@ -123,7 +123,7 @@ class _Teller:
             costs,
             wires=self._wires,
             rule=self._case.rule,
-            dealing=assignment.dealing,
+            microbatch_order=assignment.microbatch_order,
             steps=steps,
             frequencies=frequencies,
         )

@@ -21,7 +21,7 @@ class Sums:
 
     Args:
         rule: what is sharded, and how many mirrors there are.
-        dealing: Placement.dealing; time-major: every leaf is sent by itself.
+        microbatch_order: Placement.microbatch_order; in time-major order every gradient is sent by itself.
         known: called with the step when all entries of all layers are with all their replicas.
     """
 
@@ -30,7 +30,7 @@ class Sums:
         work: Work,
         costs: CostModel,
         rule: MemoryRule,
-        dealing: str,
+        microbatch_order: str,
         links: Mapping[int, Link],
         clock: Clock,
         known: Callable[[int], None],
@@ -41,19 +41,19 @@ class Sums:
         self._microbatches_of: list[int] = []
         self._nodes = [0] * work.num_stages
         for stage, owners in enumerate(work.owners):
-            self._split(stage, owners, dealing)
+            self._split(stage, owners, microbatch_order)
         self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> micro-batches
         self._nodes_left: dict[tuple[int, int], int] = {}  # (step, layer) -> nodes
         self._entries_left: dict[tuple[int, int], int] = {}
         self._layers_left: dict[int, int] = {}
         self._stage_of = [s for s in range(work.num_stages) for _ in range(*work.layer_cuts[s : s + 2])]
 
-    def _split(self, stage: int, owners: Sequence[int], dealing: str) -> None:
+    def _split(self, stage: int, owners: Sequence[int], microbatch_order: str) -> None:
         microbatches: defaultdict[int, list[int]] = defaultdict(list)
         for microbatch, rank in enumerate(owners):
             microbatches[rank].append(microbatch)
         for mine in microbatches.values():
-            nodes = maximal_nodes(mine, len(owners)) if dealing == CONTIGUOUS else [(u, u + 1) for u in mine]
+            nodes = maximal_nodes(mine, len(owners)) if microbatch_order == CONTIGUOUS else [(u, u + 1) for u in mine]
             for node in nodes:
                 for microbatch in range(*node):
                     self._node_of[stage, microbatch] = len(self._microbatches_of)

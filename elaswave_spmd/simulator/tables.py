@@ -185,7 +185,7 @@ def _least(case: Case) -> Optimum | None:
         case.healthy.num_microbatches,
         rule=case.rule,
         memory_limit=case.memory_limit,
-        dealing=case.healthy.dealing,
+        microbatch_order=case.healthy.microbatch_order,
     )
 
 

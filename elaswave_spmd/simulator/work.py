@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action, Schedule, schedule
-from elaswave_spmd.scheduling.placement import deal_microbatches
+from elaswave_spmd.scheduling.placement import workers_of_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment
 
 WEIGHTS = "W"
@@ -87,7 +87,7 @@ class Work:
 def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
     """Per stage, the rank that runs each micro-batch."""
     pairs = zip(assignment.stages, assignment.microbatch_counts, strict=True)
-    return tuple(deal_microbatches(members, counts, assignment.dealing) for members, counts in pairs)
+    return tuple(workers_of_microbatches(members, counts, assignment.microbatch_order) for members, counts in pairs)
 
 
 class Order(Protocol):

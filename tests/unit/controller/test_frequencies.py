@@ -26,7 +26,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment, timed_graph
-from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, placed
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed
 
 
 class MadeUpGuard:
@@ -244,7 +244,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Assignment, CostModel]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     seconds = draw(st.lists(st.floats(0.5, 4), min_size=len(sizes), max_size=len(sizes)))
     costs = costs_of(seconds).with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
-    return dealt(sizes, draw(st.integers(1, 8)), costs), costs
+    return assigned(sizes, draw(st.integers(1, 8)), costs), costs
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["by worker", "by class"])

@@ -9,7 +9,7 @@ import pytest
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.messages import Recompute, StepHeld
 from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
-from elaswave_spmd.scheduling.placement import Placement, deal_microbatches
+from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replicas import ReplicaSet
@@ -75,7 +75,7 @@ def test_nothing_done_and_everybody_alive_is_the_placement(zero: int) -> None:
 
 def test_nobody_has_anything() -> None:
     p = placed(((0, 1, 2),), (0, 1), ((3, 2, 2),))
-    wanted = [f"0: {u}FB by {w}" for u, w in enumerate(deal_microbatches((0, 1, 2), (3, 2, 2), "contiguous"))]
+    wanted = [f"0: {u}FB by {w}" for u, w in enumerate(workers_of_microbatches((0, 1, 2), (3, 2, 2), "contiguous"))]
     assert plan_of(p, layers(1), dict.fromkeys(range(3))) == plan_of(p, layers(1), {}) == wanted
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
+from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
+from elaswave_spmd.scheduling.pipeline import Action
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
@@ -25,25 +26,36 @@ def costs_of(seconds: Sequence[float], *, bandwidth: float = 1e9, latency_s: flo
 
 
 def stages_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Ranks 0, 1, ..., dealt stage by stage."""
+    """Ranks 0, 1, ..., stage by stage."""
     return tuple(tuple(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0)))
+
+
+def actions(text: str) -> tuple[Action, ...]:
+    """The actions that are written "0F3 2B11", with stages of one digit."""
+    return tuple(Action(int(word[0]), word[1], int(word[2:])) for word in text.split())
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(s * num_layers // num_stages for s in range(num_stages + 1))
 
 
-def dealt(
-    sizes: Sequence[int], num_microbatches: int, costs: CostModel, dealing: str = "contiguous", cuts: Sequence[int] = ()
+def assigned(
+    sizes: Sequence[int],
+    num_microbatches: int,
+    costs: CostModel,
+    microbatch_order: str = "contiguous",
+    cuts: Sequence[int] = (),
 ) -> Assignment:
-    """Micro-batches dealt by speed over these stages."""
+    """An assignment with these stages and micro-batches by speed."""
     stages = stages_of(sizes)
-    counts = deal_stages(num_microbatches, [costs.speeds_of(members) for members in stages], dealing=dealing).counts
-    return Assignment(stages, tuple(cuts) or even_cuts(len(costs.layers), len(sizes)), counts, dealing)
+    counts = assign_microbatches(
+        num_microbatches, [costs.speeds_of(members) for members in stages], microbatch_order=microbatch_order
+    ).counts
+    return Assignment(stages, tuple(cuts) or even_cuts(len(costs.layers), len(sizes)), counts, microbatch_order)
 
 
 def placed(sizes: Sequence[int], num_microbatches: int, num_layers: int, zero: int = 1) -> Placement:
-    """A placement with even cuts and micro-batches dealt to equal workers."""
+    """A placement with even cuts, and micro-batches assigned to equal workers."""
     mesh = Mesh.initial(MeshShape.of_stages(sizes))
-    counts = deal_stages(num_microbatches, [np.ones(size) for size in sizes]).counts
+    counts = assign_microbatches(num_microbatches, [np.ones(size) for size in sizes]).counts
     return Placement(mesh, num_microbatches, even_cuts(num_layers, len(sizes)), counts, Shardings().with_zero(zero))

@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
-from elaswave_spmd.scheduling.microbatch_assignment import deal_stages, least_load
-from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
-from elaswave_spmd.sharding import Shardings
-from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, placed, stages_of
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed, stages_of
 
 
 def without(stages, *lost: int) -> tuple[tuple[int, ...], ...]:
@@ -49,9 +46,11 @@ def test_later_is_taken_exactly_if_its_gain_exceeds_its_move(sizes, zero, remain
     present = without(placement.mesh.stages, *lost)
     decision = plan_change(placement, costs, remaining, stages=present)
     speeds = [costs.speeds_of(members) for members in present]
-    for settle in (True, False):
-        counts = deal_stages(6, speeds, dealing=placement.dealing, settle=settle).counts
-        other = Assignment(present, placement.layer_cuts, counts, placement.dealing)
+    for fewest_nodes in (True, False):
+        counts = assign_microbatches(
+            6, speeds, microbatch_order=placement.microbatch_order, fewest_nodes=fewest_nodes
+        ).counts
+        other = Assignment(present, placement.layer_cuts, counts, placement.microbatch_order)
         assert decision.now.time.seconds <= step_time(other, costs, MemoryRule(zero)).seconds
     sound(decision, costs, 6, len(layers))
     assert decision.now.assignment.layer_cuts == placement.layer_cuts and decision.now.move.bytes == 0
@@ -65,14 +64,14 @@ def test_later_is_taken_exactly_if_its_gain_exceeds_its_move(sizes, zero, remain
 @pytest.mark.parametrize("sizes", [(4, 3), (3, 4, 4, 4), (4, 3, 3, 4), (8, 7), (8, 8, 7, 8)])
 @pytest.mark.parametrize("per_worker", [4, 8])
 def test_fewer_tree_nodes_never_cost_time(sizes, per_worker):
-    """Loads are equal, but the pipeline may wait longer with one dealing than with the other."""
+    """Loads are equal, but the pipeline may wait longer with one assignment than with the other."""
     num_microbatches, num_layers = max(sizes) * per_worker, 2 * len(sizes)
     costs = costs_of([1.0] * num_layers)
     decision = plan_change(placed(sizes, num_microbatches, num_layers), costs, 0, stage_counts=())
     speeds = [np.ones(size) for size in sizes]
     times = []
-    for settle in (True, False):
-        counts = deal_stages(num_microbatches, speeds, settle=settle).counts
+    for fewest_nodes in (True, False):
+        counts = assign_microbatches(num_microbatches, speeds, fewest_nodes=fewest_nodes).counts
         found = Assignment(stages_of(sizes), decision.now.assignment.layer_cuts, counts)
         times.append(step_time(found, costs).seconds)
     assert decision.now.time.seconds == min(times)
@@ -89,7 +88,10 @@ def best_cut(decision: Decision, costs: CostModel, num_layers: int) -> float:
     """Least seconds of a step of two stages, over all cuts."""
     last = decision.last.assignment
     cuts = [(0, cut, num_layers) for cut in range(1, num_layers)]
-    return min(step_time(Assignment(last.stages, c, last.microbatch_counts, last.dealing), costs).seconds for c in cuts)
+    return min(
+        step_time(Assignment(last.stages, c, last.microbatch_counts, last.microbatch_order), costs).seconds
+        for c in cuts
+    )
 
 
 def test_layers_move_where_the_gain_pays():
@@ -174,12 +176,6 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
         plan_change(placement, costs, 10, stages=present, memory_limit=500.0)
 
 
-def test_hosts_are_taken_from_the_mesh():
-    mesh = Mesh.initial(MeshShape.of(dp=2, pp=2), Topology.of({0: ("a",), 1: ("b",), 2: ("b",), 3: ("a",)}))
-    placement = Placement(mesh, 6, (0, 1, 2), ((3, 3), (3, 3)), Shardings())
-    assert plan_change(placement, costs_of([1.0, 1.0]), 10).now.dataflow.crossing == 6
-
-
 def test_newcomers_without_a_known_host_are_dealt_microbatches():
     placement = placed([2, 2], 8, 4)
     decision = plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1, 9), (2, 3)), stage_counts=())
@@ -191,7 +187,7 @@ def test_newcomers_without_a_known_host_are_dealt_microbatches():
 def test_hints_by_worker_and_by_class_keep_what_is_promised(sizes, many, data):
     costs = costs_of([1.0] * len(sizes)).with_speeds({r: data.draw(SPEEDS) for r in range(sum(sizes))})
     copies = 40 if many else 1  # beyond some 30 workers hints are by class
-    assignment = dealt([size * copies for size in sizes], 6 * copies, costs)
+    assignment = assigned([size * copies for size in sizes], 6 * copies, costs)
     plan, hints = frequency_hints(assignment, costs, FrequencyRange(0.5, 1.2), PowerModel())
     assert plan.makespan_s <= plan.makespan_before_s and plan.energy <= plan.energy_raised * (1 + 1e-12)
     found = sorted(rank for hint in hints for rank in hint.ranks)
@@ -233,7 +229,7 @@ def test_bad_input_is_refused():
     placement = placed([2, 2], 4, 4)
     with pytest.raises(PlanError, match="5 layers"):
         plan_change(placement, costs_of([1.0] * 5), 10)
-    with pytest.raises(PlanError, match="remaining steps"):
+    with pytest.raises(PlanError, match="steps remain"):
         plan_change(placement, costs_of([1.0] * 4), -1)
     with pytest.raises(PlanError, match=r"stages \[1\] are empty"):
         plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1), ()))
@@ -245,5 +241,5 @@ def test_assignments_of_placements():
     placement = placed([2, 1], 4, 3, zero=2)
     found = Assignment.of(placement)
     assert (found.stages, found.layer_cuts, found.microbatch_counts) == (stages_of([2, 1]), (0, 1, 3), ((2, 2), (4,)))
-    assert found.dealing == "time-major" and found.placement().dealing == "time-major"
+    assert found.microbatch_order == "time-major" and found.placement().microbatch_order == "time-major"
     assert math.isclose(step_time(found, costs_of([1, 1, 1])).bottleneck_s, 8)

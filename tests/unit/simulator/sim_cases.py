@@ -12,12 +12,12 @@ from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.shapes import healthy
-from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of
 
 
 @st.composite
 def assignments(draw) -> tuple[Assignment, CostModel]:
-    """Ragged stages, uneven layers and speeds, both dealings, links that take time."""
+    """Ragged stages, uneven layers and speeds, both orders of micro-batches, links that take time."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     seconds = draw(st.lists(st.floats(0.1, 5), min_size=len(sizes), max_size=len(sizes) + 3))
     costs = costs_of(
@@ -29,7 +29,7 @@ def assignments(draw) -> tuple[Assignment, CostModel]:
         value_bytes=draw(st.integers(0, 60)),
     )
     costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
-    return dealt(sizes, draw(st.integers(1, 12)), costs, draw(st.sampled_from(["contiguous", "time-major"]))), costs
+    return assigned(sizes, draw(st.integers(1, 12)), costs, draw(st.sampled_from(["contiguous", "time-major"]))), costs
 
 
 def case_of(

@@ -17,7 +17,7 @@ from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.salvage import salvage
 from elaswave_spmd.simulator.work import WEIGHTS, Work
-from tests.unit.scheduling.planning_cases import costs_of, dealt
+from tests.unit.scheduling.planning_cases import assigned, costs_of
 from tests.unit.simulator.sim_cases import assignments
 
 
@@ -138,17 +138,17 @@ def test_activations_do_not_wait_for_sums():
 def test_a_step_takes_as_long_as_its_busiest_wire_and_as_its_actions(case, zero, mirrors):
     assignment, costs = case
     rule = MemoryRule(zero, mirrors)
-    run = execute(Work.of(assignment), costs, rule=rule, dealing=assignment.dealing, steps=2)
+    run = execute(Work.of(assignment), costs, rule=rule, microbatch_order=assignment.microbatch_order, steps=2)
     plain = execute(Work.of(assignment), costs)
     assert min(run.seconds) >= plain.step_s * (1 - 1e-9)
     assert sum(run.seconds) >= max(run.link_s.values()) * (1 - 1e-9)
     nothing = costs_of([layer.seconds for layer in costs.layers]).with_speeds(dict(costs.speeds))
-    idle = execute(Work.of(assignment), nothing, rule=rule, dealing=assignment.dealing)
+    idle = execute(Work.of(assignment), nothing, rule=rule, microbatch_order=assignment.microbatch_order)
     assert idle.step_s == pytest.approx(step_time(assignment, nothing).pipeline_s)
 
 
 def test_frequencies_change_seconds_by_class():
-    assignment = dealt([1, 1], 4, costs_of([3.0, 3.0]))
+    assignment = assigned([1, 1], 4, costs_of([3.0, 3.0]))
     work, costs = Work.of(assignment), costs_of([3.0, 3.0])
     plain = execute(work, costs)
     slow = execute(work, costs, frequencies={rank: (0.5,) * len(CLASSES) for rank in (0, 1)})
@@ -158,7 +158,7 @@ def test_frequencies_change_seconds_by_class():
 
 
 def test_each_action_may_take_a_little_more():
-    assignment = dealt([1], 3, costs_of([3.0]))
+    assignment = assigned([1], 3, costs_of([3.0]))
     wires = Wires(action_s=0.25, apply_s=0.5)
     assert execute(Work.of(assignment), costs_of([3.0]), wires=wires, steps=2).seconds == pytest.approx((10.5, 11.0))
 
@@ -232,7 +232,7 @@ def test_a_loss_at_the_end_costs_the_lost_microbatches_again():
     again.
     """
     costs = costs_of([3.0])
-    found = salvage(dealt([2], 4, costs), costs, [1], 6.0)
+    found = salvage(assigned([2], 4, costs), costs, [1], 6.0)
     assert found is not None and found.longer_s == pytest.approx(6.0)
-    start = salvage(dealt([2], 4, costs), costs, [1], 0.0)
+    start = salvage(assigned([2], 4, costs), costs, [1], 0.0)
     assert start is not None and start.seconds == pytest.approx(12.0)

@@ -19,7 +19,7 @@ from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stal
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.shapes import healthy
-from tests.unit.scheduling.planning_cases import costs_of, dealt
+from tests.unit.scheduling.planning_cases import assigned, costs_of
 
 FLEET = Fleet(64, island=8, stages=2, microbatches=4)  # 4 replicas of 2 workers
 STALLS = Stalls(regroup_s=10, join_s=2, restart_s=100, checkpoint_s=5, salvage=0.25)
@@ -106,7 +106,7 @@ def test_classes_stand_for_workers(missing):
     scale = Scale(FLEET, COSTS)
     sizes = [4 - out for out in missing]
     cuts = [(0, cut, 4) for cut in (1, 2, 3)]
-    found = [step_time(dealt(sizes, 16, COSTS, cuts=c), COSTS, most_actions=0).bound_s for c in cuts]
+    found = [step_time(assigned(sizes, 16, COSTS, cuts=c), COSTS, most_actions=0).bound_s for c in cuts]
     assert min(found) * (1 - 1e-9) <= scale.elastic_s(missing) <= found[1] * (1 + 1e-9)
     assert scale.elastic_s(missing, 1.2) <= scale.elastic_s(missing)
     assert scale.elastic_s((4, 0)) == scale.rerouted_s((4, 0)) == math.inf

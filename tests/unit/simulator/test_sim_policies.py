@@ -13,7 +13,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
-from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
+from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.optimum import optimum
@@ -254,8 +254,8 @@ def every_grouping(costs: CostModel, ranks: list[int], microbatches: int):
                 stages = tuple(tuple(r for r, p in zip(ranks, places, strict=True) if p == s) for s in range(number))
                 if all(stages):
                     speeds = [costs.speeds_of(members) for members in stages]
-                    for settle in (True, False):
-                        counts = deal_stages(microbatches, speeds, settle=settle).counts
+                    for fewest_nodes in (True, False):
+                        counts = assign_microbatches(microbatches, speeds, fewest_nodes=fewest_nodes).counts
                         yield Assignment(stages, (0, *inner, layers), counts)
 
 

@@ -16,7 +16,7 @@ from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.simulator.salvage import salvage
 from elaswave_spmd.simulator.work import owners_of
-from tests.unit.scheduling.planning_cases import costs_of, dealt
+from tests.unit.scheduling.planning_cases import assigned, costs_of
 
 STEP = 7
 
@@ -50,7 +50,7 @@ def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
     dp, pp = data.draw(st.integers(2, 4), label="dp"), data.draw(st.integers(1, 4), label="pp")
     microbatches = data.draw(st.integers(dp, 3 * dp + 1), label="microbatches")
     costs = costs_of([1.0] * (pp + 1))
-    assignment = dealt([dp] * pp, microbatches, costs)
+    assignment = assigned([dp] * pp, microbatches, costs)
     gone = data.draw(st.sets(st.sampled_from([r for m in assignment.stages for r in m[1:]]), min_size=1, max_size=3))
     moment = data.draw(st.floats(0, 1), label="moment")
     found = salvage(assignment, costs, gone, moment * 3 * (microbatches + pp))

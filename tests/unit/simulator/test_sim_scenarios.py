@@ -19,7 +19,7 @@ from elaswave_spmd.simulator.story import HEALTHY, HINTS, LAYERS, MICROBATCHES, 
 from elaswave_spmd.simulator.tables import cases_of, run_scenario, timeline_of
 from elaswave_spmd.simulator.trace import Timeline, bubble_share
 from elaswave_spmd.simulator.work import Work
-from tests.unit.scheduling.planning_cases import costs_of, dealt
+from tests.unit.scheduling.planning_cases import assigned, costs_of
 from tests.unit.simulator.sim_cases import case_of
 
 EVENTS = {
@@ -235,7 +235,7 @@ def test_figures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
 
 def test_a_timeline_has_each_action_and_fills_the_gaps(tmp_path):
     costs = costs_of([3.0, 3.0])
-    run = execute(Work.of(dealt([2, 1], 4, costs)), costs, steps=2)
+    run = execute(Work.of(assigned([2, 1], 4, costs)), costs, steps=2)
     timeline = Timeline("two steps")
     timeline.name_rows(((0, 1), (2,)))
     timeline.actions(run.spans, offset=5.0)

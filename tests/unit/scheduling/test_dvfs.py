@@ -14,7 +14,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.step_time import ActionGraph, timed_graph
-from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of
 
 RANGES = st.builds(FrequencyRange, st.floats(0.3, 1.0), st.floats(1.0, 1.5))
 POWERS = st.builds(PowerModel, st.floats(0, 2), st.floats(0.1, 2))
@@ -66,7 +66,7 @@ def pipelines(draw) -> tuple[ActionGraph, np.ndarray, list[float]]:
     seconds = draw(st.lists(st.floats(0.5, 4), min_size=len(sizes), max_size=len(sizes)))
     costs: CostModel = costs_of(seconds, latency_s=draw(st.sampled_from([0.0, 0.2])))
     costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
-    return timed_graph(dealt(sizes, draw(st.integers(1, 8)), costs), costs)
+    return timed_graph(assigned(sizes, draw(st.integers(1, 8)), costs), costs)
 
 
 @given(pipelines(), RANGES, POWERS, st.none() | st.floats(0.5, 1.2))
@@ -107,7 +107,7 @@ def test_nobody_is_raised_beyond_the_goal():
 def test_a_stage_with_little_to_do_is_lowered_where_the_pipeline_allows():
     """Two stages, the first with a third of the work: only its first forward and its last backward are hurried."""
     costs = costs_of([1.0, 3.0])
-    graph, seconds, delays = timed_graph(dealt([1, 1], 8, costs), costs)
+    graph, seconds, delays = timed_graph(assigned([1, 1], 8, costs), costs)
     work = graph.work(seconds)
     plan = plan_frequencies(work, FrequencyRange(0.4, 1.0), makespan=lambda f: graph.makespan(seconds / f, delays))
     first, last = plan.frequencies

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
-from elaswave_spmd.scheduling.microbatch_assignment import deal_stages
-from elaswave_spmd.scheduling.pipeline import Action, Schedule, parse, schedule
+from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
+from elaswave_spmd.scheduling.pipeline import Action, Schedule, schedule
 from elaswave_spmd.scheduling.step_time import (
     CLASSES,
     EXACT,
@@ -20,7 +20,7 @@ from elaswave_spmd.scheduling.step_time import (
     step_time,
     timed_graph,
 )
-from tests.unit.scheduling.planning_cases import SPEEDS, costs_of, dealt, even_cuts, stages_of
+from tests.unit.scheduling.planning_cases import SPEEDS, actions, assigned, costs_of, even_cuts, stages_of
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 DEALINGS = st.sampled_from(["contiguous", "time-major"])
@@ -33,7 +33,7 @@ def cases(draw) -> tuple[Assignment, CostModel]:
     latency = draw(st.sampled_from([0.0, 0.0, 0.3]))
     costs = costs_of(seconds, bandwidth=100.0, latency_s=latency, boundary_bytes=draw(st.integers(0, 50)))
     costs = costs.with_speeds({rank: draw(SPEEDS) for rank in range(sum(sizes))})
-    return dealt(sizes, draw(st.integers(1, 13)), costs, draw(DEALINGS)), costs
+    return assigned(sizes, draw(st.integers(1, 13)), costs, draw(DEALINGS)), costs
 
 
 def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float:
@@ -133,16 +133,16 @@ def test_equal_columns_are_timed_once():
 def test_a_ragged_stage_is_timed_by_its_kinds_of_parts():
     """One of 1,000 is lost in one stage of three: its micro-batches fall on a few columns, the others are as before."""
     costs = costs_of([3.0, 3.0, 3.0])
-    assignment = dealt([1000, 999, 1000], 4000, costs)
+    assignment = assigned([1000, 999, 1000], 4000, costs)
     found = step_time(assignment, costs)
     assert found.how == "action lists" and found.seconds > found.bound_s >= 3 + 15 - 1e-9
     assert step_time(assignment, costs, most_actions=30).how == "lower bound"
 
 
 def test_classes_of_actions():
-    todo = parse("0: 0F0 0F1 0B0 0F2 0B1 0B2")[0]
+    todo = actions("0F0 0F1 0B0 0F2 0B1 0B2")
     assert [CLASSES[c] for c in action_classes(todo)] == ["fill", "fill", "backward", "forward", "drain", "drain"]
-    last = parse("0: 2F0 2B0 2F1 2B1")[0]
+    last = actions("2F0 2B0 2F1 2B1")
     assert [CLASSES[c] for c in action_classes(last)] == ["fill", "backward", "forward", "drain"]
     assert action_classes(()) == []
     graph = ActionGraph({7: todo})
@@ -175,15 +175,15 @@ def test_memory_of_an_assignment_is_that_of_the_fullest_worker():
 
 
 def test_assignments_print():
-    text = str(dealt([2, 20], 20, costs_of([1, 1, 1])))
+    text = str(assigned([2, 20], 20, costs_of([1, 1, 1])))
     assert "stage 0: layers 0..0, workers [0, 1], micro-batches [10, 10]" in text and "20 of them" in text
 
 
-@pytest.mark.parametrize("dealing", ["contiguous", "time-major"])
+@pytest.mark.parametrize("microbatch_order", ["contiguous", "time-major"])
 @pytest.mark.parametrize(
     ("sizes", "slow"), [([4, 3], -1), ([7, 8], -1), ([4, 3, 4, 4], -1), ([3, 3, 4, 4], -1), ([4] * 4, 6)]
 )
-def test_lists_of_ragged_meshes_come_near_the_bound(sizes, slow, dealing):
+def test_lists_of_ragged_meshes_come_near_the_bound(sizes, slow, microbatch_order):
     """Stages whose layers take as long as they have workers for: then all could be busy all the time."""
     ranks = iter(range(sum(sizes)))
     stages = tuple(tuple(next(ranks) for _ in range(size)) for size in sizes)
@@ -191,6 +191,6 @@ def test_lists_of_ragged_meshes_come_near_the_bound(sizes, slow, dealing):
         {slow: 0.5} if slow >= 0 else {}
     )
     speeds = [costs.speeds_of(members) for members in stages]
-    counts = deal_stages(16 * max(sizes), speeds, dealing=dealing).counts
-    found = step_time(Assignment(stages, tuple(range(len(sizes) + 1)), counts, dealing), costs)
+    counts = assign_microbatches(16 * max(sizes), speeds, microbatch_order=microbatch_order).counts
+    found = step_time(Assignment(stages, tuple(range(len(sizes) + 1)), counts, microbatch_order), costs)
     assert found.how == EXACT and found.pipeline_s < 1.17 * found.bound_s

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.microbatch_assignment import (
     SMALLEST_BLOCK,
-    caps_of,
+    assign_by_speed,
+    assign_microbatches,
     cut_blocks,
-    deal_by_speed,
-    deal_stages,
     first_microbatches,
     least_load,
+    max_counts,
 )
 from elaswave_spmd.scheduling.pipeline import actions_of, schedule
-from tests.unit.scheduling.planning_cases import costs_of, dealt
+from tests.unit.scheduling.planning_cases import assigned, costs_of
 
 
 def caps(num_microbatches: int, speeds: list[np.ndarray]) -> list[np.ndarray]:
-    return [caps_of(least_load(num_microbatches, v), v) for v in speeds]
+    return [max_counts(least_load(num_microbatches, v), v) for v in speeds]
 
 
 @st.composite
@@ -64,7 +64,7 @@ def test_blocks_lie_side_by_side_and_have_room(case):
 @settings(deadline=None, max_examples=60)
 def test_the_largest_load_of_each_stage_is_the_smallest_there_is(case):
     num_microbatches, speeds = case
-    found = deal_stages(num_microbatches, speeds)
+    found = assign_microbatches(num_microbatches, speeds)
     for v, counts, load in zip(speeds, found.counts, found.loads, strict=True):
         assert sum(counts) == num_microbatches and len(counts) == len(v) and min(counts) >= 0
         assert load == pytest.approx(least_load(num_microbatches, v), rel=1e-12)
@@ -79,7 +79,7 @@ def test_a_loss_is_felt_beside_it_only(lost):
     old = [(16,) * 200] * 3
     left = [stages[0], tuple(rank for rank in stages[1] if rank != 200 + lost), stages[2]]
     starts = first_microbatches(left, stages, old)
-    counts = deal_stages(200 * 16, [np.ones(len(members)) for members in left], starts=starts).counts
+    counts = assign_microbatches(200 * 16, [np.ones(len(members)) for members in left], starts=starts).counts
     assert counts[0] == counts[2] == (16,) * 200
     others = [left[1][i] - 200 for i, microbatches in enumerate(counts[1]) if microbatches != 16]
     assert len(others) == 16 and all(abs(position - lost) <= 2 * SMALLEST_BLOCK for position in others)
@@ -96,7 +96,7 @@ def test_newcomers_begin_where_the_one_to_their_left_does():
 def test_small_meshes_are_dealt_as_a_whole():
     v = np.ones(60)
     assert cut_blocks(600, caps(600, [v, v[:-1]])) == ()
-    assert deal_stages(600, [v]).counts == (deal_by_speed(600, v),)
+    assert assign_microbatches(600, [v]).counts == (assign_by_speed(600, v),)
 
 
 def test_blocks_grow_until_there_is_room():
@@ -115,11 +115,11 @@ def test_blocks_grow_until_there_is_room():
 
 
 @pytest.mark.parametrize("sizes", [(96, 95, 96), (80, 78, 80, 79)])
-@pytest.mark.parametrize("dealing", ["contiguous", "time-major"])
-def test_one_workers_actions_follow_from_its_neighbours(sizes, dealing):
+@pytest.mark.parametrize("microbatch_order", ["contiguous", "time-major"])
+def test_one_workers_actions_follow_from_its_neighbours(sizes, microbatch_order):
     microbatches = 4 * sizes[0]
     costs = costs_of([1.0] * len(sizes))
-    placement = dealt(sizes, microbatches, costs, dealing).placement()
+    placement = assigned(sizes, microbatches, costs, microbatch_order).placement()
     whole = schedule(placement)
     for rank in range(0, sum(sizes), 13):
         assert actions_of(placement, rank) == whole[rank]

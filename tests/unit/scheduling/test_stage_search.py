@@ -65,7 +65,7 @@ def test_moves_count_what_workers_lack(crew, zero, mirrors, data):
                 wanted = size * (1 - len(both) * min(1 / len(members), 1 / max(1, len(alive))))
             assert table[s, layer] == pytest.approx(wanted)
             assert least[s, layer] <= table[s, layer] + 1e-9
-    same = Moves(costs, cuts, old_stages_of(old, old)).of(cuts, rule)
+    same = Moves(costs, cuts, old_stages_of(old, old)).move_to(cuts, rule)
     assert (same.bytes, same.bound_bytes, same.seconds) == (0, 0, 0)
 
 
@@ -73,9 +73,9 @@ def test_a_move_takes_as_long_as_the_busiest_link():
     costs = costs_of([1, 1, 1, 1], state_bytes=120, bandwidth=10.0, latency_s=0.5)
     stages = stages_of([2, 3])
     moves = Moves(costs, (0, 2, 4), old_stages_of(stages, stages))
-    move = moves.of((0, 1, 4), MemoryRule(1))  # layer 1: two workers give 60 B each, three get 40 B each
+    move = moves.move_to((0, 1, 4), MemoryRule(1))  # layer 1: two workers give 60 B each, three get 40 B each
     assert (move.bytes, move.bound_bytes, move.seconds) == (120, 120, 6.5)
-    assert moves.of((0, 1, 4), MemoryRule(0)).bytes == 360, "replicated state goes to each of the three"
+    assert moves.move_to((0, 1, 4), MemoryRule(0)).bytes == 360, "replicated state goes to each of the three"
     assert "120 B move" in str(move)
 
 

@@ -107,8 +107,8 @@ def test_bad_layers_are_refused(field, value):
         ({"bandwidth": 0.0}, "bandwidth"),
         ({"bandwidth": math.inf}, "bandwidth"),
         ({"latency_s": -1.0}, "latency_s"),
-        ({"speeds": ((0, 0.0),)}, "speed of a worker"),
-        ({"speeds": ((-1, 1.0),)}, "ranks, 0 or more"),
+        ({"speeds": ((0, 0.0),)}, "the speed of rank 0"),
+        ({"speeds": ((-1, 1.0),)}, "numbers, 0 or more"),
         ({"speeds": ((4, 1.0), (4, 2.0))}, "one speed"),
         ({"layers": ()}, "take time"),
         ({"layers": (LayerCost("a", 0, 0),)}, "take time"),
@@ -136,14 +136,14 @@ def changed(path: str, value: object) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is a JSON object"),
-        ("[]", "is a JSON object"),
+        ("{", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
         (changed("bandwidth", None), "no 'bandwidth'"),
         (changed("colour", 1), "colour"),
         (changed("layers", {}), "are a list"),
         (changed("layers.0", None), "no layer 0"),
         (changed("layers.1.index", 2), "no layer 1"),
-        (changed("layers.1.index", 0), "index of its own"),
+        (changed("layers.1.index", 0), "its own index"),
         (changed("layers.1.forward_s", -2.0), "at least 0"),
         (changed("layers.1.backward_s", None), "no 'backward_s'"),
         (changed("layers.1.tempo", 2), "tempo"),
@@ -160,7 +160,7 @@ def test_bad_profiles_are_refused(text, words):
 def test_a_profile_of_another_model_or_mesh_is_refused():
     costs = costs_of([1, 2, 3], speeds={7: 0.5})
     assert costs.check(3, range(8)) is costs
-    with pytest.raises(PlanError, match=r"3 layers .*profile.json(.|\n)*4 layers in the model"):
+    with pytest.raises(PlanError, match=r"profile.json has 3 layers .* and the model 4"):
         costs.check(4, where="profile.json")
     with pytest.raises(PlanError, match=r"ranks 7(.|\n)*ranks 0-6"):
         costs.check(3, range(7))
@@ -260,7 +260,7 @@ def test_bad_samples_are_refused_and_empty_ones_teach_nothing():
         ProfileSmoother(4).observe([LayerSample(0, 4, 1.0, 1.0)])
     smoother = ProfileSmoother(4).observe([LayerSample(0, 0, 0.0, 0.0)])
     assert smoother == ProfileSmoother(4) and smoother.costs(BASE) == BASE
-    with pytest.raises(PlanError, match="4 layers in the model"):
+    with pytest.raises(PlanError, match="and the model 4"):
         smoother.costs(costs_of([1, 2]))
 
 
