@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding_strategies import array_shapes, specs, stage_sizes
 
 from elaswave_spmd.errors import SpecError
 from elaswave_spmd.mesh import MeshShape
 from elaswave_spmd.sharding import P, TileMap
 from elaswave_spmd.sharding.tiles import part_start
+from tests.unit.sharding.sharding_strategies import array_shapes, specs, stage_sizes
 
 
 @st.composite
