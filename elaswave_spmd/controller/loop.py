@@ -148,6 +148,8 @@ class Controller:
         if isinstance(event, ManifestWritten):
             return [*self._checkpoints.written(event, now), *self._stopping.check(now)]
         if self._failures.is_ending:
+            if isinstance(event, Tick):
+                self._supervision.postpone(now)  # nobody that hangs now is of interest
             return self._failures.decide_while_ending(event, now)
         match event:
             case Received(message):

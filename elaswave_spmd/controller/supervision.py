@@ -83,6 +83,10 @@ class Supervision:
         self._ticked = now
         return suspects
 
+    def postpone(self, now: float) -> None:
+        """A tick was due, and nothing is to be decided any more: the next one is due a period later."""
+        self._ticked = now
+
     def last_sign(self, rank: int, faulted_at: float | None) -> Sign | None:
         """The instant of a worker's death, if a fault on purpose has written it down; else its last sign of life.
 
