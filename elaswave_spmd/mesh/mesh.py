@@ -40,19 +40,19 @@ class Mesh:
         object.__setattr__(self, "stages", stages)
         if tuple(map(len, stages)) != self.shape.stage_sizes:
             raise MeshError(
-                "Members and shape of a mesh agree",
-                got=f"stages of {format_ints(map(len, stages))} workers on shape {self.shape}",
+                f"a mesh has stages of {format_ints(map(len, stages))} workers on shape {self.shape}",
+                rule="members and shape of a mesh agree",
                 exists=f"stages of {format_ints(self.shape.stage_sizes)} workers",
                 fix="take the shape from MeshShape.of_stages, or use Mesh.with_stages",
             )
         if self.epoch < 0:
-            raise MeshError("Mesh epochs count from 0", got=self.epoch)
+            raise MeshError(f"mesh epoch {self.epoch} is below 0", rule="mesh epochs count from 0")
         if len(self._coordinate_of) != len(self.members) or min(self.members) < 0:
             seen: set[int] = set()
             wrong = [rank for rank in self.members if rank < 0 or rank in seen or seen.add(rank)]
             raise MeshError(
-                "A rank is 0 or more and stands at one coordinate",
-                got=f"rank {format_ints(wrong)} in stages {self._shown()}",
+                f"rank {format_ints(wrong)} is below 0 or stands twice in stages {self._shown()}",
+                rule="a rank is 0 or more and stands at one coordinate",
                 fix="give every worker a rank of its own",
             )
         if not self.topology.domains:
@@ -95,8 +95,8 @@ class Mesh:
         """
         if rank not in self._coordinate_of:
             raise MeshError(
-                "Only members of a mesh have a coordinate",
-                got=f"rank {rank}",
+                f"rank {rank} is no member of the mesh",
+                rule="only members of a mesh have a coordinate",
                 where=f"mesh epoch {self.epoch}",
                 exists=f"ranks {format_ints(sorted(self.members))}",
                 fix="ask the mesh of an epoch in which it was a member, or test `rank in mesh` first",
@@ -134,8 +134,8 @@ class Mesh:
         empty = [number for number, stage in enumerate(left) if not stage]
         if empty:
             raise MeshError(
-                "Every stage keeps at least one worker",
-                got=f"{self.shape} without ranks {format_ints(sorted(lost))} leaves stage {format_ints(empty)} empty",
+                f"{self.shape} without ranks {format_ints(sorted(lost))} leaves stage {format_ints(empty)} empty",
+                rule="every stage keeps at least one worker",
                 exists=f"{sum(map(len, left))} other workers",
                 fix="move a worker to that stage, or use fewer stages, by Mesh.with_stages",
             )
@@ -149,12 +149,16 @@ class Mesh:
         """
         if not 0 <= stage < self.num_stages:
             raise MeshError(
-                "Newcomers join a stage that exists", got=f"stage {stage}", exists=f"stages 0-{self.num_stages - 1}"
+                f"the mesh has no stage {stage}",
+                rule="newcomers join a stage that exists",
+                exists=f"stages 0-{self.num_stages - 1}",
             )
         more = tuple(ranks)
         if again := sorted(rank for rank in more if rank in self):
             raise MeshError(
-                "A newcomer has a rank of its own", got=f"rank {format_ints(again)}", fix="ranks are never reused"
+                f"rank {format_ints(again)} is a member already",
+                rule="a newcomer has a rank of its own",
+                fix="give it a new rank: ranks are never reused",
             )
         stages = [*self.stages[:stage], self.stages[stage] + more, *self.stages[stage + 1 :]]
         return self.with_stages(stages, domains)

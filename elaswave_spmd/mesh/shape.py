@@ -29,7 +29,7 @@ def check_axis_name(name: object, where: str = "") -> str:
     """Return `name` if it is an axis; else raise MeshError that lists the axes."""
     if name in AXES:
         return str(name)
-    raise MeshError("Unknown mesh axis", got=name, where=where, exists=", ".join(AXES), fix="use one of these names")
+    raise MeshError(f"{name!r} is no axis of a mesh", where=where, exists=", ".join(AXES), fix="use one of these names")
 
 
 def _size(value: object, what: str) -> int:
@@ -38,7 +38,11 @@ def _size(value: object, what: str) -> int:
     except TypeError:
         size = 0
     if size < 1 or isinstance(value, bool):
-        raise MeshError(f"{what} is a whole number, 1 or more", got=value, fix="leave the axis out to not use it")
+        raise MeshError(
+            f"{what} is {value!r}",
+            rule="a size is a whole number, 1 or more",
+            fix="leave the axis out to not use it",
+        )
     return size
 
 
@@ -83,8 +87,8 @@ class MeshShape:
         for axis in self.axes:
             if axis.name in sizes:
                 raise MeshError(
-                    "A mesh names an axis at most once",
-                    got="_".join(map(str, self.axes)),
+                    f"mesh {'_'.join(map(str, self.axes))} names axis {axis.name} twice",
+                    rule="a mesh names an axis at most once",
                     fix=f"keep one of {axis.name}{sizes[axis.name]} and {axis}",
                 )
             sizes[axis.name] = axis.size
@@ -119,15 +123,19 @@ class MeshShape:
         for word in () if name == "single" else name.split("_"):
             if re.fullmatch(r"stages[0-9]+(x[0-9]+)?(-[0-9]+(x[0-9]+)?)*", word):
                 if stages is not None:
-                    raise MeshError("A mesh names its stages at most once", got=name, fix="keep one list of stages")
+                    raise MeshError(
+                        f"mesh {name!r} names its stages twice",
+                        rule="a mesh names its stages at most once",
+                        fix="keep one list of stages",
+                    )
                 runs = (run.partition("x") for run in word[len("stages") :].split("-"))
                 stages = tuple(int(size) for size, _, times in runs for _ in range(int(times or 1)))
             elif found := re.fullmatch(rf"({'|'.join(AXES)})([0-9]+)", word):
                 axes.append(Axis(found[1], int(found[2])))
             else:
                 raise MeshError(
-                    "A mesh name is made of axes and sizes",
-                    got=f"{word!r} in {name!r}",
+                    f"{word!r} in the mesh name {name!r} is no axis with a size",
+                    rule="a mesh name is made of axes and sizes",
                     exists=f"axes {', '.join(AXES)}",
                     fix=f"write {_GRAMMAR}",
                 )
@@ -143,7 +151,11 @@ class MeshShape:
         if self.stages is not None and name == "pp":
             return len(self.stages)
         if self.stages is not None and name == "dp":
-            raise MeshError("Axis 'dp' of ragged stages has one size per stage", got=self.name, fix="use stage_sizes")
+            raise MeshError(
+                f"mesh {self.name} has several sizes of axis 'dp'",
+                rule="axis 'dp' of ragged stages has one size per stage",
+                fix="use stage_sizes",
+            )
         return next((axis.size for axis in self.axes if axis.name == name), 1)
 
     @property
@@ -194,13 +206,17 @@ def _check_stages(stages: Iterable[int], sizes: dict[str, int]) -> tuple[int, ..
     beside = [f"{name}{sizes[name]}" for name in WORKER_AXES if sizes.get(name, 1) > 1]
     if beside:
         raise MeshError(
-            "Stages say how many workers each stage has, and so do dp and pp",
-            got=f"stages={list(stages)} beside {' and '.join(beside)}",
+            f"stages={list(stages)} is given beside {' and '.join(beside)}",
+            rule="both say how many workers each stage has",
             fix="give either stages, or dp and pp",
         )
     checked = tuple(_size(size, "The number of workers of a stage") for size in stages)
     if not checked:
-        raise MeshError("A mesh has at least one stage", got="stages=[]", fix="name the workers of each stage: [3, 2]")
+        raise MeshError(
+            "stages=[] names no stage",
+            rule="a mesh has at least one stage",
+            fix="name the workers of each stage: [3, 2]",
+        )
     return checked
 
 

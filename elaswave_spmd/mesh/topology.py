@@ -30,12 +30,15 @@ class Topology:
         pairs = tuple(sorted((int(rank), tuple(path)) for rank, path in self.domains))
         object.__setattr__(self, "domains", pairs)
         if len(self._path_of) != len(pairs) or (pairs and pairs[0][0] < 0):
-            raise MeshError("A topology has one path for each rank, 0 or more", got=[rank for rank, _ in pairs][:16])
+            raise MeshError(
+                f"a rank is below 0 or named twice among {[rank for rank, _ in pairs][:16]}",
+                rule="a topology has one path for each rank, 0 or more",
+            )
         depths = {len(path) for _, path in pairs}
         if len(depths) > 1 or 0 in depths:
             raise MeshError(
-                "All ranks have failure domains of the same depth, at least one",
-                got=f"depths {sorted(depths)}",
+                f"failure domains have the depths {sorted(depths)}",
+                rule="all ranks have failure domains of the same depth, at least one",
                 fix="name the same levels for each rank, outermost first: ('rack0', 'host3')",
             )
 
@@ -53,7 +56,10 @@ class Topology:
     def regular(cls, ranks: Iterable[int], *, per_host: int = 8, hosts_per_rack: int = 16) -> Topology:
         """Ranks dealt in order to hosts of `per_host` workers, hosts to racks of `hosts_per_rack`."""
         if per_host < 1 or hosts_per_rack < 1:
-            raise MeshError("A host has at least 1 worker, a rack at least 1 host", got=(per_host, hosts_per_rack))
+            raise MeshError(
+                f"per_host={per_host} with hosts_per_rack={hosts_per_rack} leaves a host or a rack empty",
+                rule="a host has at least 1 worker, a rack at least 1 host",
+            )
         return cls(
             tuple(
                 (rank, (f"rack{place // (per_host * hosts_per_rack)}", f"host{place // per_host}"))
@@ -76,8 +82,7 @@ class Topology:
         """
         if rank not in self._path_of:
             raise MeshError(
-                "A rank needs failure domains",
-                got=f"rank {rank}",
+                f"the failure domains of rank {rank} are not known",
                 exists=f"{len(self.domains)} ranks, the first {[known for known, _ in self.domains[:8]]}",
                 fix="add it by Topology.with_ranks",
             )
@@ -112,8 +117,8 @@ class Topology:
                 merged[rank] = next(iter(paths))
             else:
                 raise MeshError(
-                    "A new rank needs failure domains where there are several",
-                    got=f"rank {rank}",
+                    f"the failure domains of new rank {rank} are not known",
+                    rule="a new rank needs failure domains where there are several",
                     exists=f"{len(paths)} domains, such as {sorted(paths)[:3]}",
                     fix=f"pass domains={{{rank}: (..., 'host')}}",
                 )

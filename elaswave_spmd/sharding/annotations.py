@@ -1,4 +1,4 @@
-"""What model code declares: `Shardings` of the model, `shard` for a parameter, `tie` for one used by two layers."""
+"""The declarations of model code: `Shardings` of the model, `shard` for a parameter, `tie` for one in two layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _STATE = ("params", "grads", "optim")
 
 @dataclass(frozen=True, kw_only=True)
 class Shardings:
-    """How a model lies on the worker axes. Data parallelism, pipeline and ZeRO are specs, not modes.
+    """The specs of a model on the worker axes. Data parallelism, pipeline and ZeRO are specs, not modes.
 
     Args:
-        batch: of the global batch; `P("dp")` deals its micro-batches over the workers of each stage.
-        layers: of the stack of layers; `P("pp")` deals layers over stages.
+        batch: of the global batch; `P("dp")` assigns its micro-batches to the workers of each stage.
+        layers: of the stack of layers; `P("pp")` assigns layers to stages.
         params, grads, optim: of the sequence of pages of each layer, over the workers of its stage: whole (`P(None)`)
             or `P("dp")`. None of them sharded is ZeRO-0; optim ZeRO-1; grads too ZeRO-2; params too ZeRO-3.
 
@@ -42,8 +42,8 @@ class Shardings:
         sharded = [field for field in _STATE if getattr(self, field).axes]
         if sharded != list(_STATE[len(_STATE) - len(sharded) :]):
             raise SpecError(
-                "Sharded params need sharded grads, and sharded grads need a sharded optim",
-                got=", ".join(f"{field}={getattr(self, field)}" for field in _STATE),
+                f"{', '.join(f'{field}={getattr(self, field)}' for field in _STATE)} is no ZeRO level",
+                rule="sharded params need sharded grads, and sharded grads need a sharded optim",
                 where="Shardings",
                 exists="ZeRO-0 none on dp; ZeRO-1 optim; ZeRO-2 grads, optim; ZeRO-3 params, grads, optim",
                 fix="add " + ", ".join(f'{field}=P("dp")' for field in _implied(sharded)),
@@ -52,15 +52,12 @@ class Shardings:
     def _check(self, field: str, axis: str) -> None:
         spec = getattr(self, field)
         if not isinstance(spec, P):
-            raise SpecError(
-                "A sharding is a spec", got=spec, where=f"Shardings.{field}", fix=f'write P("{axis}") or P(None)'
-            )
+            raise SpecError(f"Shardings.{field}={spec!r} is no spec", fix=f'write P("{axis}") or P(None)')
         if len(spec.entries) > 1 or not set(spec.axes) <= {axis}:
             island = set(spec.axes) & set(ISLAND_AXES)
             raise SpecError(
-                f"Shardings.{field} is one entry, on {axis!r} or whole",
-                got=spec,
-                where=f"Shardings.{field}",
+                f"Shardings.{field}={spec} is not one entry on {axis!r}",
+                rule=f"Shardings.{field} is one entry, on {axis!r} or whole",
                 exists=f'P("{axis}"), P(None)',
                 fix=f"{', '.join(sorted(island))} split single parameters: name them by shard()"
                 if island
@@ -69,24 +66,24 @@ class Shardings:
 
     @property
     def zero_level(self) -> int:
-        """How many of optim, grads, params lie on dp: 0, 1, 2 or 3, as in ZeRO."""
+        """The number of optim, grads and params that are split over dp: 0, 1, 2 or 3, the ZeRO level."""
         return sum(bool(getattr(self, field).axes) for field in _STATE)
 
     @property
     def name(self) -> str:
-        """What a user calls it: `zero2`, as in `sharding=zero2`."""
+        """The shorthand of these specs in settings: `zero2`, as in `sharding=zero2`."""
         return f"zero{self.zero_level}"
 
     def with_zero(self, level: int) -> Shardings:
         """These shardings at ZeRO level 0, 1, 2 or 3; batch and layers stay."""
         if level not in range(4):
-            raise SpecError("ZeRO has levels", got=level, exists="0, 1, 2, 3", fix="use one of these")
+            raise SpecError(f"ZeRO has no level {level!r}", exists="0, 1, 2, 3", fix="use one of these")
         params, grads, optim = (P("dp") if level >= needed else P(None) for needed in (3, 2, 1))
         return replace(self, params=params, grads=grads, optim=optim)
 
 
 def shard(module: _Module, **specs: P) -> _Module:
-    """Say how parameters of `module` lie on the axes inside a worker's island: `shard(self.up, weight=P("tp", None))`.
+    """Declare how parameters of `module` are split inside a worker's island: `shard(self.up, weight=P("tp", None))`.
 
     Returns the module itself. Another call for the same parameter replaces its spec.
 
@@ -100,14 +97,14 @@ def shard(module: _Module, **specs: P) -> _Module:
         if shape is None:
             exists = ", ".join(_parameter_names(module)) or "none in this module itself"
             raise SpecError(
-                "shard() names parameters of its module", got=name, where=where, exists=exists, fix="use one of these"
+                f"{type(module).__name__} has no parameter {name!r}", where=where, exists=exists, fix="use one of these"
             )
         if not isinstance(spec, P):
-            raise SpecError("A sharding is a spec", got=spec, where=where, fix='write P("tp", None)')
+            raise SpecError(f"{spec!r} is no spec", where=where, fix='write P("tp", None)')
         if outside := [axis for axis in spec.axes if axis in WORKER_AXES]:
             raise SpecError(
-                f"shard() splits inside one worker; {outside[0]!r} lies across workers, where state is dealt in pages",
-                got=spec,
+                f"{spec} splits over {outside[0]!r}, and {outside[0]!r} lies across workers",
+                rule="shard() splits inside one worker; across workers state is cut in pages",
                 where=where,
                 exists=f"axes {', '.join(ISLAND_AXES)}",
                 fix='declare it for the whole model: Shardings(params=P("dp"), ...) or layers=P("pp")',
@@ -119,7 +116,7 @@ def shard(module: _Module, **specs: P) -> _Module:
 
 
 def specs_of(module: Any) -> dict[str, P]:
-    """What `shard` was told of `module` and all modules below it: `{"attn.qkv.weight": P("tp", None)}`."""
+    """The specs that `shard` declared for `module` and all modules below it: `{"attn.qkv.weight": P("tp", None)}`."""
     modules: Iterable[tuple[str, Any]] = module.named_modules() if hasattr(module, "named_modules") else [("", module)]
     return {
         f"{path}.{name}" if path else name: spec
@@ -142,12 +139,10 @@ class Tie:
     def __post_init__(self) -> None:
         for name in (self.reader, self.owner):
             if not isinstance(name, str) or "." not in name.strip("."):
-                raise SpecError(
-                    "tie() names parameters as <layer>.<path>", got=name, where="tie()", fix='write "head.weight"'
-                )
+                raise SpecError(f"tie() got {name!r}, which is not <layer>.<path>", fix='write "head.weight"')
         if self.reader == self.owner:
             raise SpecError(
-                "tie() joins two parameters", got=f"{self.reader!r} twice", where="tie()", fix="name reader and owner"
+                f"tie() got {self.reader!r} twice", rule="tie() joins two parameters", fix="name reader and owner"
             )
 
     def __str__(self) -> str:

@@ -226,20 +226,24 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
     """
     if page_size <= 0 or page_size % ALIGNMENT:
         raise LayoutError(
-            f"a page is a positive multiple of {ALIGNMENT} elements",
-            got=page_size,
+            f"page.size={page_size} is no positive multiple of {ALIGNMENT}",
+            rule=f"a page is a positive multiple of {ALIGNMENT} elements",
             where="page.size",
             fix=f"page.size={max(ALIGNMENT, _align(max(page_size, 1)))}",
         )
     shapes = {p.name: p for use in uses for p in use.parameters}
     for p in shapes.values():
         if p.num_elements == 0:
-            raise LayoutError("a parameter has at least one element", got=p.shape, where=p.name)
+            raise LayoutError(f"parameter {p.name} has shape {p.shape}", rule="a parameter has at least one element")
     for use in uses:
         for reader, owner in use.reads:
             if owner not in shapes:
                 owners = ", ".join(sorted(shapes))
-                raise LayoutError("a tied parameter is owned by a layer", got=owner, where=reader, exists=owners)
+                raise LayoutError(
+                    f"{reader} is tied to {owner}, which no layer has",
+                    rule="a tied parameter is owned by a layer",
+                    exists=owners,
+                )
     tied = {owner for use in uses for _, owner in use.reads}
     home: dict[str, tuple[int, int]] = {}
     layers = [_lay_out_state(i, use, tied, page_size, home) for i, use in enumerate(uses)]

@@ -1,4 +1,4 @@
-"""`P`, a partition spec: which axes split which dims of an array. No mesh inside: it serves every mesh epoch."""
+"""`P`, a partition spec: the axes that split each dim of an array. No mesh inside: it serves every mesh epoch."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from math import prod
 from elaswave_spmd.errors import SpecError
 from elaswave_spmd.mesh import AXES, ISLAND_AXES, MeshShape
 
-ReducedGradient = str | tuple[str, ...] | None
-"""What splits one dim: nothing, an axis, or several axes, the first one coarsest."""
+Entry = str | tuple[str, ...] | None
+"""The axes that split one dim: none, one, or several, the first one coarsest."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class P:
-    """Which axes split which dims: `P("dp", None)` splits dim 0 over dp; dims beyond the last entry are whole.
+    """The axes that split each dim: `P("dp", None)` splits dim 0 over dp; dims beyond the last entry are whole.
 
-    Several axes on one dim cut in turn, the later ones cutting what the earlier ones left: `P(("pp", "dp"))` gives
-        each stage a part,
-    and each worker of a stage a part of that. The order is pp, dp, then tp and fsdp as wished: stages may have
-    different numbers of workers at any epoch, so cutting by dp first would have no meaning.
+    Several axes on one dim cut in turn, the later ones cutting what the earlier ones left: `P(("pp", "dp"))` gives each
+    stage a part, and each worker of a stage a part of that. The order is pp, dp, then tp and fsdp as wished: stages may
+    have different numbers of workers at any epoch, so cutting by dp first would have no meaning.
 
     Raises:
         SpecError: unknown axis, axis used twice, axes of one dim out of order, or an entry that is none of the above.
     """
 
-    entries: tuple[ReducedGradient, ...]
+    entries: tuple[Entry, ...]
 
-    def __init__(self, *entries: ReducedGradient) -> None:
+    def __init__(self, *entries: Entry) -> None:
         object.__setattr__(self, "entries", tuple(_canonical(entry, entries) for entry in entries))
         for axis in self.axes:
             if self.axes.count(axis) > 1:
                 raise SpecError(
-                    "A spec uses an axis at most once", got=self, where=f"axis {axis!r}", fix="keep it on one dim"
+                    f"{self} uses axis {axis!r} twice",
+                    rule="a spec uses an axis at most once",
+                    fix="keep it on one dim",
                 )
         for dim, entry in enumerate(self.entries):
             axes = self.axes_of(dim)
             ordered = tuple(sorted(axes, key=lambda axis: (axis in ISLAND_AXES, axis == "dp")))
             if axes != ordered:
                 raise SpecError(
-                    "Axes of one dim cut stages first, then the workers of a stage, then inside a worker",
-                    got=f"{entry!r} in {self}",
+                    f"{entry!r} in {self} has its axes out of order",
+                    rule="axes of one dim cut stages first, then the workers of a stage, then inside a worker",
                     fix=f"write {ordered!r}",
                 )
 
@@ -72,8 +73,8 @@ def check_spec(spec: P, shape: tuple[int, ...], mesh_shape: MeshShape | None = N
     """
     if len(spec.entries) > len(shape):
         raise SpecError(
-            "A spec has at most one entry per dim",
-            got=f"{spec} with {len(spec.entries)} entries for shape {shape} with {len(shape)} dims",
+            f"{spec} has {len(spec.entries)} entries for shape {shape} with {len(shape)} dims",
+            rule="a spec has at most one entry per dim",
             where=name,
             exists=f"dims {', '.join(map(str, range(len(shape)))) or 'none: a scalar is whole everywhere, P()'}",
             fix=f"write {P(*spec.entries[: len(shape)])}",
@@ -83,20 +84,20 @@ def check_spec(spec: P, shape: tuple[int, ...], mesh_shape: MeshShape | None = N
         parts = prod(sizes.values())
         if length % parts:
             raise SpecError(
-                f"Axes inside an island divide their dim evenly; {length} is no multiple of {parts}",
-                got=f"{spec} on dim {dim} of shape {shape}",
+                f"{length} is no multiple of {parts}, the parts in which {spec} splits dim {dim} of shape {shape}",
+                rule="axes inside an island divide their dim evenly",
                 where=name,
                 exists=f"mesh {mesh_shape}: {', '.join(f'{axis} of size {size}' for axis, size in sizes.items())}",
                 fix=f"make dim {dim} a multiple of {parts}, split another dim, or choose sizes that divide {length}",
             )
 
 
-def _canonical(entry: object, entries: tuple[object, ...]) -> ReducedGradient:
+def _canonical(entry: object, entries: tuple[object, ...]) -> Entry:
     axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
     if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
         raise SpecError(
-            "An entry of a spec is None, an axis, or a tuple of axes",
-            got=f"{entry!r} in P({', '.join(map(repr, entries))})",
+            f"{entry!r} in P({', '.join(map(repr, entries))}) names no axes",
+            rule="an entry of a spec is None, an axis, or a tuple of axes",
             exists=f"axes {', '.join(AXES)}",
             fix='write P("dp", None), or P(("pp", "dp"))',
         )
@@ -104,8 +105,8 @@ def _canonical(entry: object, entries: tuple[object, ...]) -> ReducedGradient:
         if axis not in AXES:
             close = get_close_matches(axis, AXES, n=1)
             raise SpecError(
-                "A spec names axes of the mesh",
-                got=f"{axis!r} in P({', '.join(map(_show, entries))})",
+                f"{axis!r} in P({', '.join(map(_show, entries))}) is no axis of a mesh",
+                rule="a spec names axes of the mesh",
                 exists=f"axes {', '.join(AXES)}",
                 fix=f"write {close[0]!r}" if close else "use one of these, or None for a dim that stays whole",
             )

@@ -1,4 +1,4 @@
-"""What happens to workers, as text and as a value: `fail 6`, `fail 3 6`, `slow 2 0.5`, `join 1`; several with `;`."""
+"""Events of workers, as text and as a value: `fail 6`, `fail 3 6`, `slow 2 0.5`, `join 1`; several with `;`."""
 
 from __future__ import annotations
 
@@ -35,21 +35,19 @@ class Change:
         named = [*self.gone, *(rank for rank, _ in self.slow)]
         if twice := sorted({rank for rank in named if named.count(rank) > 1}):
             raise PlanError(
-                "one thing happens to a worker at a time",
-                got=f"rank {format_ints(twice)} twice",
-                where=str(self),
+                f"rank {format_ints(twice)} is named twice in {str(self)!r}",
+                rule="one thing happens to a worker at a time",
                 fix="name each rank once: a worker that fails is not slow",
             )
         for rank, speed in self.slow:
             if not (math.isfinite(speed) and 0 < speed < 1):
                 raise PlanError(
-                    "a slow worker has a speed between 0 and 1",
-                    got=f"{speed:g}",
-                    where=str(self),
+                    f"slow {rank} {speed:g} is not between 0 and 1",
+                    rule="a slow worker has a speed between 0 and 1",
                     fix=f"slow {rank} 0.5",
                 )
         if self.joined < 0:
-            raise PlanError("0 or more workers join", got=self.joined, where=str(self), fix="join 1")
+            raise PlanError(f"join {self.joined} is below 0", fix="join 1")
 
     @classmethod
     def parse(cls, text: str) -> Change:
@@ -71,9 +69,13 @@ class Change:
                 joined += _whole(numbers[0], text)
             else:
                 known = word in ("fail", "slow", "join")
-                rule = f"{word} is followed by what it needs" if known else "an event is known"
+                wrong = "lacks what it needs" if known else "is no event"
                 raise PlanError(
-                    rule, got=part.strip() or "nothing", where=f"event={text!r}", exists=FORMS, fix="fail 6"
+                    f"{part.strip() or 'nothing'!r} {wrong}",
+                    rule=f"{word} is followed by what it needs" if known else "an event is known",
+                    where=f"event={text!r}",
+                    exists=FORMS,
+                    fix="fail 6",
                 )
         return cls(tuple(gone), tuple(slow), joined)
 
@@ -85,16 +87,16 @@ class Change:
         """
         if unknown := [rank for rank in (*self.gone, *(rank for rank, _ in self.slow)) if rank not in mesh]:
             raise PlanError(
-                "an event names workers of the mesh",
-                got=f"rank {format_ints(unknown)}",
+                f"rank {format_ints(unknown)} is no worker of the mesh",
+                rule="an event names workers of the mesh",
                 where=f"event={str(self)!r}",
                 exists=f"ranks {format_ints(sorted(mesh.members))} of mesh {mesh.shape}",
                 fix="name a rank that exists",
             )
         if len(self.gone) == mesh.num_workers and not self.joined:
             raise PlanError(
-                "somebody is left",
-                got=f"all {mesh.num_workers} workers fail",
+                f"all {mesh.num_workers} workers fail",
+                rule="somebody is left, or joins",
                 where=f"event={str(self)!r}",
                 fix="leave a worker, or let one join",
             )
@@ -126,7 +128,11 @@ def remaining_share(mesh: Mesh, costs: CostModel, change: Change) -> float:
 def _whole(text: str, event: str) -> int:
     if not text.isdecimal():
         raise PlanError(
-            "ranks and counts are whole numbers", got=text, where=f"event={event!r}", exists=FORMS, fix="fail 3 6"
+            f"{text!r} is not a whole number",
+            rule="ranks and counts are whole numbers",
+            where=f"event={event!r}",
+            exists=FORMS,
+            fix="fail 3 6",
         )
     return int(text)
 
@@ -136,5 +142,9 @@ def _speed(text: str, event: str) -> float:
         return float(text)
     except ValueError:
         raise PlanError(
-            "a speed is a number", got=text, where=f"event={event!r}", exists=FORMS, fix="slow 2 0.5"
+            f"{text!r} is not a number",
+            rule="a speed is a number",
+            where=f"event={event!r}",
+            exists=FORMS,
+            fix="slow 2 0.5",
         ) from None
