@@ -95,7 +95,7 @@ def _with_mirrors(
 
 
 def _split(pages: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | None]:
-    """The first pages of a pages, and the rest if there is any."""
+    """The first pages of a page range, and the rest if there is any."""
     if num_pages >= pages.num_pages:
         return pages, None
     cut, same = pages.first + num_pages, (pages.primary, pages.replicas, pages.learners)
@@ -105,7 +105,7 @@ def _split(pages: ReplicaSet, num_pages: int) -> tuple[ReplicaSet, ReplicaSet | 
 class _Balance:
     """The state pages of one stage on their way to even shares: `floor` pages each, one more for those with a slot.
 
-    Runs keep their old primary in here; `_at` says who has them now.
+    Page ranges keep their old primary in here; `_at` has the worker that they are assigned to now.
     """
 
     def __init__(self, stage: int, choice: MirrorChoice, layout: ModelLayout, sharding: StateSharding) -> None:
@@ -131,7 +131,7 @@ class _Balance:
         self._far: dict[Alive, list[int]] = {}
 
     def fill(self, ranges: Sequence[ReplicaSet]) -> None:
-        """Puts the ranges to their primaries."""
+        """Assigns the page ranges to their present primaries."""
         workers = frozenset(self._choice.stage_of)
         losses = {(ly.index, ly.loss_block.first_page) for ly in self._layout.layers if ly.loss_block}
         groups: defaultdict[tuple[int, frozenset[int]], list[ReplicaSet]] = defaultdict(list)
@@ -160,14 +160,14 @@ class _Balance:
         return self._members[-1]
 
     def assigned(self) -> Iterator[tuple[ReplicaSet, Alive, int]]:
-        """(pages, replicas that are members, its primary from now on)."""
+        """(page range, replicas that are members, its primary from now on)."""
         yield from self._loss
         for rank in self._members:
             for alive, ranges in self._at[rank].items():
                 yield from ((pages, alive, rank) for pages in ranges)
 
     def is_complete(self, pages: ReplicaSet, alive: Alive) -> bool:
-        """Whether a pages of a primary in this stage has exactly the replicas that it should have."""
+        """True if a page range with its primary in this stage has exactly the replicas that it should have."""
         if alive not in self._complete:
             count, everybody = self._choice.count, self._everybody
             wanted = max(count + 1, len(everybody)) if self._replicated else count + 1
@@ -175,7 +175,7 @@ class _Balance:
         return len(alive) == len(pages.replicas) and self._complete[alive]
 
     def even_out(self) -> None:
-        """Hands pages over until everybody has the floor, or one more with a slot."""
+        """Hands pages over until every member has the floor, or one more with a slot."""
         self._hand_to_learners()
         for least_distance in (1, 0) if self._farthest and not self._replicated else (0,):
             self._least_distance, self._stuck = least_distance, set()
@@ -189,10 +189,10 @@ class _Balance:
                 while not self._room(taker):
                     taker = next(takers)
                 self._hand_over(source, list(self._at[source]), taker, min(excess, self._room(taker)))
-        self._deal_strays()
+        self._assign_strays()
 
     def _is_free(self, alive: Alive) -> bool:
-        """Whether any member of the stage can become the primary without a copy that is not needed anyway."""
+        """True if any member of the stage can become the primary without a copy beyond those needed anyway."""
         return self._replicated or len(alive) <= self._choice.count
 
     def _excess(self, rank: int) -> int:
@@ -206,9 +206,9 @@ class _Balance:
     # ---- what costs nothing: augmenting paths
 
     def _search(self, source: int) -> list[Step] | None:
-        """The shortest way on which pages can change hands for nothing until somebody has room for them.
+        """The shortest path on which pages change hands without a copy to a worker with room for them.
 
-        Nobody on the way of a search that failed will ever be on one that succeeds.
+        An augmenting path of the maximum flow. Workers on a search that failed can be on no later one that succeeds.
         """
         came: dict[int, tuple[int, Alive | None]] = {}
         queue = deque((source,))
@@ -243,7 +243,7 @@ class _Balance:
             yield None, _SLOT
 
     def _takers(self, alive: Alive) -> Sequence[int]:
-        """Who may be the primary of pages that miss a copy: the farthest with room, or else all who are far enough."""
+        """The candidates for pages that miss a copy: the farthest worker with room, or else all that are far enough."""
         best, best_distance = _NOBODY, self._least_distance - 1
         for rank in self._members:
             if self._room(rank):
@@ -254,7 +254,7 @@ class _Balance:
                     break
         if best != _NOBODY:
             return (best,)
-        assert self._least_distance, "as long as somebody has too many pages, somebody has too few"
+        assert self._least_distance, "as long as a worker has too many pages, another has too few"
         if alive not in self._far:
             self._far[alive] = [rank for rank in self._members if self._distance(rank, alive)]
         return self._far[alive]
@@ -289,10 +289,10 @@ class _Balance:
             self._load[rank] += num_pages
 
     def _hand_over(self, source: int, which: Sequence[Alive], taker: int, amount: int) -> None:
-        """Moves `amount` pages with these replicas, first those that the taker is learning.
+        """Moves `amount` pages with these replicas, first those that the taker is a learner of.
 
-        It takes from the layers of which it has least, so that each layer stays dealt over all workers. An atom is
-        split where the rest of it is not to move, or where the taker would have far too much of the layer.
+        It takes from the layers of which it has least, so that each layer stays spread over all workers. A page range
+        is split where the rest of it is not to move, or where the taker would have far too much of the layer.
         """
         has, turns = self._pages_by_layer(taker), Counter[int]()
         queue = [(pages, alive) for alive in which for pages in self._at[source][alive]]
@@ -325,7 +325,7 @@ class _Balance:
             self._at[source][alive].append(pages)
 
     def _pages_by_layer(self, rank: int) -> Counter[int]:
-        """Kept up to date from the first question on."""
+        """Pages of a worker by layer; kept up to date from the first call on."""
         if rank not in self._of_layer:
             self._of_layer[rank] = Counter()
             for ranges in self._at[rank].values():
@@ -334,7 +334,7 @@ class _Balance:
         return self._of_layer[rank]
 
     def _hand_to_learners(self) -> None:
-        """Whoever is learning pages of somebody with too many gets them first: a plan that is under way goes on."""
+        """Learners of the pages of a worker with too many get them first: a plan that is under way goes on."""
         for source in self._at:
             for alive, ranges in list(self._at[source].items()):
                 if any(pages.learners for pages in ranges):
@@ -342,7 +342,7 @@ class _Balance:
                     self._at[source][alive] = [pages for pages in left if pages]
 
     def _without_learned(self, source: int, alive: Alive, pages: ReplicaSet) -> ReplicaSet | None:
-        """Gives the first pages of a pages to a learner, as the excess and its room allow; returns the others."""
+        """Gives the first pages of a range to a learner, as the excess and its room allow; returns the others."""
         for rank in sorted(pages.learners & self._everybody):
             if num_pages := min(self._excess(source), self._room(rank)):
                 head, tail = _split(pages, num_pages)
@@ -351,7 +351,7 @@ class _Balance:
         return pages
 
     def _book(self, source: int, alive: Alive, pages: ReplicaSet, taker: int) -> None:
-        """Books a pages at its taker; the source's list is not touched."""
+        """Counts a page range for its taker; the source's list is not touched."""
         self._put(taker, alive, (pages,))
         self._size[source][alive] -= pages.num_pages
         if source >= 0:
@@ -363,8 +363,8 @@ class _Balance:
             self._slots.add(taker)
             self._free_slots -= 1
 
-    def _deal_strays(self) -> None:
-        """Deals what nobody has, each layer over all who have room, in proportion: one neighbour to one neighbour."""
+    def _assign_strays(self) -> None:
+        """Assigns pages without a primary in the stage, each layer over all members with room, in proportion."""
         for rank in self._members:
             if self._free_slots and rank not in self._slots:
                 self._slots.add(rank)
