@@ -6,12 +6,12 @@ from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Repair,
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls
 from elaswave_spmd.simulator.optimum import Optimum, optimum
 from elaswave_spmd.simulator.policies import Case, Constants, DropReplica, Ours, Outcome, Policy, Restart
+from elaswave_spmd.simulator.recompute import RecomputedStep, recompute_step
 from elaswave_spmd.simulator.reroute import Reroute
-from elaswave_spmd.simulator.salvage import Salvaged, salvage
 from elaswave_spmd.simulator.shapes import alike, healthy, llama
-from elaswave_spmd.simulator.story import Phase, Story, tell
 from elaswave_spmd.simulator.templates import Templates
 from elaswave_spmd.simulator.trace import Timeline
+from elaswave_spmd.simulator.transition import Phase, Transition, simulate_transition
 from elaswave_spmd.simulator.work import Span, Work
 
 __all__ = [
@@ -30,18 +30,18 @@ __all__ = [
     "Outcome",
     "Phase",
     "Policy",
+    "RecomputedStep",
     "Repair",
     "Reroute",
     "Restart",
     "Restarts",
     "Run",
-    "Salvaged",
     "Scale",
     "Span",
     "Stalls",
-    "Story",
     "Templates",
     "Timeline",
+    "Transition",
     "Wires",
     "Work",
     "alike",
@@ -51,6 +51,6 @@ __all__ = [
     "llama",
     "optimum",
     "outages",
-    "salvage",
-    "tell",
+    "recompute_step",
+    "simulate_transition",
 ]

@@ -22,7 +22,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.rebalance import Decision, Variant, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, StepTime, step_time
-from elaswave_spmd.simulator import Case, Change, alike, healthy, llama, tell
+from elaswave_spmd.simulator import Case, Change, alike, healthy, llama, simulate_transition
 from elaswave_spmd.simulator.shapes import LlamaShape
 
 _OWN = {"event": "", "trace": "", "json": "false"}
@@ -292,9 +292,9 @@ def _stages(assignment: Assignment) -> dict[str, Any]:
 
 
 def _write_trace(plan: Plan, path: Path) -> None:
-    story = tell(plan.case, plan.decision)
+    transition = simulate_transition(plan.case, plan.decision)
     try:
-        story.timeline.write(path)
+        transition.timeline.write(path)
     except OSError as error:
         what = f"cannot write trace={path} ({error.strerror or error})"
         raise ConfigError(what, where=f"trace={path}", fix="a file that can be written") from None

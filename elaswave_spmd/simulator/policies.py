@@ -2,8 +2,9 @@
 
 Common to all: the same layers, workers, links and seconds; a step takes what timing.step_time gives (longest way
 through 1F1B lists with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
-its own; the same seconds to notice a loss and to tell everybody. Healthy, all run the same placement, with its mirrors;
-afterwards only we have any. Steps are those that a policy comes to in the end. Other systems' policies are modelled
+its own; the same seconds to detect a loss and to inform all workers. Healthy, all run the same placement, with its
+mirrors; afterwards only we have any. Steps are those that a policy comes to in the end. Other systems' policies are
+modelled
 after their papers, not run: nothing here is a measurement of their code. Newcomers are of our policy only.
 """
 
@@ -23,7 +24,7 @@ from elaswave_spmd.scheduling.rebalance import Decision, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.engine import FREE, execute
-from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import Work
 
 MOST_ACTIONS = 1 << 20
@@ -148,10 +149,10 @@ class Policy(Protocol):
 class Ours:
     """This project: `plan_change`, with its axes to choose from.
 
-    Modelled: micro-batches dealt by speed, layers and stages moved if that pays, frequencies: all by `plan_change`,
-    which runs make their plans with; the step that a loss falls into, salvaged action by action. Not modelled: the
-    reduction's share of the salvage, and the slower steps until layers have moved (`story.tell` has these). It cannot
-    go on where no partition fits in memory.
+    Modelled: micro-batches assigned by speed, layers and stages moved if that pays, and frequencies, all by
+    `plan_change`, which real runs plan with; and the step in which workers are lost, recomputed action by action. Not
+    modelled: the reduction's share of what is recomputed, and the slower steps until layers have moved
+    (`simulate_transition` has these). A run cannot go on if no partition fits in memory.
 
     Args:
         layers: layers may move.
@@ -186,13 +187,13 @@ class Ours:
         recovery_s = decision.now.move.seconds
         if case.change.gone:
             now_s = case.seconds(decision.now.assignment, case.after)
-            recovery_s += case.constants.detect_s + mean_salvage_s(case.healthy, case.costs, case.change.gone, now_s)
+            recovery_s += case.constants.detect_s + mean_recompute_s(case.healthy, case.costs, case.change.gone, now_s)
         return Outcome(
             self.name, seconds, case.healthy.num_microbatches, recovery_s, "; ".join(decision.reasons), decision
         )
 
 
-def mean_salvage_s(healthy: Assignment, costs: CostModel, gone: Collection[int], now_s: float) -> float:
+def mean_recompute_s(healthy: Assignment, costs: CostModel, gone: Collection[int], now_s: float) -> float:
     """Seconds that a loss costs its step, beyond what a step takes from then on; the mean over moments of the step.
 
     Args:
@@ -201,7 +202,7 @@ def mean_salvage_s(healthy: Assignment, costs: CostModel, gone: Collection[int],
     whole = execute(Work.of(healthy), costs, wires=FREE)
     whole_s, found = whole.step_s, []
     for moment in _MOMENTS:
-        step = salvage(healthy, costs, gone, moment * whole_s, whole)
+        step = recompute_step(healthy, costs, gone, moment * whole_s, whole)
         found.append(moment * whole_s if step is None else step.seconds - now_s)  # None: the step begins again
     return max(0.0, sum(found) / len(found))
 

@@ -20,7 +20,7 @@ from elaswave_spmd.simulator.work import Span, Work
 
 
 @dataclass(frozen=True)
-class Salvaged:
+class RecomputedStep:
     """A step that a loss fell into; detection is not counted.
 
     Args:
@@ -41,9 +41,9 @@ class Salvaged:
         return max(0.0, self.seconds - self.whole_s)
 
 
-def salvage(
+def recompute_step(
     assignment: Assignment, costs: CostModel, gone: Collection[int], at: float, undisturbed: Run | None = None
-) -> Salvaged | None:
+) -> RecomputedStep | None:
     """The step in which workers are lost at second `at`.
 
     Args:
@@ -60,19 +60,19 @@ def salvage(
     kept = tuple(span for span in whole.spans if span.stop <= at)
     done = frozenset(span.action for span in kept if span.worker not in lost)
     owners = tuple(
-        _redeal(stage, of_stage, members, done, costs)
+        _reassign(stage, of_stage, members, done, costs)
         for stage, (of_stage, members) in enumerate(zip(work.owners, stages, strict=True))
     )
     limits = (assignment.num_microbatches,) * len(stages)
     left = replace(work, stages=stages, owners=owners, lists=None, done=done, limits=limits)
     if not any(left.left().values()):
-        return Salvaged(whole.step_s, kept, (), max(at, whole.step_s))
+        return RecomputedStep(whole.step_s, kept, (), max(at, whole.step_s))
     run = execute(left, costs, wires=FREE)
     rest = tuple(span._replace(start=at + span.start, stop=at + span.stop) for span in run.spans)
-    return Salvaged(whole.step_s, kept, rest, at + run.step_s)
+    return RecomputedStep(whole.step_s, kept, rest, at + run.step_s)
 
 
-def _redeal(
+def _reassign(
     stage: int, owners: Sequence[int], members: Sequence[int], done: Collection[Action], costs: CostModel
 ) -> tuple[int, ...]:
     """Micro-batches of workers that are gone go to whoever of the stage has least left to do."""

@@ -27,15 +27,15 @@ from elaswave_spmd.simulator.policies import (
     Outcome,
     Policy,
     Restart,
-    mean_salvage_s,
+    mean_recompute_s,
 )
 from elaswave_spmd.simulator.report import Cell, Figure, Report, Table
 from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.scenario import EventCase, Events, Goodput, model_of
 from elaswave_spmd.simulator.shapes import healthy
-from elaswave_spmd.simulator.story import tell
 from elaswave_spmd.simulator.templates import Templates
 from elaswave_spmd.simulator.trace import Timeline
+from elaswave_spmd.simulator.transition import simulate_transition
 
 Say = Callable[[str], None]
 
@@ -80,7 +80,7 @@ def timeline_of(scenario: Events | Goodput, label: str = "") -> Timeline | None:
     for row, cases in rows:
         if label in ("", row):
             decision = Ours().answer(cases[0]).decision
-            return tell(cases[0], decision).timeline if decision else None
+            return simulate_transition(cases[0], decision).timeline if decision else None
     return None
 
 
@@ -219,7 +219,7 @@ def survivors(scenario: Goodput, steps: Table) -> tuple[Survivor, ...]:
 
 def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
     say("steps, action by action")
-    steps, salvage = executed(scenario), salvaged_share(scenario)
+    steps, salvage = executed(scenario), recomputed_share(scenario)
     costs, policies = model_of(scenario.model), survivors(scenario, steps)
     stalls = Stalls(scenario.regroup_s, scenario.join_s, scenario.restart_s, scenario.checkpoint_s, salvage)
     seconds = scenario.days * DAY
@@ -253,12 +253,12 @@ def _small(scenario: Goodput, replicas: int) -> Placement:
     return healthy(mesh, model_of(scenario.model), replicas * scenario.microbatches)
 
 
-def salvaged_share(scenario: Goodput, replicas: int = 8) -> float:
+def recomputed_share(scenario: Goodput, replicas: int = 8) -> float:
     """Part of a step that is done again where it is salvaged: in virtual time, on fewer replicas, which is too much."""
     costs, placement = model_of(scenario.model), _small(scenario, replicas)
     whole_s = step_time(Assignment.of(placement), costs, most_actions=MOST_ACTIONS).seconds
     gone = [placement.mesh.stages[scenario.stages // 2][1]]
-    return mean_salvage_s(Assignment.of(placement), costs, gone, whole_s) / whole_s
+    return mean_recompute_s(Assignment.of(placement), costs, gone, whole_s) / whole_s
 
 
 def executed(scenario: Goodput, replicas: int = 16) -> Table:

@@ -1,8 +1,8 @@
 """A change of the mesh as it goes on in time: the step it falls into, micro-batches at once, layers behind, hints last.
 
-Modelled: steps before and after on the engine, with wires, sums, mirrors and votes; detection; salvage of the step;
-state that moves in the background on what links have left over while steps go on. Not modelled: that the background
-transfer slows messages, and learners' own updates.
+Modelled: steps before and after on the engine, with wires, sums, mirrors and votes; detection; recomputation of the
+lost part of the step; state that moves in the background on what links have left over while steps go on. Not modelled:
+that the background transfer slows messages, and learners' own updates.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from elaswave_spmd.scheduling.rebalance import Decision, Hint
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.engine import SHARED, Run, Wires, execute
 from elaswave_spmd.simulator.policies import Case
-from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.trace import Timeline
 from elaswave_spmd.simulator.work import Work
 
-HEALTHY, SALVAGED, MICROBATCHES, LAYERS, HINTS = (
+HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS, HINTS = (
     "healthy",
-    "salvaged",
-    "micro-batches dealt anew",
+    "recomputed",
+    "micro-batches assigned anew",
     "layers moved",
     "hints set",
 )
@@ -34,7 +34,7 @@ class Phase:
     """Steps that are alike.
 
     Args:
-        name: HEALTHY, SALVAGED, UNITS, LAYERS or HINTS.
+        name: HEALTHY, RECOMPUTED, UNITS, LAYERS or HINTS.
         steps: how many there are; 0: until the run ends.
         step_s: of each.
         start: of the first, in seconds.
@@ -47,7 +47,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Story:
+class Transition:
     """What happened.
 
     Args:
@@ -63,17 +63,19 @@ class Story:
     timeline: Timeline
 
 
-def tell(case: Case, decision: Decision, *, moment: float = 0.5, shown: int = 2, wires: Wires = SHARED) -> Story:
+def simulate_transition(
+    case: Case, decision: Decision, *, moment: float = 0.5, shown: int = 2, wires: Wires = SHARED
+) -> Transition:
     """Plays a decision.
 
     Args:
         moment: of the step at which workers are lost, as a part of it.
         shown: steps of each phase that the timeline has, at most.
     """
-    return _Teller(case, decision, shown, wires).tell(moment)
+    return _Simulation(case, decision, shown, wires).run(moment)
 
 
-class _Teller:
+class _Simulation:
     def __init__(self, case: Case, decision: Decision, shown: int, wires: Wires) -> None:
         self._case, self._decision, self._shown, self._wires = case, decision, shown, wires
         self._timeline = Timeline(f"{case.placement.mesh.shape}: {case.change} (virtual time)")
@@ -81,7 +83,7 @@ class _Teller:
         self._now = 0.0
         self._step = 0
 
-    def tell(self, moment: float) -> Story:
+    def run(self, moment: float) -> Transition:
         case, decision = self._case, self._decision
         self._timeline.name_rows(case.healthy.stages)
         self._timeline.name_rows(decision.last.assignment.stages)
@@ -109,7 +111,7 @@ class _Teller:
             self._set(decision.hints)
             table = {rank: hint.frequencies for hint in decision.hints for rank in hint.ranks}
             self._steps(HINTS, decision.last.assignment, case.after, 0, table)
-        return Story(tuple(self._phases), migration_s, blocking_s, self._timeline)
+        return Transition(tuple(self._phases), migration_s, blocking_s, self._timeline)
 
     def _run(
         self,
@@ -155,7 +157,7 @@ class _Teller:
 
     def _loss(self, moment: float) -> None:
         case, at = self._case, moment * self._case.before_s
-        found = salvage(case.healthy, case.costs, case.change.gone, at)
+        found = recompute_step(case.healthy, case.costs, case.change.gone, at)
         for rank in case.change.gone:
             self._timeline.event(self._now + at, f"worker {rank} is lost")
         detect_s, start = case.constants.detect_s, self._now
@@ -167,7 +169,7 @@ class _Teller:
         after = [span._replace(step=self._step + 1) for span in found.rest]
         self._timeline.actions(before, offset=start)
         self._timeline.actions(after, offset=start + detect_s)
-        self._phases.append(Phase(SALVAGED, 1, found.seconds + detect_s, start))
+        self._phases.append(Phase(RECOMPUTED, 1, found.seconds + detect_s, start))
         self._now, self._step = start + found.seconds + detect_s, self._step + 2
 
     def _set(self, hints: tuple[Hint, ...]) -> None:

@@ -15,7 +15,7 @@ from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
 from elaswave_spmd.scheduling.step_time import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
 from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
-from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import WEIGHTS, Work
 from tests.unit.scheduling.planning_cases import assigned, costs_of
 from tests.unit.simulator.sim_cases import assignments
@@ -210,7 +210,7 @@ def test_salvage_does_what_is_missing_and_only_that(case, moment, data):
     able = [rank for members in assignment.stages if len(members) > 1 for rank in members]
     gone = [data.draw(st.sampled_from(able))] if able else [assignment.stages[0][0]]
     whole_s = execute(Work.of(assignment), costs, wires=FREE).step_s
-    found = salvage(assignment, costs, gone, moment * whole_s)
+    found = recompute_step(assignment, costs, gone, moment * whole_s)
     if not able:
         assert found is None
         return
@@ -232,7 +232,7 @@ def test_a_loss_at_the_end_costs_the_lost_microbatches_again():
     again.
     """
     costs = costs_of([3.0])
-    found = salvage(assigned([2], 4, costs), costs, [1], 6.0)
+    found = recompute_step(assigned([2], 4, costs), costs, [1], 6.0)
     assert found is not None and found.longer_s == pytest.approx(6.0)
-    start = salvage(assigned([2], 4, costs), costs, [1], 0.0)
+    start = recompute_step(assigned([2], 4, costs), costs, [1], 0.0)
     assert start is not None and start.seconds == pytest.approx(12.0)

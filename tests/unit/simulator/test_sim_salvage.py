@@ -14,7 +14,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
-from elaswave_spmd.simulator.salvage import salvage
+from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import owners_of
 from tests.unit.scheduling.planning_cases import assigned, costs_of
 
@@ -53,7 +53,7 @@ def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
     assignment = assigned([dp] * pp, microbatches, costs)
     gone = data.draw(st.sets(st.sampled_from([r for m in assignment.stages for r in m[1:]]), min_size=1, max_size=3))
     moment = data.draw(st.floats(0, 1), label="moment")
-    found = salvage(assignment, costs, gone, moment * 3 * (microbatches + pp))
+    found = recompute_step(assignment, costs, gone, moment * 3 * (microbatches + pp))
     assert found is not None, "the first worker of each stage lives"
     stages = tuple(tuple(rank for rank in members if rank not in gone) for members in assignment.stages)
     done = {span.action for span in found.kept if span.worker not in gone}

@@ -15,9 +15,9 @@ from elaswave_spmd.simulator import report, scenario
 from elaswave_spmd.simulator.engine import execute
 from elaswave_spmd.simulator.policies import Ours
 from elaswave_spmd.simulator.report import Figure, Report, Table
-from elaswave_spmd.simulator.story import HEALTHY, HINTS, LAYERS, MICROBATCHES, SALVAGED, tell
 from elaswave_spmd.simulator.tables import cases_of, run_scenario, timeline_of
 from elaswave_spmd.simulator.trace import Timeline, bubble_share
+from elaswave_spmd.simulator.transition import HEALTHY, HINTS, LAYERS, MICROBATCHES, RECOMPUTED, simulate_transition
 from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import assigned, costs_of
 from tests.unit.simulator.sim_cases import case_of
@@ -257,30 +257,30 @@ def test_a_timeline_has_each_action_and_fills_the_gaps(tmp_path):
     assert shares[2] < shares[0] == shares[1] and bubble_share([]) == {}
 
 
-def test_a_story_goes_from_microbatches_to_layers_to_hints():
+def test_a_transition_goes_from_microbatches_to_layers_to_hints():
     case = case_of("dp4_pp2", 32, "fail 5 6", state_bytes=10**14)
     decision = Ours(stages=False, frequencies=FrequencyRange(0.7, 1.1)).answer(case).decision
     assert decision is not None and decision.later is not None
-    story = tell(case, decision)
-    names = [phase.name for phase in story.phases]
-    assert names == [HEALTHY, SALVAGED, MICROBATCHES, LAYERS, HINTS]
-    by_name = {phase.name: phase for phase in story.phases}
+    transition = simulate_transition(case, decision)
+    names = [phase.name for phase in transition.phases]
+    assert names == [HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS, HINTS]
+    by_name = {phase.name: phase for phase in transition.phases}
     assert by_name[LAYERS].step_s < by_name[MICROBATCHES].step_s
     assert by_name[HINTS].step_s <= by_name[LAYERS].step_s * (1 + 1e-9)
-    starts = [phase.start for phase in story.phases]
-    assert starts == sorted(starts) and story.blocking_s == decision.later.move.seconds > 0
-    assert story.migration_s >= story.blocking_s, "it has what links have left over"
-    assert by_name[MICROBATCHES].steps * by_name[MICROBATCHES].step_s == pytest.approx(story.migration_s, rel=0.2)
-    said = [event["name"] for event in story.timeline.events() if event["ph"] == "i"]
+    starts = [phase.start for phase in transition.phases]
+    assert starts == sorted(starts) and transition.blocking_s == decision.later.move.seconds > 0
+    assert transition.migration_s >= transition.blocking_s, "it has what links have left over"
+    assert by_name[MICROBATCHES].steps * by_name[MICROBATCHES].step_s == pytest.approx(transition.migration_s, rel=0.2)
+    said = [event["name"] for event in transition.timeline.events() if event["ph"] == "i"]
     assert "worker 5 is lost" in said and any(name.startswith("layers are promoted") for name in said)
-    lost = [e for e in story.timeline.events() if e["ph"] == "X" and e["pid"] == 7 and e["cat"] == "action"]
+    lost = [e for e in transition.timeline.events() if e["ph"] == "X" and e["pid"] == 7 and e["cat"] == "action"]
     assert max(e["ts"] for e in lost) < 1e6 * by_name[MICROBATCHES].start
 
 
-def test_a_story_of_a_stage_that_is_gone_begins_the_step_again():
+def test_a_transition_after_the_loss_of_a_stage_begins_the_step_again():
     case = case_of("dp2_pp2", 8, "fail 2 3")
     decision = Ours().answer(case).decision
     assert decision is not None
-    story = tell(case, decision)
-    assert SALVAGED not in [phase.name for phase in story.phases]
-    assert any("begins again" in event["name"] for event in story.timeline.events())
+    transition = simulate_transition(case, decision)
+    assert RECOMPUTED not in [phase.name for phase in transition.phases]
+    assert any("begins again" in event["name"] for event in transition.timeline.events())
