@@ -34,7 +34,7 @@ class Scene:
         self.board = RobustMutexTable(str(self.directory), capacity)
         self.deaths: queue.Queue[int] = queue.Queue()
         self.watcher = Watcher(self.board, self.deaths.put)
-        self.fork_server = ForkServerClient.start("latch_targets:worker", preload=("numpy",))
+        self.fork_server = ForkServerClient.start("death_watch_targets:worker", preload=("numpy",))
         self.pids: dict[int, int] = {}
 
     def start(self, rank: int, ends: str = NEVER, *, holds: bool = True) -> None:
@@ -227,7 +227,7 @@ def test_a_seat_is_plain_data_and_stays(scene: Scene, capacity: int) -> None:
 
 def test_a_latch_has_one_owner(scene: Scene, tmp_path: Path) -> None:
     report = tmp_path / "report"
-    with ForkServerClient.start("latch_targets:hold_twice", preload=()) as fork_server:
+    with ForkServerClient.start("death_watch_targets:hold_twice", preload=()) as fork_server:
         fork_server.spawn(0, {"seat": scene.board.seat(0), "report": str(report)})
         eventually(lambda: report.exists() and report.read_text())
     assert "has an owner already: EBUSY" in report.read_text()

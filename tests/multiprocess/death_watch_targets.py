@@ -1,4 +1,4 @@
-"""What the workers of the latch tests run; named as "latch_targets:worker" in ForkServerClient.start."""
+"""What the workers of the latch tests run; named as "death_watch_targets:worker" in ForkServerClient.start."""
 
 from __future__ import annotations
 
