@@ -23,7 +23,7 @@ from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.runtime.transport.links import has_room
+from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.sharding.replicas import all_runs, unsurvived_text
 

@@ -24,9 +24,11 @@ from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, DataError, RunError, UserError
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve
-from elaswave_spmd.runtime.transport.links import CONTROLLER, AgentLinks, Links, make_room, socket_directory
+from elaswave_spmd.runtime.transport.agent_links import AgentLinks
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -149,7 +151,7 @@ class Agent:
         return False
 
     def _prepare(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
-        make_room(num_workers)
+        raise_fd_limit(num_workers)
         self._restart_fork_server(worker_start(settings), settings.timeouts.orphan_grace)
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
             resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))

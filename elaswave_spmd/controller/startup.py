@@ -29,6 +29,7 @@ from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
 from elaswave_spmd.runtime.processes.agents import Agents
+from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
@@ -222,5 +223,5 @@ def _open(settings: Settings) -> Agents | None:
         )
     assert runtime.token_file is not None
     secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
-    make_room(workers + runtime.agents)
+    raise_fd_limit(workers + runtime.agents)
     return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, listen_host(runtime), runtime.agents)

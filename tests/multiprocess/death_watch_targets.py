@@ -1,4 +1,4 @@
-"""What the workers of the latch tests run; named as "death_watch_targets:worker" in ForkServerClient.start."""
+"""Main functions of the workers of test_death_watch, named "death_watch_targets:worker" in ForkServerClient.start."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.runtime.processes.death_watch import hold
+from elaswave_spmd.runtime.processes.death_watch import hold_mutex
 
 
 def worker(spec: dict[str, Any]) -> object:
-    """Hold the latch `seat` (if any), say so by making the file `ready`, and end as `ends` says once `go` is there."""
-    strike = hold(*spec["seat"]) if spec["seat"] is not None else None
+    """Lock the mutex `slot` (if any), create the file `ready`, and end as `ends` says once the file `go` exists."""
+    mark_injected = hold_mutex(*spec["slot"]) if spec["slot"] is not None else None
     if spec["ends"] == "a thread has ended":
         thread = threading.Thread(target=time.sleep, args=(0,))
         thread.start()
@@ -27,9 +27,9 @@ def worker(spec: dict[str, Any]) -> object:
             return 0
         case "raise":
             raise ValueError("as asked")
-        case "strike":
-            assert strike is not None
-            strike()
+        case "injected kill":
+            assert mark_injected is not None
+            mark_injected()
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit in a thread":
             threading.Thread(target=os._exit, args=(3,)).start()
@@ -41,9 +41,9 @@ def worker(spec: dict[str, Any]) -> object:
 
 
 def hold_twice(spec: dict[str, Any]) -> None:
-    """A latch that has an owner: an assertion, written to `report`."""
-    hold(*spec["seat"])
+    """Lock a mutex that has an owner: an assertion fails, whose text is written to `report`."""
+    hold_mutex(*spec["slot"])
     try:
-        hold(*spec["seat"])
+        hold_mutex(*spec["slot"])
     except AssertionError as error:
         Path(spec["report"]).write_text(str(error))

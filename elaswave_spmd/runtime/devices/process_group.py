@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices import Device
-from elaswave_spmd.runtime.transport.tcp_store import reach_store, serve_store
+from elaswave_spmd.runtime.transport.tcp_store import connect_store, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -293,7 +293,7 @@ def group_of(device: Device, address: str, host: str, timeout_s: float) -> Group
     store_host, _, port = address.rpartition(":")
 
     def open_store(prefix: str) -> Any:
-        store = reach_store(store_host, int(port), _CONNECT_S)
+        store = connect_store(store_host, int(port), _CONNECT_S)
         return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
     def broadcast(backend: Any, values: torch.Tensor, root: int) -> Any:

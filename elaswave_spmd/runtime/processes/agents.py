@@ -17,7 +17,8 @@ from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
-from elaswave_spmd.runtime.transport.links import CONTROLLER, AgentLinks
+from elaswave_spmd.runtime.transport.agent_links import AgentLinks
+from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 5.0

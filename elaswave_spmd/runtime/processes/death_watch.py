@@ -1,12 +1,12 @@
-"""Latches: the death of a process on this host, told before the kernel has freed its memory.
+"""Death watch: notices the death of a process on this host before the kernel has freed the process's memory.
 
 Closed sockets, EOF, pidfd and waitpid all come after the dead process's memory is torn down, which takes tens of
-milliseconds per gigabyte. A robust mutex in shared memory comes first: the kernel walks a dying thread's list of locked
-ones before anything else, and whoever waits for one gets EOWNERDEAD. So each worker's main thread locks a mutex and
-never unlocks it, and the controller waits for it. A stopped process (SIGSTOP) keeps its latch: that is no death. A
-process that writes a core file first is noticed after that, like everywhere else.
+milliseconds per gigabyte. A robust mutex in shared memory comes first: the kernel walks the list of mutexes that a
+dying thread has locked before anything else, and whoever waits for one gets EOWNERDEAD. So each worker's main thread
+locks a mutex and never unlocks it, and the controller waits for it. A stopped process (SIGSTOP) keeps its mutex: that
+is no death. A process that writes a core file is noticed after that, as by every other means.
 
-Linux only. Where `available` is false, the launcher's wait, closed links and heartbeats serve alone.
+Linux only. Where `is_available()` is false, the launcher's wait, closed links and heartbeats serve alone.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SLOT_BYTES = 64  # pthread_mutex_t has 40 (x86-64) to 48 (aarch64); a cache line each
-_STRUCK_AT = 56  # in a slot, behind the mutex: a double
+_INJECTED_AT = 56  # offset in a slot, behind the mutex: a double
 _ATTRIBUTE_BYTES = 64  # pthread_mutexattr_t has 4 to 8
 _CAPACITY = 1024  # ranks per file
 _PTHREAD_PROCESS_SHARED = _PTHREAD_MUTEX_ROBUST = 1
-_PERIOD_S = 0.5  # how long `Watcher.close` may take while a worker lives
+_PERIOD_S = 0.5  # `DeathWatch.close` may take this long while a worker lives
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Seat(NamedTuple):
-    """Where a worker finds its latch: plain data for its orders."""
+class MutexSlot(NamedTuple):
+    """The place of one worker's mutex: plain data that is sent to the worker.
+
+    Args:
+        path: file of the table.
+        position: of the slot in the file.
+    """
 
     path: str
-    slot: int
+    position: int
 
 
 class _Timespec(ctypes.Structure):
@@ -43,7 +48,7 @@ class _Timespec(ctypes.Structure):
 
 
 class _Libc:
-    """The calls of the C library, each with the types of its arguments. ctypes lets go of the GIL during a call."""
+    """The C library's functions, with the types of their arguments. ctypes releases the GIL during a call."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None, use_errno=True)
@@ -67,8 +72,11 @@ class _Libc:
         self.timedlock.argtypes = (pointer, ctypes.POINTER(_Timespec))
 
     def map_file(self, fd: int, size: int) -> int:
-        """The address at which the file is mapped, shared. Never unmapped: a mutex that somebody holds or waits for
-        must stay where it is, and only the end of this process tells that nobody does."""
+        """Map a file, shared, and return the address.
+
+        It is never unmapped: a mutex that is held or waited for must stay where it is, and only the end of this process
+        guarantees that none is.
+        """
         address = self.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()
@@ -76,7 +84,7 @@ class _Libc:
         return address
 
     def make_mutex(self, address: int) -> None:
-        """A robust mutex between processes, free. OSError where the system has none."""
+        """Initialize a robust mutex between processes, unlocked. OSError on a system without them."""
         attribute = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
         for code in (
             self.attribute_init(attribute),
@@ -88,18 +96,21 @@ class _Libc:
                 raise OSError(code, os.strerror(code))
 
     def lock(self, address: int, seconds: float) -> int:
-        """0, EOWNERDEAD, or ETIMEDOUT after `seconds` of the wall clock: setting it makes them shorter or longer."""
+        """Lock a mutex: 0, EOWNERDEAD, or ETIMEDOUT after `seconds`.
+
+        They are seconds of the wall clock: setting the clock makes them shorter or longer.
+        """
         until = time.time() + seconds
         return self.timedlock(address, ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9))))
 
-    def free(self, address: int) -> None:
-        """Take over from a dead owner and unlock."""
+    def release_dead(self, address: int) -> None:
+        """Unlock a mutex whose owner has died and that this thread has just locked with EOWNERDEAD."""
         self.consistent(address)
         self.unlock(address)
 
 
-def available() -> bool:
-    """Whether a latch works here, by trying one: a thread locks a mutex and ends."""
+def is_available() -> bool:
+    """True if a death watch works on this system; tries it with a thread that locks a mutex and ends."""
     if sys.platform != "linux":
         return False
     try:
@@ -111,95 +122,105 @@ def available() -> bool:
         return False
     owner = threading.Thread(target=libc.trylock, args=(address,))
     owner.start()
-    owner.join()  # its last moments may come after this
+    owner.join()  # the kernel may release the mutex a moment later: hence the wait below
     noticed = libc.lock(address, 5.0) == errno.EOWNERDEAD
     if noticed:
-        libc.free(address)
+        libc.release_dead(address)
     return noticed
 
 
-def hold(path: str, slot: int) -> Callable[[], None]:
-    """Lock this process's latch, until the process dies. In a worker's main thread, before it says that it is ready.
+def hold_mutex(path: str, position: int) -> Callable[[], None]:
+    """Lock this process's mutex until the process dies. In a worker's main thread, before it reports that it is ready.
+
+    Args:
+        path, position: the worker's `MutexSlot`.
 
     Returns:
-        To be called when a fault on purpose is about to strike this process: writes the instant down beside the latch.
+        A function to be called immediately before a fault is injected into this process: it writes the instant beside
+        the mutex, from where the controller reads it.
 
     Raises:
-        OSError: the file is not there or cannot be mapped.
+        OSError: the file does not exist or cannot be mapped.
     """
-    assert threading.current_thread() is threading.main_thread(), "the death that tells is that of the locking thread"
+    # A robust mutex is released by the death of the thread that locked it, not of the process.
+    assert threading.current_thread() is threading.main_thread(), "the watched death is that of the locking thread"
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
-        assert 0 <= slot < size // _SLOT_BYTES, (slot, size)
+        assert 0 <= position < size // _SLOT_BYTES, (position, size)
         libc = _Libc()
-        address = libc.map_file(fd, size) + slot * _SLOT_BYTES
+        address = libc.map_file(fd, size) + position * _SLOT_BYTES
         code = libc.trylock(address)
     finally:
         os.close(fd)
-    assert code == 0, f"latch {slot} of {path} has an owner already: {errno.errorcode[code]}"
-    instant = ctypes.c_double.from_address(address + _STRUCK_AT)
+    assert code == 0, f"mutex {position} of {path} has an owner already: {errno.errorcode[code]}"
+    instant = ctypes.c_double.from_address(address + _INJECTED_AT)
 
-    def strike() -> None:
+    def mark_injected() -> None:
         instant.value = time.monotonic()
 
-    return strike
+    return mark_injected
 
 
 class RobustMutexTable:
-    """The latches of a run, made by the controller: one per rank, in files of `capacity` ranks, made when needed.
+    """The mutexes of a run, made by the controller: one per rank, in files that are created when needed.
+
+    A rank is never used again within a run, and neither is its mutex.
 
     Args:
-        directory: existing directory for the files; its own, on one host.
+        directory: existing directory of this host, for these files alone.
         capacity: ranks per file.
-
-    Raises:
-        OSError: a file cannot be made.
-
-    A rank is never used again within a run, and neither is its latch.
     """
 
     def __init__(self, directory: str, capacity: int = _CAPACITY) -> None:
         assert capacity > 0
-        self._directory, self._capacity = Path(directory).absolute(), capacity
+        self._directory = Path(directory).absolute()
+        self._capacity = capacity
         self._libc = _Libc()
-        self._addresses: dict[int, int] = {}  # number of the file -> where it is mapped
+        self._addresses: dict[int, int] = {}  # number of the file -> address at which it is mapped
 
-    def seat(self, rank: int) -> Seat:
-        """What worker `rank` hands to `hold`."""
-        number, slot = divmod(rank, self._capacity)
+    def slot(self, rank: int) -> MutexSlot:
+        """The slot of worker `rank`, which the worker passes to `hold_mutex`.
+
+        Raises:
+            OSError: its file cannot be created.
+        """
+        number, position = divmod(rank, self._capacity)
         if number not in self._addresses:
             self._addresses[number] = self._make_file(number)
-        return Seat(str(self._path(number)), slot)
+        return MutexSlot(str(self._path(number)), position)
 
     def address(self, rank: int) -> int:
-        """Where this process has the mutex of a rank that was given a seat."""
-        number, slot = divmod(rank, self._capacity)
-        return self._addresses[number] + slot * _SLOT_BYTES
+        """The address in this process of the mutex of a rank whose slot was asked for before."""
+        number, position = divmod(rank, self._capacity)
+        return self._addresses[number] + position * _SLOT_BYTES
 
-    def struck_at(self, rank: int) -> float | None:
-        """When a fault on purpose struck the worker, if it said so: time.monotonic(), which all processes share."""
+    def injected_at(self, rank: int) -> float | None:
+        """The instant at which a fault was injected into the worker, if it wrote one down.
+
+        In seconds of time.monotonic(), which all processes of a host share.
+        """
         if rank // self._capacity not in self._addresses:
             return None
-        return ctypes.c_double.from_address(self.address(rank) + _STRUCK_AT).value or None
+        return ctypes.c_double.from_address(self.address(rank) + _INJECTED_AT).value or None
 
     def close(self) -> None:
-        """Remove the files. Those who hold and those who watch keep what they have; nobody can take a seat any more."""
+        """Remove the files. Mutexes that are held or watched stay in memory; new workers can no longer lock theirs."""
         for number in self._addresses:
             self._path(number).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
-        return self._directory / f"latches-{os.getpid()}-{number}"
+        return self._directory / f"mutexes-{os.getpid()}-{number}"
 
     def _make_file(self, number: int) -> int:
         size = self._capacity * _SLOT_BYTES
         path = self._path(number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # a full disk must not be met by writing to the mapping: that is SIGBUS
+            os.posix_fallocate(fd, 0, size)  # without this, a full disk would be met at a write to the mapping: SIGBUS
             address = self._libc.map_file(fd, size)
-            for slot in range(self._capacity):
-                self._libc.make_mutex(address + slot * _SLOT_BYTES)
+            for position in range(self._capacity):
+                self._libc.make_mutex(address + position * _SLOT_BYTES)
         except OSError:
             path.unlink()
             raise
@@ -208,60 +229,61 @@ class RobustMutexTable:
         return address
 
 
-class Watcher:
-    """Waits for the deaths of workers that hold their latch: one thread per rank, named `latch-<rank>`.
+class DeathWatch:
+    """Waits for the deaths of workers that hold their mutex: one thread per rank, named `death-watch-<rank>`.
 
     Args:
-        board: where the latches are.
-        on_death: called once per rank, at once, from a thread of the watcher: it must be short and must not wait
-            (`Mailbox.put`). Ends that were expected are told as well; it is for the caller to ignore them.
+        table: the workers' mutexes.
+        on_death: called once per rank, at once, from a thread of the watch: it must be short and must not block
+            (`Mailbox.put`). Expected ends are reported as well; the caller ignores them.
     """
 
-    def __init__(self, board: RobustMutexTable, on_death: Callable[[int], None]) -> None:
-        self._board, self._on_death = board, on_death
+    def __init__(self, table: RobustMutexTable, on_death: Callable[[int], None]) -> None:
+        self._table = table
+        self._on_death = on_death
         self._libc = _Libc()
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
 
     def watch(self, rank: int) -> bool:
-        """Tell the death of `rank` from now on, or that it has died already. Once per rank, from one thread.
+        """Report the death of `rank` from now on, or at once if it has died already. Once per rank, from one thread.
 
-        To be called after the worker has said that it holds its latch; False when it does not hold it.
+        To be called after the worker has reported that it holds its mutex. False if it does not hold it.
         """
         assert rank not in self._threads and not self._closed
-        address = self._board.address(rank)
+        address = self._table.address(rank)
         code = self._libc.trylock(address)
         if code == 0:
             self._libc.unlock(address)
             return False
         dead = code == errno.EOWNERDEAD
         if dead:
-            self._libc.free(address)
+            self._libc.release_dead(address)
         assert dead or code == errno.EBUSY, errno.errorcode[code]
-        target = self._tell if dead else self._wait
-        self._threads[rank] = threading.Thread(target=target, args=(rank,), name=f"latch-{rank}", daemon=True)
+        target = self._report if dead else self._wait
+        self._threads[rank] = threading.Thread(target=target, args=(rank,), name=f"death-watch-{rank}", daemon=True)
         self._threads[rank].start()
         return True
 
     def close(self) -> None:
-        """End the threads, whether the workers live or not. No death is told afterwards. Idempotent."""
+        """End the threads, whether the workers live or not. No death is reported afterwards. Idempotent."""
         self._closed = True
-        deadline = time.monotonic() + 4 * _PERIOD_S  # a clock that was set back: they are daemons, let them be
+        deadline = time.monotonic() + 4 * _PERIOD_S  # longer only if the clock was set back; they are daemons
         for thread in self._threads.values():
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _wait(self, rank: int) -> None:
-        address = self._board.address(rank)
+        address = self._table.address(rank)
         while not self._closed:
             code = self._libc.lock(address, _PERIOD_S)
             if code == errno.ETIMEDOUT:
                 continue
             assert code == errno.EOWNERDEAD, errno.errorcode.get(code, code)
-            self._tell(rank)
-            self._libc.free(address)
+            self._report(rank)
+            self._libc.release_dead(address)
             return
 
-    def _tell(self, rank: int) -> None:
+    def _report(self, rank: int) -> None:
         if not self._closed:
             self._on_death(rank)

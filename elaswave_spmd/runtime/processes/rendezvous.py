@@ -24,7 +24,7 @@ import msgspec
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.transport.tcp_store import reach_store, serve_store
+from elaswave_spmd.runtime.transport.tcp_store import connect_store, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -173,7 +173,7 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
             time.sleep(_RETRY_S)
 
     def ask() -> tuple[Record, TCPStore]:
-        store = reach_store(host, port, _STORE_TIMEOUT_S)
+        store = connect_store(host, port, _STORE_TIMEOUT_S)
         return msgspec.json.decode(store.get(_RECORD), type=Record), store
 
     try:

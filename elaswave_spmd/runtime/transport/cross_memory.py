@@ -1,11 +1,13 @@
-"""Large payloads between processes of one host: lent, not sent; the receiver copies them out of the sender's memory.
+"""Cross-memory copies: a receiver on the same host copies a large payload straight out of the sender's memory.
 
 A socket copies each byte twice, into the kernel and out of it; `process_vm_readv` (Linux 3.2) copies it once, as MPI
-libraries do ("cross-memory attach"). The sender's buffer stays where it is until the receiver says that it has it.
+libraries do ("cross-memory attach"). Only a `RemoteBuffer`, which says where the bytes lie, is sent over the socket.
+The sender keeps the buffer alive and unchanged until the receiver reports that it has the copy.
 
-What is lent has a slot: a number in the sender's memory that is set as long as the buffer is left alone. A reader takes
-the buffer and then the slot, in one call; a slot that has another number by then says that the buffer may have been
-given up in between, so that nothing of it counts.
+Invariant: a reader never returns bytes of a buffer that was withdrawn meanwhile. Each offered buffer has a slot, a
+number in the sender's memory that is set for as long as the offer stands. A reader copies the buffer first and the slot
+after it, in one system call; if the slot holds another number by then, the buffer may have been reused in between, and
+the copy is discarded.
 """
 
 from __future__ import annotations
@@ -19,27 +21,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEND_BYTES, _MOST_BYTES = 256 * 1024, 1 << 30
-"""From this size on lending is faster than a socket (benchmarks/links.py). A call of the kernel copies up to 2 GiB."""
+CROSS_MEMORY_BYTES = 256 * 1024
+"""From this size on a cross-memory copy is faster than a socket (benchmarks/links.py)."""
 
-_SLOTS = 1024
-_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
-_LOAN = struct.Struct("<iQQQq")
+_MAX_BYTES = 1 << 30  # one process_vm_readv copies at most 2 GiB
+_NUM_SLOTS = 1024
+_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama" in ASCII
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
+_REMOTE_BUFFER = struct.Struct("<iQQQq")
 
 
-class LentGone(Exception):  # noqa: N818  (no error: the sender has ended, or closed its link)
-    """The lender has taken back what it lent, or is gone."""
+class BufferWithdrawn(Exception):  # noqa: N818  (an expected event: the sender has ended, or closed its link)
+    """The offered buffer was withdrawn before it was read, or its process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """Where something lent lies.
+class RemoteBuffer:
+    """The location of an offered buffer in another process's memory.
 
     Args:
-        pid: of the process.
-        address, num_bytes: of the buffer in it.
-        slot: address of the slot.
-        number: what the slot says as long as the loan is good; never 0.
+        pid: process id of the sender.
+        address: of the buffer in that process.
+        num_bytes: size of the buffer.
+        slot: address of the offer's slot in that process.
+        number: the value of the slot for as long as the offer stands; never 0.
     """
 
     pid: int
@@ -49,74 +54,81 @@ class Loan:
     number: int
 
     def encode(self) -> bytes:
-        return _LOAN.pack(self.pid, self.address, self.num_bytes, self.slot, self.number)
+        """The location as a fixed number of bytes, for a message."""
+        return _REMOTE_BUFFER.pack(self.pid, self.address, self.num_bytes, self.slot, self.number)
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> Loan:
-        return cls(*_LOAN.unpack(data))
+    def decode(cls, data: bytes | memoryview) -> RemoteBuffer:
+        """The inverse of `encode`."""
+        return cls(*_REMOTE_BUFFER.unpack(data))
 
 
-class Lender:
-    """What this process has lent. Any thread.
+class OfferedBuffers:
+    """The buffers of this process that others may copy. Every method may be called from any thread.
 
-    Makes the process readable to others of the same user, where the kernel asks for that (Yama).
+    Creating one makes the process readable to other processes of the same user, where the kernel asks for that (Yama).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots = np.zeros(_SLOTS, np.int64)
-        self._free = list(range(_SLOTS))
-        self._lent: dict[int, tuple[int, int, np.ndarray]] = {}  # number -> slot, whom to, the buffer
-        self._last = 0
+        self._slots = np.zeros(_NUM_SLOTS, np.int64)
+        self._free_slots = list(range(_NUM_SLOTS))
+        self._offers: dict[int, tuple[int, int, np.ndarray]] = {}  # number -> (slot, link, the buffer, kept alive)
+        self._last_number = 0
         _allow_reading()
 
-    def lend(self, view: memoryview, to: int) -> Loan | None:
-        """A loan of a contiguous buffer, which stays alive as long; None: that is too much at once.
+    def offer(self, view: memoryview, link: int) -> RemoteBuffer | None:
+        """Offer a contiguous buffer on a link, and keep it alive until `release` or `withdraw`.
 
         Args:
-            to: a number for the link that it is lent on.
+            link: number of the link on which the location is sent.
+
+        Returns:
+            None if the buffer is too large or all slots are in use; the payload must go through the socket then.
         """
         array = np.frombuffer(view, np.uint8)
         with self._lock:
-            if not self._free or array.nbytes > _MOST_BYTES:
+            if not self._free_slots or array.nbytes > _MAX_BYTES:
                 return None
-            slot = self._free.pop()
-            self._last += 1
-            self._lent[self._last] = slot, to, array
-            self._slots[slot] = self._last
-            return Loan(os.getpid(), array.ctypes.data, array.nbytes, self._slots.ctypes.data + 8 * slot, self._last)
+            slot = self._free_slots.pop()
+            self._last_number += 1
+            self._offers[self._last_number] = slot, link, array
+            self._slots[slot] = self._last_number
+            slot_address = self._slots.ctypes.data + 8 * slot
+            return RemoteBuffer(os.getpid(), array.ctypes.data, array.nbytes, slot_address, self._last_number)
 
-    def returned(self, number: int) -> None:
-        """Whoever borrowed it has it. What was taken back before is ignored."""
+    def release(self, number: int) -> None:
+        """Drop an offer whose receiver has its copy. A number that was withdrawn before is ignored."""
         with self._lock:
-            self._give_up(number)
+            self._drop(number)
 
-    def take_back(self, to: int) -> None:
-        """The link is gone: nothing that was lent on it may be read any more."""
+    def withdraw(self, link: int) -> None:
+        """Drop all offers of a link that is gone: nothing that was offered on it may be read any more."""
         with self._lock:
-            for number in [number for number, (_, other, _) in self._lent.items() if other == to]:
-                self._give_up(number)
+            for number in [number for number, (_, other, _) in self._offers.items() if other == link]:
+                self._drop(number)
 
-    def _give_up(self, number: int) -> None:
-        if number in self._lent:
-            slot, _, _ = self._lent[number]
-            self._slots[slot] = 0  # before the memory goes to somebody else
-            del self._lent[number]
-            self._free.append(slot)
+    def _drop(self, number: int) -> None:
+        if number in self._offers:
+            slot, _, _ = self._offers[number]
+            # The slot must change before the memory can be reused: that order is what readers rely on.
+            self._slots[slot] = 0
+            del self._offers[number]
+            self._free_slots.append(slot)
 
     @property
     def num_large(self) -> int:
-        """How many payloads are lent now."""
+        """The number of large payloads that receivers have not copied yet."""
         with self._lock:
-            return sum(array.nbytes >= LEND_BYTES for _, _, array in self._lent.values())
+            return sum(array.nbytes >= CROSS_MEMORY_BYTES for _, _, array in self._offers.values())
 
 
-class _Vector(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class Reader:
-    """Copies out of other processes' memory.
+class RemoteReader:
+    """Copies offered buffers out of other processes' memory.
 
     Raises:
         OSError: this system has no process_vm_readv.
@@ -124,45 +136,47 @@ class Reader:
 
     def __init__(self) -> None:
         try:
-            self._call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+            self._readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
         except AttributeError:
             raise OSError(errno.ENOSYS, "process_vm_readv") from None
-        self._call.restype = ctypes.c_ssize_t
-        self._call.argtypes = [
-            *(ctypes.c_int, ctypes.POINTER(_Vector), ctypes.c_ulong),
-            *(ctypes.POINTER(_Vector), ctypes.c_ulong, ctypes.c_ulong),
+        self._readv.restype = ctypes.c_ssize_t
+        self._readv.argtypes = [
+            *(ctypes.c_int, ctypes.POINTER(_IoVector), ctypes.c_ulong),
+            *(ctypes.POINTER(_IoVector), ctypes.c_ulong, ctypes.c_ulong),
         ]
 
-    def read(self, loan: Loan) -> memoryview:
-        """The bytes of a loan, in new memory that may be written to.
+    def read(self, buffer: RemoteBuffer) -> memoryview:
+        """The bytes of an offered buffer, in new memory that may be written to.
 
         Raises:
-            LentGone: it was taken back, or the process has ended.
+            BufferWithdrawn: the offer no longer stands, or the process has ended.
             PermissionError: the kernel does not let this process read that one.
         """
-        found, slot = np.empty(loan.num_bytes, np.uint8), np.zeros(1, np.int64)
-        into = (_Vector * 2)((found.ctypes.data, loan.num_bytes), (slot.ctypes.data, slot.nbytes))
-        out = (_Vector * 2)((loan.address, loan.num_bytes), (loan.slot, slot.nbytes))
-        count = self._call(loan.pid, into, 2, out, 2, 0)  # in this order: the slot after the buffer
+        copy = np.empty(buffer.num_bytes, np.uint8)
+        slot = np.zeros(1, np.int64)
+        local = (_IoVector * 2)((copy.ctypes.data, buffer.num_bytes), (slot.ctypes.data, slot.nbytes))
+        remote = (_IoVector * 2)((buffer.address, buffer.num_bytes), (buffer.slot, slot.nbytes))
+        # The kernel copies the vectors in this order: the slot after the buffer, as the module's invariant needs.
+        count = self._readv(buffer.pid, local, 2, remote, 2, 0)
         if count < 0 and (number := ctypes.get_errno()) in (errno.EPERM, errno.ENOSYS):
-            raise PermissionError(number, os.strerror(number), f"memory of process {loan.pid}")
-        if count != loan.num_bytes + slot.nbytes:
-            raise LentGone(f"process {loan.pid}: {os.strerror(ctypes.get_errno())}")
-        if slot[0] != loan.number:
-            raise LentGone(f"process {loan.pid} has taken back what it lent")
-        return found.data
+            raise PermissionError(number, os.strerror(number), f"memory of process {buffer.pid}")
+        if count != buffer.num_bytes + slot.nbytes:
+            raise BufferWithdrawn(f"process {buffer.pid}: {os.strerror(ctypes.get_errno())}")
+        if slot[0] != buffer.number:
+            raise BufferWithdrawn(f"process {buffer.pid} has withdrawn the buffer")
+        return copy.data
 
 
-def lending() -> tuple[Lender, Reader] | tuple[None, None]:
-    """Both sides, where the system can do it."""
+def open_cross_memory() -> tuple[OfferedBuffers, RemoteReader] | tuple[None, None]:
+    """Both ends of cross-memory copies, or (None, None) on a system without them."""
     try:
-        return Lender(), Reader()
+        return OfferedBuffers(), RemoteReader()
     except OSError:
         return None, None
 
 
 def _allow_reading() -> None:
-    """Has Yama, a security module, let other processes of this user read this one; no effect where there is none."""
+    """Tell Yama, a Linux security module, that other processes of this user may read this one; else no effect."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except AttributeError:

@@ -1,4 +1,4 @@
-"""The thread that takes what arrives on links: one wait over all of a process's link sockets."""
+"""Event loop of a process's links: one thread that receives everything, with one wait over all sockets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ from collections.abc import Callable
 
 import zmq
 
-# libzmq delivers messages within its 8 KiB read batch at any byte offset; those are copied, which aligns them.
+# libzmq delivers messages within its 8 KiB read batch at any byte offset. Payloads below this size are copied, which
+# aligns them.
 _SMALL_BYTES = 16 * 1024
-_BURST = 256  # messages taken from the PULL socket before the other sockets are looked at
+_BURST = 256  # messages received from the PULL socket before the other sockets are polled
 _MONITOR_EVENT = struct.Struct("=hi")
 
 
 class EventLoop:
-    """The thread that owns the PULL socket and the monitors: one wait over their file descriptors, the life pipe and a
-    pipe of its own, through which other threads hand it work."""
+    """The thread that owns the PULL socket and the monitors.
+
+    It waits for their file descriptors, the life pipe, and a pipe of its own through which other threads give it work.
+
+    Args:
+        pull: the bound PULL socket; closed when the thread ends.
+        file: called with the first frame and the payloads of each message.
+        life_fd: read end of the controller's life pipe, or None.
+        on_controller_gone: called when the life pipe ends.
+
+    All callables run in this thread and must not block.
+    """
 
     def __init__(
         self,
@@ -29,12 +40,14 @@ class EventLoop:
         life_fd: int | None,
         on_controller_gone: Callable[[], None],
     ) -> None:
-        self._pull, self._file = pull, file
+        self._pull = pull
+        self._file = file
         self._on_controller_gone = on_controller_gone
         self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
-        self._todo: deque[Callable[[], None]] = deque()
+        self._pending_work: deque[Callable[[], None]] = deque()
         self._stopping = False
-        self._wake_lock, self._wake_open = threading.Lock(), True
+        self._wake_lock = threading.Lock()  # guards the wake pipe against being closed while others write
+        self._wake_open = True
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -45,22 +58,25 @@ class EventLoop:
             self._register(life_fd, lambda: self._life_ended(life_fd))
 
     def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
-        """Call `on_event` with each event of `monitor`, from any thread; it is closed when its socket is gone.
+        """Call `on_event` with each event of a link's monitor. Any thread.
 
-        Not before: libzmq's thread would wait for ever, and all links with it, with another event to tell."""
+        The monitor is closed after its socket has stopped, and not before: libzmq's thread would wait for ever to
+        deliver another event, and all links with it.
+        """
         self._hand_over(lambda: self._add(monitor, on_event))
 
     def stop(self) -> None:
-        """End the thread and close its sockets; from any other thread."""
+        """End the thread and close its sockets. Any other thread."""
         self._hand_over(lambda: setattr(self, "_stopping", True))
 
     def run(self) -> None:
-        pending = True  # zmq's descriptors tell of changes only: read before the first wait
+        """The thread's main function; returns after `stop`."""
+        pending = True  # zmq's descriptors signal changes only, so read before the first wait
         while not self._stopping:
             for key, _ in self._selector.select(0 if pending else None):
                 key.data()
-            while self._todo:
-                self._todo.popleft()()
+            while self._pending_work:
+                self._pending_work.popleft()()
             pending = self._drain_pull()
         for monitor in list(self._monitors):
             self._remove(monitor)
@@ -68,14 +84,14 @@ class EventLoop:
         self._selector.close()
 
     def close_wake_pipe(self) -> None:
-        """After the thread has ended. Not in the thread: others may be about to write."""
+        """Close the wake pipe, after the thread has ended. Not in the thread: others may be about to write."""
         with self._wake_lock:
             self._wake_open = False
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def _hand_over(self, work: Callable[[], None]) -> None:
-        self._todo.append(work)
+        self._pending_work.append(work)
         with self._wake_lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the loop as well
             if self._wake_open:
                 os.write(self._wake_write, b"\0")
@@ -114,7 +130,7 @@ class EventLoop:
                 self._monitors[monitor](event)
 
     def _drain_pull(self) -> bool:
-        """Read until nothing is left (False) or a burst is done (True: come back without waiting)."""
+        """Receive until nothing is left (False) or a burst is done (True: call again without waiting)."""
         pull = self._pull
         for _ in range(_BURST):
             try:

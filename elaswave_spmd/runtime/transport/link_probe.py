@@ -1,8 +1,8 @@
-"""What a link takes, measured on the link itself: latency and bandwidth, for what moves are expected to cost.
+"""Latency and bandwidth of a link, measured on the link itself; the scheduler estimates from them what moves cost.
 
-A worker sends its neighbour small and large messages in turn; the neighbour answers each with an empty one. Both sides
-work in the thread that files what arrives, so nobody's training waits for it. The best of some tries counts: what is
-beyond it is other traffic, or a thread that was computing.
+A worker sends its neighbour small messages, then large ones; the neighbour answers each with an empty one. Both sides
+work in the event-loop thread, so no training thread waits. The fastest of several tries counts: the rest of a longer
+try is other traffic, or a thread that was computing.
 """
 
 from __future__ import annotations
@@ -16,64 +16,72 @@ from typing import Any
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item
 
 PROBE_BYTES = 1 << 20
+"""Size of a large message."""
+
 TRIES = 5
+"""Messages of each size."""
 
 _MARK = b"\xc1"  # begins no message of the protocol: MessagePack leaves it unused
-_HEAD = struct.Struct("<cBI")  # mark, what it is, number
-_ASK, _ANSWER = 0, 1
+_HEADER = struct.Struct("<cBI")  # mark, kind, number
+_PROBE, _ANSWER = 0, 1
 
 
 class LinkProbe:
-    """One process's side. Give `tap` to its mailbox.
+    """One process's side of the measurement. Its `tap` belongs into the process's mailbox.
 
     Args:
-        send: as Links.send.
+        send: as `Links.send`.
         clock: seconds.
     """
 
     def __init__(
         self, send: Callable[[int, bytes, Sequence[Any]], bool], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._send, self._clock = send, clock
-        self._lock = threading.Lock()  # of what is under way: `start` is called by another thread than `tap`
-        self._peer, self._number, self._sent_at = -1, 0, 0.0
-        self._small: list[float] = []
-        self._large: list[float] = []
+        self._send = send
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the rest: `start` is called by another thread than `tap`
+        self._peer = -1
+        self._number = 0
+        self._sent_at = 0.0
+        self._small_s: list[float] = []  # round trips of small messages
+        self._large_s: list[float] = []
 
     def start(self, peer: int) -> None:
-        """Begins to measure the link to `peer`, anew if another was being measured. Does not wait."""
+        """Begin to measure the link to `peer`; a measurement of another link is given up. Does not wait."""
         with self._lock:
-            self._peer, self._small, self._large = peer, [], []
-            self._ask()
+            self._peer = peer
+            self._small_s = []
+            self._large_s = []
+            self._send_probe()
 
     @property
-    def found(self) -> tuple[float, float] | None:
-        """(latency in seconds, bandwidth in bytes per second); None while it is being measured, or if it cannot be."""
+    def result(self) -> tuple[float, float] | None:
+        """(latency in seconds, bandwidth in bytes per second); None before the measurement is complete."""
         with self._lock:
-            if len(self._large) < TRIES:
+            if len(self._large_s) < TRIES:
                 return None
-            small, large = min(self._small), min(self._large)
-        # A clock that cannot tell them apart says that the link is at least as fast as it can tell.
+            small, large = min(self._small_s), min(self._large_s)
+        # With a clock too coarse to tell the two apart, this is a lower bound of the bandwidth.
         return small / 2, PROBE_BYTES / max(large - small, 1e-6)
 
     def tap(self, item: Item) -> bool:
-        """Takes what is part of a measurement, and nothing else."""
+        """Handle a message of a measurement; True if it was one. Called by the mailbox in the event-loop thread."""
         if not isinstance(item, Envelope) or not item.header.startswith(_MARK):
             return False
-        _, kind, number = _HEAD.unpack(item.header)
-        if kind == _ASK:
-            self._send(item.sender, _HEAD.pack(_MARK, _ANSWER, number), ())
+        _, kind, number = _HEADER.unpack(item.header)
+        if kind == _PROBE:
+            self._send(item.sender, _HEADER.pack(_MARK, _ANSWER, number), ())
             return True
         now = self._clock()
         with self._lock:
             if item.sender == self._peer and number == self._number:
-                (self._small if len(self._small) < TRIES else self._large).append(now - self._sent_at)
-                if len(self._large) < TRIES:
-                    self._ask()
+                (self._small_s if len(self._small_s) < TRIES else self._large_s).append(now - self._sent_at)
+                if len(self._large_s) < TRIES:
+                    self._send_probe()
         return True
 
-    def _ask(self) -> None:
+    def _send_probe(self) -> None:
         self._number += 1
-        payload = (bytes(PROBE_BYTES),) if len(self._small) == TRIES else ()
+        payload = (bytes(PROBE_BYTES),) if len(self._small_s) == TRIES else ()
         self._sent_at = self._clock()
-        self._send(self._peer, _HEAD.pack(_MARK, _ASK, self._number), payload)
+        self._send(self._peer, _HEADER.pack(_MARK, _PROBE, self._number), payload)

@@ -1,18 +1,17 @@
-"""The one doorway for host messages between processes: pairwise ZeroMQ links that outlive mesh epochs.
+"""Links: the only way for host messages between processes. Pairwise ZeroMQ sockets that outlive mesh epochs.
 
-Each process binds one PULL socket, owned by one event-loop thread that takes whatever comes and files it in the
-mailbox, and opens one PUSH socket to each peer it may send to. Sending never blocks (no high-water mark: the placement
-bounds what is in flight), so a stopped peer holds up nobody. Removing a member closes one socket; adding one opens its
-own.
+Each process binds one PULL socket, owned by one event-loop thread that files whatever arrives in the mailbox, and opens
+one PUSH socket to each peer that it may send to. Sending never blocks (no high-water mark: the placement bounds what is
+in flight), so a stopped peer holds up nobody. Removing a member closes one socket; adding one opens its own.
 
-A dead peer stays dead: sockets never reconnect by themselves, because a message to a successor under the same address
-would belong to another life. The closed connection is filed as `PeerClosed`. The price is that a connect to a peer that
-has not yet bound is refused for good: connect only after the peer said that it is bound, then `wait_connected` before
-the first message that matters.
+Invariant: a dead peer stays dead. Sockets never reconnect by themselves, because a message to a successor under the
+same address would belong to another life. The closed connection is filed as `PeerClosed`. The price: a connect to a
+peer that has not bound yet is refused for good, so connect only after the peer has reported that it is bound, then call
+`wait_connected` before the first message that matters.
 
-On one host large payloads may be lent, not sent (runtime.lending), once the peer has shown that it can read this
-process's memory. A loan that is gone before it is read breaks the link as a lost connection does: what its sender said
-after it is dropped, until there is another link.
+On one host large payloads that their sender never writes to again go by cross-memory copies (cross_memory.py), once the
+peer has shown that it can read this process's memory. A buffer that is withdrawn before it is read breaks the link as a
+lost connection does: later messages of that sender are dropped until there is another link.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import contextlib
 import hmac
 import ipaddress
 import os
-import resource
 import struct
 import tempfile
 import threading
@@ -33,19 +31,32 @@ from typing import Any, Literal
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.transport.cross_memory import LEND_BYTES, Lender, LentGone, Loan, lending
+from elaswave_spmd.runtime.transport.cross_memory import (
+    CROSS_MEMORY_BYTES,
+    BufferWithdrawn,
+    OfferedBuffers,
+    RemoteBuffer,
+    RemoteReader,
+    open_cross_memory,
+)
 from elaswave_spmd.runtime.transport.event_loop import EventLoop
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
 
 CONTROLLER = -1
+"""The controller's peer id; workers have their rank, agents ids from -2 downward."""
+
 Transport = Literal["ipc", "tcp"]
 
-# From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more.
 ZERO_COPY_BYTES = 64 * 1024
+"""From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more."""
+
+# The first frame of a message: sender, token, one byte of kind, header. A kind below 0x80 is a message whose payload i
+# is replaced by a `RemoteBuffer` if bit i is set; the others belong to the cross-memory handshake.
 _SENDER = struct.Struct("<i")
-_PLAIN, _ASK, _CAN_READ, _RETURNED = 0, 0x81, 0x82, 0x83  # after sender and token; below 0x80: payloads that are lent
-_MOST_LENT = 7  # payloads of a message
-_NUMBER = struct.Struct("<q")
+_MESSAGE, _TRY_READING, _CAN_READ, _COPIED = 0, 0x81, 0x82, 0x83
+_MAX_OFFERED = 7  # payloads of one message: one bit of the kind each
+_OFFER_NUMBER = struct.Struct("<q")
+_READING_TEST = b"can read"
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -64,57 +75,72 @@ def socket_directory() -> str:
 
 
 class _Link:
-    """The sending side of one link. `lock` guards `open`, the socket that any thread may use; None once closed.
+    """The sending side of one link.
 
-    `lends`: the peer can read this process's memory.
+    Args:
+        peer: peer id of the receiver.
+        socket: connects to the receiver; closed by `close`.
+        number: of this link in this process; no other link ever has it.
+        prefix: sender and token, the beginning of each message.
+        offered: the buffers of this process that others may copy; None without cross-memory copies.
     """
 
-    def __init__(self, peer: int, socket: zmq.Socket[bytes], number: int, prefix: bytes, lender: Lender | None) -> None:
-        self.peer, self.lock = peer, threading.Lock()
-        self._prefix, self._lender, self._number = prefix, lender, number
-        self.lends, self.asked = False, 0
-        self.up = threading.Event()  # handshake done, or closed
-        self.bytes_sent = self.messages_sent = 0
-        self.open: zmq.Socket[bytes] | None = socket
+    def __init__(
+        self, peer: int, socket: zmq.Socket[bytes], number: int, prefix: bytes, offered: OfferedBuffers | None
+    ) -> None:
+        self.peer = peer
+        self.lock = threading.Lock()  # guards `open`
+        self.open: zmq.Socket[bytes] | None = socket  # any thread may send; None once closed
+        self.peer_can_read = False  # the peer has read this process's memory: payloads may be offered
+        self.reading_test: int | None = None  # number of the offer with which that was tried
+        self.up = threading.Event()  # set after the handshake, or when the link is closed
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        self._prefix = prefix
+        self._offered = offered
+        self._number = number
         # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
             _CLOSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED, f"inproc://monitor-{number}"
         )
 
-    def ask(self) -> None:
-        """Has the peer try to read something here; it says `_CAN_READ` with the number of that loan if it could."""
-        if self._lender is not None and (loan := self._lender.lend(memoryview(b"can read"), self._number)):
-            self.asked = loan.number
-            self.send(loan.encode(), kind=_ASK)
+    def test_reading(self) -> None:
+        """Ask the peer to read something of this process; it answers `_CAN_READ` with the offer's number if it can."""
+        if self._offered is not None and (buffer := self._offered.offer(memoryview(_READING_TEST), self._number)):
+            self.reading_test = buffer.number
+            self.send(buffer.encode(), kind=_TRY_READING)
 
-    def send(self, header: bytes, payloads: Sequence[Any] = (), *, kind: int = _PLAIN, lend: bool = False) -> bool:
+    def send(
+        self, header: bytes, payloads: Sequence[Any] = (), *, kind: int = _MESSAGE, immutable: bool = False
+    ) -> bool:
+        """Send one message, see `Links.send`; False if the link is closed."""
         # Everything that can be refused is refused before the first frame: half a message would swallow the next one.
         views = [memoryview(payload) for payload in payloads]
         for view in views:
             if not view.c_contiguous:
                 raise ValueError(f"a payload must be contiguous; got shape {view.shape}, strides {view.strides}")
         size = sum(view.nbytes for view in views)
-        lent = self._lend(views) if lend and self.lends else 0
-        head = b"".join((self._prefix, bytes((kind | lent,)), header))
+        offered = self._offer_large(views) if immutable and self.peer_can_read else 0
+        head = b"".join((self._prefix, bytes((kind | offered,)), header))
         with self.lock:
             sent = self.open is not None and self._put(self.open, head, views)
-            if sent and kind < _ASK:
+            if sent and kind == _MESSAGE:
                 self.bytes_sent += len(head) + size
                 self.messages_sent += 1
-        if lent and not sent:
-            assert self._lender is not None
-            self._lender.take_back(self._number)
+        if offered and not sent:
+            assert self._offered is not None
+            self._offered.withdraw(self._number)
         return sent
 
-    def _lend(self, views: list[memoryview]) -> int:
-        """Puts loans in the place of large payloads. Returns which: bit i for payload i."""
-        assert self._lender is not None
-        found = 0
-        for i, view in enumerate(views[:_MOST_LENT]):
-            if view.nbytes >= LEND_BYTES and (loan := self._lender.lend(view, self._number)):
-                views[i] = memoryview(loan.encode())
-                found |= 1 << i
-        return found
+    def _offer_large(self, views: list[memoryview]) -> int:
+        """Replace large payloads by the locations of offered buffers. Returns which: bit i for payload i."""
+        assert self._offered is not None
+        replaced = 0
+        for i, view in enumerate(views[:_MAX_OFFERED]):
+            if view.nbytes >= CROSS_MEMORY_BYTES and (buffer := self._offered.offer(view, self._number)):
+                views[i] = memoryview(buffer.encode())
+                replaced |= 1 << i
+        return replaced
 
     @staticmethod
     def _put(socket: zmq.Socket[bytes], head: bytes, views: Sequence[memoryview]) -> bool:
@@ -130,13 +156,13 @@ class _Link:
         return True
 
     def close(self, linger_ms: int = 0) -> bool:
-        """Returns whether it was open. The monitor is closed by the event loop, when it says that it has stopped."""
+        """Close the socket; True if it was open. The event loop closes the monitor when libzmq has stopped it."""
         with self.lock:
             socket, self.open = self.open, None
             if socket is not None:
                 socket.close(linger_ms)
-        if self._lender is not None:
-            self._lender.take_back(self._number)
+        if self._offered is not None:
+            self._offered.withdraw(self._number)
         self.up.set()
         return socket is not None
 
@@ -146,15 +172,16 @@ class Links:
 
     Args:
         me: this process's peer id: a rank, or `CONTROLLER`.
-        mailbox: where messages and notices are filed.
+        mailbox: messages and notices are filed here.
         transport: "ipc" (Unix sockets; peers on one host) or "tcp".
         directory: existing directory for the ipc socket, see `socket_directory`; not used by tcp.
         token: secret of the run, sent in each message; messages with another one are dropped and counted.
-        host: address that tcp binds and tells peers. Beyond loopback a token of 16 bytes or more is required.
-        life_fd: read end of a pipe whose write end the controller alone holds; its end files `ControllerGone`.
+        host: address that tcp binds and reports to peers. Beyond loopback a token of 16 bytes or more is required.
+        life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerGone`.
 
     Raises:
-        ConfigError: unknown transport, directory missing or its path too long, token too short for `host`.
+        ConfigError: unknown transport, directory missing or its path too long, token too short for `host`, or an
+            address that cannot be bound.
 
     A new object runs one thread of its own named `links-<me>` beside libzmq's. `close` ends it.
     """
@@ -176,9 +203,12 @@ class Links:
         self._token = token
         self._mailbox = mailbox
         self._prefix = _SENDER.pack(me) + token
-        self._lender, self._reader = lending() if transport == "ipc" else (None, None)
-        self._shown: dict[int, int] = {}  # peer -> number of the loan that shows that its memory can be read
-        self._broken: set[int] = set()  # peers whose messages are dropped: one of theirs was lost; the event loop's own
+        self._offered: OfferedBuffers | None = None
+        self._reader: RemoteReader | None = None
+        if transport == "ipc":  # peers on one host
+            self._offered, self._reader = open_cross_memory()
+        self._readable: dict[int, int] = {}  # peer -> number of the reading test that succeeded here
+        self._broken: set[int] = set()  # peers whose messages are dropped: a buffer was lost. Event-loop thread only
         self._links: dict[int, _Link] = {}
         self._num_connects = 0
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
@@ -190,7 +220,7 @@ class Links:
             self.address = self._bind(transport, directory, host)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            raise ConfigError("the link address could not be bound", got=str(error), where=directory or host) from error
+            raise ConfigError(f"links cannot bind an address in {directory or host} ({error})") from error
         self._loop = EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerGone()))
         self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
         self._thread.start()
@@ -205,15 +235,15 @@ class Links:
             socket = self._new_socket(zmq.PUSH)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._num_connects += 1
-            link = self._links[peer] = _Link(peer, socket, self._num_connects, self._prefix, self._lender)
+            link = self._links[peer] = _Link(peer, socket, self._num_connects, self._prefix, self._offered)
             self._loop.watch(link.monitor, lambda event: self._link_event(link, event))
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
                 link.close()
                 raise RunError(f"links of {self.me}: {address!r} is no address of {peer}: {error}") from error
-        link.ask()
-        self._tell_can_read(peer)
+        link.test_reading()
+        self._report_can_read(peer)
 
     def wait_connected(self, peers: Iterable[int], timeout: float) -> list[int]:
         """Wait until the link to each of `peers` is up; returns those closed or not up after `timeout` seconds."""
@@ -226,18 +256,21 @@ class Links:
                 missing.append(peer)
         return missing
 
-    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, lend: bool = False) -> bool:
-        """Send one message; any thread; never blocks. False when the link is closed: the message is nobody's any more.
+    def send(self, peer: int, header: bytes, payloads: Sequence[Any] = (), *, immutable: bool = False) -> bool:
+        """Send one message, from any thread, without blocking. False if the link is closed: the message is lost.
 
-        A payload is any contiguous buffer (bytes, memoryview, numpy array). Those of `ZERO_COPY_BYTES` and more are
-        sent from where they lie, some time later: they must not be written to until the protocol says that `peer` has
-        them. ValueError for a buffer that is not contiguous; nothing is sent then.
+        Args:
+            payloads: contiguous buffers (bytes, memoryview, numpy array). Those of `ZERO_COPY_BYTES` and more are sent
+                from where they lie, some time later: they must not be written to until the protocol reports that
+                `peer` has them.
+            immutable: the payloads are never written to again. Large ones may then go by a cross-memory copy, and stay
+                alive for however long the receiver takes.
 
-        `lend`: payloads will never be written to again, so that large ones may be lent, for however long it takes the
-        receiver to look.
+        Raises:
+            ValueError: a buffer is not contiguous; nothing is sent then.
         """
         link = self._links.get(peer)
-        return link is not None and link.send(header, payloads, lend=lend)
+        return link is not None and link.send(header, payloads, immutable=immutable)
 
     def drop(self, peer: int) -> None:
         """Close the link to `peer` at once, unsent messages included. No notice is filed. Unknown peers are ignored."""
@@ -269,8 +302,8 @@ class Links:
             self._closed = True
             links = list(self._links.values())
         deadline = time.monotonic() + linger_ms / 1e3
-        while self._lender is not None and self._lender.num_large and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        while self._offered is not None and self._offered.num_large and time.monotonic() < deadline:
+            time.sleep(1e-3)  # receivers are still to copy what was offered
         for link in links:
             link.close(linger_ms)
         self._loop.stop()
@@ -301,54 +334,62 @@ class Links:
             self.wrong_tokens += 1
             return
         sender, kind, header = _SENDER.unpack_from(head)[0], head[start], head[start + 1 :]
-        if kind >= _ASK:
-            self._file_of_loans(sender, kind, header)
+        if kind >= _TRY_READING:
+            self._handle_handshake(sender, kind, header)
         elif sender not in self._broken:
-            found = self._borrow(sender, kind, payloads) if kind else payloads
-            if found is not None:
-                self._mailbox.put(Envelope(sender, header, found))
+            whole = self._copy_offered(sender, kind, payloads) if kind else payloads
+            if whole is not None:
+                self._mailbox.put(Envelope(sender, header, whole))
 
-    def _file_of_loans(self, sender: int, kind: int, header: bytes) -> None:
-        if kind == _ASK:  # the first on a link
+    def _handle_handshake(self, sender: int, kind: int, header: bytes) -> None:
+        """Answer a message of the cross-memory handshake. Event-loop thread."""
+        if kind == _TRY_READING:  # the first message on a link
             self._broken.discard(sender)
-            loan = Loan.decode(header)
-            with contextlib.suppress(LentGone, PermissionError):
-                if self._reader is not None and self._reader.read(loan) == b"can read":
+            buffer = RemoteBuffer.decode(header)
+            with contextlib.suppress(BufferWithdrawn, PermissionError):
+                if self._reader is not None and self._reader.read(buffer) == _READING_TEST:
                     with self._edit:
-                        self._shown[sender] = loan.number
-                    self._tell_can_read(sender)
+                        self._readable[sender] = buffer.number
+                    self._report_can_read(sender)
             return
-        (number,) = _NUMBER.unpack(header)
+        (number,) = _OFFER_NUMBER.unpack(header)
         link = self._links.get(sender)
-        if kind == _CAN_READ and link is not None and link.asked == number:
-            link.lends = True
-        if self._lender is not None:
-            self._lender.returned(number)
+        if kind == _CAN_READ and link is not None and link.reading_test == number:
+            link.peer_can_read = True
+        if self._offered is not None:
+            self._offered.release(number)
 
-    def _tell_can_read(self, peer: int) -> None:
+    def _report_can_read(self, peer: int) -> None:
+        """Report to the peer that its memory can be read; called when either of the two is new: link or test."""
         with self._edit:
-            link, number = self._links.get(peer), self._shown.get(peer)
+            link, number = self._links.get(peer), self._readable.get(peer)
         if link is not None and number is not None:
-            link.send(_NUMBER.pack(number), kind=_CAN_READ)
+            link.send(_OFFER_NUMBER.pack(number), kind=_CAN_READ)
 
-    def _borrow(self, sender: int, which: int, payloads: tuple[memoryview, ...]) -> tuple[memoryview, ...] | None:
-        """Payloads with those that are lent; None: one is lost, and so is everything that follows on this link."""
-        assert self._reader is not None, "it is asked whether it can read before anything is lent"
-        found = list(payloads)
+    def _copy_offered(
+        self, sender: int, offered: int, payloads: tuple[memoryview, ...]
+    ) -> tuple[memoryview, ...] | None:
+        """The payloads, with copies of those that the sender offered. Event-loop thread.
+
+        Returns:
+            None if a buffer was withdrawn: it is lost, and so is everything that follows on this link.
+        """
+        assert self._reader is not None, "a sender offers nothing before the reading test has succeeded"
+        whole = list(payloads)
         for i, payload in enumerate(payloads):
-            if which >> i & 1:
-                loan = Loan.decode(payload)
+            if offered >> i & 1:
+                buffer = RemoteBuffer.decode(payload)
                 try:
-                    found[i] = self._reader.read(loan)
-                except (LentGone, PermissionError):
+                    whole[i] = self._reader.read(buffer)
+                except (BufferWithdrawn, PermissionError):
                     self._broken.add(sender)
                     return None
                 if (link := self._links.get(sender)) is not None:
-                    link.send(_NUMBER.pack(loan.number), kind=_RETURNED)
-        return tuple(found)
+                    link.send(_OFFER_NUMBER.pack(buffer.number), kind=_COPIED)
+        return tuple(whole)
 
     def _link_event(self, link: _Link, event: int) -> None:
-        """Called in the event loop."""
+        """Handle an event of a link's monitor. Event-loop thread."""
         if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.up.set()
             return
@@ -362,16 +403,22 @@ class Links:
 
 def _check(transport: str, directory: str, token: bytes, host: str) -> None:
     if transport not in ("ipc", "tcp"):
-        raise ConfigError("unknown transport", got=transport, where="runtime.transport", exists="ipc, tcp")
+        raise ConfigError(
+            f"runtime.transport={transport} is no transport", where="runtime.transport", exists="ipc, tcp"
+        )
     if transport == "ipc" and not Path(directory).is_dir():
-        raise ConfigError("links over ipc need an existing directory", got=directory, where="directory")
+        raise ConfigError(f"the directory {directory!r} for ipc sockets does not exist", where="directory")
     if transport == "ipc" and len(os.fsencode(str(Path(directory).absolute()))) > _LONGEST_IPC_DIRECTORY:
         raise ConfigError(
-            "the path of an ipc socket must fit into 108 bytes", got=directory, fix="use links.socket_directory()"
+            f"the directory {directory} is too long for ipc sockets",
+            rule="the path of an ipc socket must fit into 108 bytes",
+            fix="use links.socket_directory()",
         )
     if transport == "tcp" and len(token) < 16 and not _is_loopback(host):
         raise ConfigError(
-            "links beyond loopback need a token of at least 16 bytes", got=f"{len(token)} bytes", where=f"host {host}"
+            f"the links' token has {len(token)} bytes",
+            rule="links beyond loopback need a token of at least 16 bytes",
+            where=f"host {host}",
         )
 
 
@@ -380,65 +427,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-# Links between the controller and agents: as all over tcp, and a machine that is gone without a word is noticed.
-# The kernel asks after 10 s of silence and every 5 s, and gives up after 4 questions. It also answers for a process
-# that is stopped, so Ctrl-Z on the controller ends nothing.
-_KEEPALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 10,
-    zmq.TCP_KEEPALIVE_INTVL: 5,
-    zmq.TCP_KEEPALIVE_CNT: 4,
-}
-
-
-class AgentLinks(Links):
-    """Tcp links whose `PeerClosed` also comes, within half a minute, for a peer whose machine lost power or network."""
-
-    def __init__(self, me: int, mailbox: Mailbox, *, token: bytes, host: str) -> None:
-        super().__init__(me, mailbox, transport="tcp", token=token, host=host)
-
-    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = super()._new_socket(kind)
-        for option, value in _KEEPALIVE.items():
-            socket.setsockopt(option, value)
-        return socket
-
-
-# Room for the links of a run among the files that a process may have open.
-PER_LINK = 5  # both directions: two sockets, their connections' ends, a monitor
-_OTHERS = 100  # data, logs, pipes, what libraries keep open
-
-
-def make_room(num_workers: int) -> None:
-    """Raises this process's soft limit of open files to the hard one if `num_workers` links would not fit.
-
-    To be called before the workers' processes are made: they inherit it, and each has as many links.
-
-    Raises:
-        ConfigError: the hard limit is too low.
-    """
-    needed = PER_LINK * num_workers + _OTHERS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if _allows(soft, needed):
-        return
-    if not _allows(hard, needed):
-        raise ConfigError(
-            f"every process has a link to every worker, and a link takes {PER_LINK} open files",
-            got=f"{num_workers} workers, {needed} open files",
-            where="mesh",
-            exists=f"{hard} open files for a process (ulimit -Hn)",
-            fix=f"ulimit -n {needed}, which may need an administrator, or fewer workers",
-        )
-    # Some systems refuse an unlimited soft limit.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
-
-
-def has_room(num_workers: int) -> bool:
-    """Whether `num_workers` links fit among the files that a process of this run may have open."""
-    return _allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], PER_LINK * num_workers + _OTHERS)
-
-
-def _allows(limit: int, needed: int) -> bool:
-    return limit == resource.RLIM_INFINITY or limit >= needed

@@ -1,8 +1,10 @@
-"""The one place where everything from outside reaches a worker: messages, death notices, interruptions.
+"""Mailbox: the single queue through which everything from outside reaches a process.
 
-Event loops put; one thread (training, or the controller's main thread) takes. Neither side ever waits for the other to
-finish anything, so nobody is stranded in a wait that only a peer could end. No zmq, no torch: the virtual-time engine
-files into the same class.
+Messages, closed links, the end of the controller and interruptions all become items of one queue. Event loops put
+items; one thread (the training thread, or the controller's main thread) removes them. Neither side waits for the other
+to finish anything, so no thread is stranded in a wait that only a remote process could end. This module needs neither
+zmq
+nor torch: the simulated cluster files into the same class.
 """
 
 from __future__ import annotations
@@ -19,10 +21,15 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message: who sent it, its encoded header, its payload buffers (bytes, contiguous; valid while referenced).
+    """One message.
 
-    A payload starts at a multiple of 8 bytes, no more: whoever feeds one to a kernel whose bits may depend on alignment
-    copies it into aligned memory first (boundary tensors); elementwise sums may read it where it lies.
+    A payload starts at a multiple of 8 bytes, no more: code that feeds one to a kernel whose bits may depend on
+    alignment copies it into aligned memory first (boundary tensors); elementwise sums may read it where it lies.
+
+    Args:
+        sender: peer id of the sender.
+        header: the encoded message.
+        payloads: contiguous bytes; valid while referenced.
     """
 
     sender: int
@@ -34,8 +41,8 @@ class Envelope:
 class PeerClosed:
     """The link to `peer` is gone: its process ended, the connection broke, or the connect was refused.
 
-    Once per `Links.connect`; calling that again makes another link. Messages that the peer sent before its end may
-    still follow this notice; they are content, valid as ever.
+    Filed once per `Links.connect`; calling that again makes another link. Messages that the peer sent before its end
+    may still follow this notice, and stay valid.
     """
 
     peer: int
@@ -43,20 +50,24 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class ControllerGone:
-    """The controller's process has ended without a word."""
+    """The controller's process has ended without stopping its workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Somebody in this process called `Mailbox.interrupt(reason)`."""
+    """Another thread or a signal handler of this process called `Mailbox.interrupt(reason)`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Somebody outside the run asks for something; `body` is what JSON says, unchecked. `reply` takes the answer, once,
-    JSON-ready; it never waits."""
+    """A request from outside the run (`ctl`).
+
+    Args:
+        body: the decoded JSON, unchecked.
+        reply: sends the answer, JSON-ready; to be called once; never blocks.
+    """
 
     body: Mapping[str, Any]
     reply: Callable[[Mapping[str, Any]], None]
@@ -66,19 +77,20 @@ Item: TypeAlias = Envelope | PeerClosed | ControllerGone | Interrupted | Request
 
 
 class Mailbox:
-    """A queue of `Item`s with any number of putting threads and exactly one taking thread.
-
-    Args:
-        tap: sees every item first, in the thread that puts it; returning True keeps the item out of the queue. For what
-            must be answered while the taking thread computes (PREPARE). It must be short and must not wait.
+    """A queue of items for any number of putting threads and exactly one consuming thread.
 
     Items of one sender stay in the order in which they were put.
+
+    Args:
+        tap: sees every item first, in the thread that puts it; returning True keeps the item out of the queue. It
+            serves messages that must be answered while the consuming thread computes (PREPARE). It must be short and
+            must not block.
     """
 
     def __init__(self, tap: Callable[[Item], bool] | None = None) -> None:
         self._tap = tap
         self._items: deque[Item] = deque()
-        # Locked means "nothing new since the taker last looked". A bare lock wakes its waiter through one semaphore,
+        # Locked means "nothing new since the consumer last looked". A bare lock wakes its waiter through one semaphore,
         # a fraction of what Condition does in Python code; the deque itself needs no lock.
         self._bell = threading.Lock()
         self._bell.acquire()
@@ -87,21 +99,21 @@ class Mailbox:
         return len(self._items)
 
     def put(self, item: Item) -> None:
-        """File `item` and wake the taker. Any thread; never blocks."""
+        """File `item` and wake the consumer. Any thread; never blocks."""
         if self._tap is not None and self._tap(item):
             return
         self._items.append(item)
         try:  # noqa: SIM105  (the hot path: a context manager costs ten times the call)
             self._bell.release()
         except RuntimeError:
-            pass  # already rung; the taker looks at the queue after it has taken the bell, so it sees this item too
+            pass  # rung already; the consumer looks at the queue after acquiring the bell, so it sees this item
 
     def interrupt(self, reason: str) -> None:
-        """Wake the taker with `Interrupted(reason)`, in order with everything else."""
+        """File `Interrupted(reason)`, in order with everything else."""
         self.put(Interrupted(reason))
 
     def take_all(self) -> list[Item]:
-        """Everything filed so far, oldest first; never blocks."""
+        """Remove and return everything filed so far, oldest first; never blocks."""
         items = self._items
         return [items.popleft() for _ in range(len(items))]
 
@@ -115,20 +127,22 @@ class Mailbox:
             return True
         deadline = time.monotonic() + timeout
         while not self._items:
-            # The bell may have rung for an item taken earlier: hence the loop.
+            # The bell may have rung for an item that was removed earlier: hence the loop.
             left = deadline - time.monotonic()
             if left <= 0 or not self._bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
                 return bool(self._items)
         return True
 
     def get(self, timeout: float | None = None) -> Item | None:
-        """The oldest item, waiting up to `timeout` seconds for one; None when there was none."""
+        """Remove and return the oldest item, waiting up to `timeout` seconds for one; None if there was none."""
         return self._items.popleft() if self.wait(timeout) else None
 
 
-# A mailbox for processes that also wait for something else, in a select loop.
 class SelectableMailbox(Mailbox):
-    """A mailbox whose `fileno` is readable when `take_all` has something to give, and sometimes when it has not."""
+    """A mailbox for processes that also wait for other descriptors, in a select loop.
+
+    `fileno` is readable whenever `take_all` would return something, and sometimes when it would not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +153,7 @@ class SelectableMailbox(Mailbox):
     def put(self, item: Item) -> None:
         super().put(item)
         with contextlib.suppress(BlockingIOError):  # a full pipe is readable as well
-            os.write(self._write, b"\0")  # after the item is there: who is woken finds it
+            os.write(self._write, b"\0")  # after the item is filed: a woken consumer finds it
 
     def take_all(self) -> list[Item]:
         with contextlib.suppress(BlockingIOError):
@@ -151,6 +165,6 @@ class SelectableMailbox(Mailbox):
         return self._read
 
     def close(self) -> None:
-        """After the last `put`."""
+        """Close the pipe. To be called after the last `put`."""
         os.close(self._read)
         os.close(self._write)

@@ -1,4 +1,4 @@
-"""c10d's TCPStore, served and reached."""
+"""Server and client ends of c10d's TCPStore. Only calls import torch, not this module."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def serve_store(listener: socket, host: str, timeout_s: float) -> TCPStore:
-    """Serves a store as long as it is referred to.
+    """Serve a store for as long as the returned object is referenced.
 
     Args:
-        listener: listens already; taken over.
-        host: at which this process reaches it.
+        listener: a listening socket; the store takes it over.
+        host: address at which this process itself reaches it.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -23,8 +23,8 @@ def serve_store(listener: socket, host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A connection of its own to a store."""
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A new connection to a served store."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)

@@ -198,7 +198,7 @@ def test_at_least_one_is_added(world: World, count: object) -> None:
 
 
 def test_no_more_are_added_than_open_files_allow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_room", lambda workers: workers <= 5)
+    monkeypatch.setattr(module, "fits_fd_limit", lambda workers: workers <= 5)
     assert "ulimit -n" in world.refusal(command="add", count=3)
     assert world.ask(command="add", count=2) == {"added": [3, 4]}
 

@@ -20,8 +20,8 @@ from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
+from elaswave_spmd.runtime.processes import fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.transport import links
 from elaswave_spmd.runtime.transport.links import Links, socket_directory
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run
 from tests.unit.controller.made_up_workers import Script, Workers, run_to_end, settings_in
@@ -180,7 +180,7 @@ def test_a_refused_link_leaves_no_directory(
 def test_too_many_workers_for_the_open_files_are_refused_first(
     started: list[Workers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(fd_limit.resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(ConfigError, match="ulimit -n"):
         module.run(settings_in(tmp_path))
     assert not started and not (tmp_path / "run").exists()

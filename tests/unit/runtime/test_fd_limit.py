@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.transport import links
-from elaswave_spmd.runtime.transport.links import has_room, make_room
+from elaswave_spmd.runtime.processes import fd_limit
+from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit, raise_fd_limit
 
 INF = resource.RLIM_INFINITY
 
@@ -17,8 +17,8 @@ INF = resource.RLIM_INFINITY
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The limits that were set; the last one is in force."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(links.resource, "getrlimit", lambda _: found[-1])
-    monkeypatch.setattr(links.resource, "setrlimit", lambda _, pair: found.append(pair))
+    monkeypatch.setattr(fd_limit.resource, "getrlimit", lambda _: found[-1])
+    monkeypatch.setattr(fd_limit.resource, "setrlimit", lambda _, pair: found.append(pair))
     return found
 
 
@@ -35,19 +35,19 @@ def test_the_soft_limit_is_raised_where_needed(
     limits: list[tuple[int, int]], before: tuple[int, int], workers: int, after: tuple[int, int]
 ) -> None:
     limits.append(before)
-    make_room(workers)
+    raise_fd_limit(workers)
     assert limits[-1] == after
 
 
 def test_room_is_what_the_soft_limit_leaves(limits: list[tuple[int, int]]) -> None:
     limits.append((600, 4096))
-    assert has_room(100) and not has_room(101)
+    assert fits_fd_limit(100) and not fits_fd_limit(101)
     limits.append((INF, INF))
-    assert has_room(100_000)
+    assert fits_fd_limit(100_000)
 
 
 def test_a_hard_limit_that_is_too_low_is_refused(limits: list[tuple[int, int]]) -> None:
     limits.append((1024, 4096))
     with pytest.raises(ConfigError, match=r"(?s)1000 workers, 5100.*4096 .*ulimit -n 5100"):
-        make_room(1000)
+        raise_fd_limit(1000)
     assert limits == [(1024, 4096)]

@@ -44,25 +44,25 @@ class Wire:
 
 def test_latency_and_bandwidth_are_found() -> None:
     wire = Wire(2e-4, 5e8)
-    assert wire.probes[0].found is None
+    assert wire.probes[0].result is None
     wire.probes[0].start(1)
     wire.deliver()
-    assert wire.probes[0].found == (pytest.approx(2e-4), pytest.approx(5e8))
-    assert wire.probes[1].found is None
+    assert wire.probes[0].result == (pytest.approx(2e-4), pytest.approx(5e8))
+    assert wire.probes[1].result is None
 
 
 def test_messages_that_are_late_do_not_count() -> None:
     wire = Wire(1e-4, 1e9, late=[0.5] * (2 * TRIES - 2) + [0.0, 0.0] + [0.25] * (2 * TRIES - 2))
     wire.probes[0].start(1)
     wire.deliver()
-    assert wire.probes[0].found == (pytest.approx(1e-4), pytest.approx(1e9))
+    assert wire.probes[0].result == (pytest.approx(1e-4), pytest.approx(1e9))
 
 
 def test_a_clock_that_sees_no_time_pass_gives_a_number() -> None:
     wire = Wire(0.0, float("inf"))
     wire.probes[0].start(1)
     wire.deliver()
-    assert wire.probes[0].found == (0.0, pytest.approx(PROBE_BYTES * 1e6))
+    assert wire.probes[0].result == (0.0, pytest.approx(PROBE_BYTES * 1e6))
 
 
 def test_a_neighbour_that_never_answers_leaves_it_unknown_and_another_can_be_asked() -> None:
@@ -70,10 +70,10 @@ def test_a_neighbour_that_never_answers_leaves_it_unknown_and_another_can_be_ask
     wire.silent = {1}
     wire.probes[0].start(1)
     wire.deliver()
-    assert wire.probes[0].found is None
+    assert wire.probes[0].result is None
     wire.probes[0].start(2)
     wire.deliver()
-    assert wire.probes[0].found == (pytest.approx(1e-4), pytest.approx(1e9))
+    assert wire.probes[0].result == (pytest.approx(1e-4), pytest.approx(1e9))
 
 
 def test_an_answer_to_an_earlier_question_is_none_to_this_one() -> None:
@@ -83,7 +83,7 @@ def test_an_answer_to_an_earlier_question_is_none_to_this_one() -> None:
     stray = Envelope(2, struct.pack("<cBI", b"\xc1", 1, 1))
     assert wire.probes[0].tap(stray)
     wire.deliver()
-    assert wire.probes[0].found == (pytest.approx(1e-4), pytest.approx(1e9))
+    assert wire.probes[0].result == (pytest.approx(1e-4), pytest.approx(1e9))
 
 
 @pytest.mark.parametrize("item", [Interrupted("x"), Envelope(3, b""), Envelope(3, m.encode(m.Stop()))], ids=repr)
@@ -110,11 +110,11 @@ def test_over_real_links(tmp_path: Path) -> None:
         probes[0].start(1)
         probes[1].start(0)
         deadline = time.monotonic() + 30
-        while not all(probe.found for probe in probes.values()) and time.monotonic() < deadline:
+        while not all(probe.result for probe in probes.values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         for probe in probes.values():
-            assert probe.found is not None
-            latency_s, bandwidth = probe.found
+            assert probe.result is not None
+            latency_s, bandwidth = probe.result
             assert latency_s > 0 and 0 < bandwidth <= PROBE_BYTES * 1e6
         assert not boxes[0] and not boxes[1]
     finally:

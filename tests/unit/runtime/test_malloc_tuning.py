@@ -8,7 +8,7 @@ import pytest
 
 _PROGRAM = """
 import resource
-from elaswave_spmd.runtime.processes.child import keep_freed_memory
+from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 import sys
 if sys.argv[1] == "set":
     assert keep_freed_memory()

@@ -1,0 +1,48 @@
+"""The limit of open files of a process, raised so that the links of a run fit."""
+
+from __future__ import annotations
+
+import resource
+
+from elaswave_spmd.errors import ConfigError
+
+FDS_PER_LINK = 5
+"""Both directions of a link: two sockets, their connections' ends, a monitor."""
+
+_OTHER_FDS = 100  # data, logs, pipes, what libraries keep open
+
+
+def raise_fd_limit(num_workers: int) -> None:
+    """Raise this process's soft limit of open files to the hard one if `num_workers` links would not fit.
+
+    Called before the worker processes are made: they inherit the limit, and each has as many links.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    needed = _fds_needed(num_workers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _allows(soft, needed):
+        return
+    if not _allows(hard, needed):
+        raise ConfigError(
+            f"{num_workers} workers need {needed} open files in every process, and {hard} are allowed (ulimit -Hn)",
+            rule=f"every process has a link to every worker, and a link takes {FDS_PER_LINK} open files",
+            where="mesh",
+            fix=f"ulimit -n {needed}, which may need an administrator, or fewer workers",
+        )
+    # Some systems refuse an unlimited soft limit.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+def fits_fd_limit(num_workers: int) -> bool:
+    """True if `num_workers` links fit among the files that a process of this run may have open."""
+    return _allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _fds_needed(num_workers))
+
+
+def _fds_needed(num_workers: int) -> int:
+    return FDS_PER_LINK * num_workers + _OTHER_FDS
+
+
+def _allows(limit: int, needed: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= needed

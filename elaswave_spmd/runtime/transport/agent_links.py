@@ -1,0 +1,31 @@
+"""Links between the controller and agents on other machines: TCP that notices a machine that vanished."""
+
+from __future__ import annotations
+
+import zmq
+
+from elaswave_spmd.runtime.transport.links import Links
+from elaswave_spmd.runtime.transport.mailbox import Mailbox
+
+# A machine that loses power or network closes no connection. The kernel asks after 10 s of silence, then every 5 s, and
+# gives up after 4 questions without an answer. It answers for a stopped process too, so Ctrl-Z on the controller ends
+# nothing.
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+}
+
+
+class AgentLinks(Links):
+    """TCP links that also report `PeerClosed`, within half a minute, for a peer whose machine lost power or network."""
+
+    def __init__(self, me: int, mailbox: Mailbox, *, token: bytes, host: str) -> None:
+        super().__init__(me, mailbox, transport="tcp", token=token, host=host)
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = super()._new_socket(kind)
+        for option, value in _KEEPALIVE.items():
+            socket.setsockopt(option, value)
+        return socket
