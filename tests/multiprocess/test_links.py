@@ -280,10 +280,10 @@ def test_dropping_a_stopped_process_frees_what_is_queued_for_it(peers: Peers):
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        ({"transport": "pigeon"}, "unknown transport"),
-        ({"transport": "ipc", "directory": "/nowhere/at/all"}, "existing directory"),
+        ({"transport": "pigeon"}, "runtime.transport=pigeon is no transport"),
+        ({"transport": "ipc", "directory": "/nowhere/at/all"}, "/nowhere/at/all.* does not exist"),
         ({"transport": "tcp", "host": "192.0.2.1", "token": b"short"}, "token"),
-        ({"transport": "tcp", "host": "192.0.2.1", "token": TOKEN}, "could not be bound"),
+        ({"transport": "tcp", "host": "192.0.2.1", "token": TOKEN}, "cannot bind an address in 192.0.2.1"),
     ],
 )
 def test_bad_settings_are_named(arguments: dict, rule: str):
