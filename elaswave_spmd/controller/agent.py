@@ -26,7 +26,7 @@ from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve
+from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve_address
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     options = _parse(arguments, program)
     host, port = endpoint("HOST:PORT", options.rendezvous)
     secret = read_secret(options.token_file, where=f"--token-file {options.token_file}")
-    address = None if options.host is None else resolve(options.host, where=f"--host {options.host}")
+    address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
     scratch = socket_directory()
     # Started first: it imports what workers need while this process looks for the controller.
     fork_server = start_fork_server(WorkerStart(), scratch, _ORPHAN_GRACE_S, here=True)
@@ -103,7 +103,7 @@ class Agent:
             raise RunError("the controller is gone; no worker is left here") from None
         except BaseException as error:
             self._fork_server.stop(0.0)
-            self._send(am.AgentFailed(am.Problem.of(error, _report(error))))  # the cause; how its workers end is none
+            self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
             self._until_told_to_stop()
             raise
 
@@ -137,12 +137,12 @@ class Agent:
                 self._fork_server.spawn(rank, spec | self._own)
             case am.Signal(rank, number):
                 self._fork_server.signal(rank, number)
-            case am.Look():
+            case am.ReportExits():
                 self._fork_server.signal(-1, 0)  # nobody; its answer comes after the notices of all who have ended
                 self._report_exits(self._fork_server.poll())
-                self._send(am.Looked())
+                self._send(am.ExitsReported())
             case am.Refused(problem):
-                raise problem.error("the controller")
+                raise problem.to_error("the controller")
             case am.Stop(grace_s):
                 self._report_exits(self._fork_server.stop(grace_s))
                 return True

@@ -202,7 +202,7 @@ def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topolo
     print(f"waiting for {runtime.agents} agents at {runtime.rendezvous}", flush=True)
     agents.wait_for_all(runtime.agents_timeout)
     ranks = range(settings.mesh.shape.num_workers)
-    launcher.deal(ranks, runtime.local_workers)
+    launcher.assign(ranks, runtime.local_workers)
     hosts = {rank: launcher.host_of(rank) for rank in ranks}
     counts = Counter(hosts.values())
     print("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()), flush=True)

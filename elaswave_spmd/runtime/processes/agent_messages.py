@@ -1,4 +1,4 @@
-"""What the controller's launcher and the agents on other machines say to each other. Plain data, never pickle."""
+"""Messages between the controller's launcher and the agents on other machines. Plain data, never pickle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elaswave_spmd import errors
 
 
 class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages; encodes as a compact array [kind, fields ...]."""
+    """Base of all messages; encoded as a compact array [kind, fields ...]."""
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True):
@@ -27,15 +27,15 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
     fields: dict[str, str] = {}
 
     @classmethod
-    def of(cls, error: BaseException, report: str = "") -> Problem:
-        """The error in words; `report` is what to say of one that is not the user's."""
+    def from_error(cls, error: BaseException, report: str = "") -> Problem:
+        """Encode an error; `report` is the text for one that is not a user's error."""
         if not isinstance(error, errors.UserError):
             return cls("", report or str(error))
         fields = error.fields()
         return cls(type(error).__name__, fields.pop("what"), fields)
 
-    def error(self, source: str) -> errors.UserError | errors.RunError:
-        """The error again, to be raised here; `source` says whose it is."""
+    def to_error(self, source: str) -> errors.UserError | errors.RunError:
+        """The error again, to be raised here; `source` names the machine that it came from."""
         if not self.kind:
             return errors.RunError(f"{source} failed:\n{self.what}")
         kinds = {kind.__name__: kind for kind in errors.UserError.__subclasses__()}
@@ -47,7 +47,7 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(AgentMessage, frozen=True):
-    """An agent listens at `address` and has places for `capacity` workers on machine `host`."""
+    """An agent listens at `address` and has room for `capacity` workers on machine `host`."""
 
     format: int  # `FORMAT_VERSION` of the agent; first, so that it can be read whatever follows
     address: str
@@ -57,7 +57,7 @@ class Hello(AgentMessage, frozen=True):
 
 
 class Prepared(AgentMessage, frozen=True):
-    """The data is there and equal, workers can be spawned."""
+    """The data exists and equals the controller's; workers can be spawned."""
 
 
 class WorkerExited(AgentMessage, frozen=True):
@@ -69,8 +69,8 @@ class WorkerExited(AgentMessage, frozen=True):
     signal: int | None
 
 
-class Looked(AgentMessage, frozen=True):
-    """Answer to Look: every worker that had ended by then has been told of."""
+class ExitsReported(AgentMessage, frozen=True):
+    """Answer to ReportExits: every worker that had ended by then has been reported."""
 
 
 class AgentFailed(AgentMessage, frozen=True):
@@ -83,13 +83,13 @@ class AgentFailed(AgentMessage, frozen=True):
 
 
 class Refused(AgentMessage, frozen=True):
-    """This agent is not taken."""
+    """The run does not accept this agent."""
 
     problem: Problem
 
 
 class Prepare(AgentMessage, frozen=True):
-    """Make the data that `settings` ask for, equal to the controller's `data`, and the process that forks workers."""
+    """Prepare the data that `settings` ask for, equal to the controller's `data`, and the fork server."""
 
     num_workers: int  # of the whole run
     settings: dict[str, Any]
@@ -97,7 +97,7 @@ class Prepare(AgentMessage, frozen=True):
 
 
 class Spawn(AgentMessage, frozen=True):
-    """Start worker `rank`. The agent puts what is of its own machine into `spec`: data, directory, host."""
+    """Start worker `rank`. The agent replaces the fields of `spec` that are its machine's: data, directory, host."""
 
     rank: int
     spec: dict[str, Any]
@@ -110,18 +110,28 @@ class Signal(AgentMessage, frozen=True):
     number: int
 
 
-class Look(AgentMessage, frozen=True):
-    """Tell of all workers that have ended, then answer Looked."""
+class ReportExits(AgentMessage, frozen=True):
+    """Report all workers that have ended, then answer ExitsReported."""
 
 
 class Stop(AgentMessage, frozen=True):
-    """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), tell of them, and end."""
+    """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), report their exits, and end."""
 
     grace_s: float
 
 
 AnyAgentMessage: TypeAlias = (
-    Hello | Prepared | WorkerExited | Looked | AgentFailed | Refused | Prepare | Spawn | Signal | Look | Stop
+    Hello
+    | Prepared
+    | WorkerExited
+    | ExitsReported
+    | AgentFailed
+    | Refused
+    | Prepare
+    | Spawn
+    | Signal
+    | ReportExits
+    | Stop
 )
 
 

@@ -1,7 +1,7 @@
-"""What a worker process does before and after its main function, forked or spawned.
+"""A worker process before and after its main function, whether it was forked or spawned.
 
-The spawn path runs this file as `python -m elaswave_spmd.runtime.processes.child`, with its orders as JSON on
-standard input.
+A spawned one runs this file as `python -m elaswave_spmd.runtime.processes.child`, with its orders as JSON on standard
+input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 _PR_SET_PDEATHSIG = 1
 
 
-def resolve(target: str) -> Callable[[dict[str, Any]], object]:
+def resolve_target(target: str) -> Callable[[dict[str, Any]], object]:
     """The function that "module:function" names."""
     module, _, function = target.partition(":")
     if not module or not function:
@@ -29,9 +29,10 @@ def resolve(target: str) -> Callable[[dict[str, Any]], object]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` dies (Linux). Ends at once if it is dead already.
+    """Make the kernel kill this process when `parent` dies (Linux); end at once if it is dead already.
 
-    The last resort: workers learn of a lost controller from the life pipe, but nobody would reap a lost fork server's.
+    The last resort: workers notice a lost controller by the life pipe, but no process would end and reap the workers of
+    a lost fork server.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,10 +40,11 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-# Signals that a terminal or a batch system sends to the whole group. The fork server ends by its pipe, after its
-# children, so it holds them blocked; blocked, not ignored: one that is sent to a worker that still boots then waits for
-# it.
 GROUP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that a terminal or a batch system sends to the whole process group.
+
+The fork server must outlive its children and ends by its pipe, so it blocks these signals. It does not ignore them: a
+signal that is sent to a worker before the worker has set itself up stays pending until then."""
 
 
 def set_up() -> None:
@@ -52,7 +54,8 @@ def set_up() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    # Python's own generator reseeds itself after a fork; these do not. Only where loaded: nothing is imported for it.
+    # Python's own generator reseeds itself after a fork; these do not. Only if imported already: an import costs
+    # seconds.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -68,14 +71,14 @@ def run(target: str, spec: dict[str, Any]) -> NoReturn:
     """
     code = 1
     try:
-        code = _exit_code(resolve(target)(spec))
+        code = _exit_code(resolve_target(target)(spec))
     except SystemExit as end:
         code = _exit_code(end.code)
     except BaseException:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # its reader may be gone
                 stream.flush()
         os._exit(code & 0xFF)
 

@@ -1,12 +1,12 @@
 """The fork server: a process that has imported everything a worker needs and makes workers by forking itself.
 
-Started by `ForkServerClient.start`. It has one thread, runs no operator, opens no zmq context, and does nothing but
-wait on three descriptors: orders from the controller, the end of a child, the end of the controller. It is the parent
+Started by `ForkServerClient.start`. It has one thread, runs no operator, opens no zmq context, and only waits for three
+events: an order from the controller, the end of a child, the end of the controller. It is the parent
 of all workers, so it alone reaps them, signals them without a race on process ids, and outlives a controller that was
 killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
-"rank": rank}, {"orphan_grace_s": seconds}, {"stop": grace_s}; each gets one line as its answer. On a second pipe the
+"rank": rank}, {"orphan_grace_s": seconds}, {"stop": grace_s}; each is answered by one line. On a second pipe the
 fork server writes a line {"exited": rank, ...} for each worker that ended.
 """
 
@@ -45,10 +45,16 @@ def num_threads() -> int:
 
 
 class ForkServer:
-    """The state of the fork server: its descriptors and its living children."""
+    """The fork server's descriptors and living children.
+
+    Args:
+        orders: socket to the controller.
+        notices: write end of the pipe on which ended workers are reported.
+    """
 
     def __init__(self, orders: socket.socket, notices: int) -> None:
-        self._orders, self._notices = orders, notices
+        self._orders = orders
+        self._notices = notices
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._buffer = b""
         self._wake_read, self._wake_write = os.pipe()
@@ -57,7 +63,7 @@ class ForkServer:
         self._setup: dict[str, Any] = {}
 
     def serve(self) -> None:
-        """Run until told to stop or until the controller is gone; ends with no child left."""
+        """Run until the controller orders it to stop, or is gone. When this returns no child is left."""
         setup = self._next_order()
         if setup is None:
             return
@@ -77,7 +83,7 @@ class ForkServer:
             self._answer({"ready": True, "threads": num_threads()})
             self._loop()
         except _ControllerGoneError:
-            # Workers know from the life pipe; they may want to write a checkpoint. Afterwards nobody is left to ask.
+            # Workers notice by the life pipe, and may write a checkpoint before they end.
             grace = float(setup["orphan_grace_s"])
             self._wait_until_none(grace)
             self._end_all(min(grace, 1.0))
@@ -86,7 +92,7 @@ class ForkServer:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _preload(self) -> str:
-        """Import what workers need; the traceback or complaint when that fails. "" is success."""
+        """Import the modules that workers need. Returns an error text, empty on success."""
         for name in self._setup["preload"]:
             try:
                 importlib.import_module(name)
@@ -116,9 +122,9 @@ class ForkServer:
                     self._end_all(float(order["stop"]))
                     self._answer({"stopped": True})
                     return
-                self._obey(order)
+                self._execute(order)
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _execute(self, order: dict[str, Any]) -> None:
         try:
             if "spawn" in order:
                 rank = int(order["spawn"])
@@ -165,11 +171,11 @@ class ForkServer:
             file.seek(0)
             command = [sys.executable, "-m", "elaswave_spmd.runtime.processes.child"]
             process = subprocess.Popen(command, stdin=file, pass_fds=(self._setup["life_fd"],))
-        process.returncode = 0  # this server reaps by itself; tells the Popen object that there is nothing to wait for
+        process.returncode = 0  # `_reap` waits for it; the Popen object must not
         return process.pid
 
     def _signal(self, rank: int, number: int) -> bool:
-        """True when the child was there: it is not reaped elsewhere, so its id cannot belong to another process."""
+        """Send a signal; False if the child has ended. Only this process reaps, so the pid is still the child's."""
         self._reap()
         if rank not in self._pids:
             return False
@@ -202,7 +208,7 @@ class ForkServer:
             self._reap()
 
     def _end_all(self, grace_s: float) -> None:
-        """SIGTERM, `grace_s` seconds, SIGKILL (which ends stopped ones too); returns when all are reaped."""
+        """End all workers: SIGTERM, `grace_s` seconds, then SIGKILL, which ends stopped ones too. All are reaped."""
         if grace_s > 0:
             for rank in list(self._pids):
                 self._signal(rank, signal.SIGTERM)
@@ -212,7 +218,7 @@ class ForkServer:
         self._wait_until_none(float("inf"))
 
     def _next_order(self) -> dict[str, Any] | None:
-        """The next line; None when the controller has closed its end."""
+        """The next line as JSON; None if the controller has closed its end."""
         while b"\n" not in self._buffer:
             try:
                 data = self._orders.recv(65536)
@@ -234,7 +240,7 @@ class _ControllerGoneError(Exception):
 
 
 def run(orders: int, notices: int) -> NoReturn:
-    """The life of a fork server, in a process that has SIGINT, SIGTERM and SIGHUP blocked.
+    """Serve until the end of the run, then end the process. SIGINT, SIGTERM and SIGHUP must be blocked.
 
     Args:
         orders, notices: descriptors of the controller's socket, and of the pipe for workers that ended.

@@ -1,4 +1,4 @@
-"""The controller's handle of the fork server, the process that makes, signals, reaps and reports the workers."""
+"""The controller's end of the fork server, the process that makes, signals, reaps and reports the workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +21,13 @@ from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import fork_server
 from elaswave_spmd.runtime.processes.child import GROUP_SIGNALS
 from elaswave_spmd.runtime.processes.fork_server import num_threads
+from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
+from elaswave_spmd.runtime.processes.import_path import interpreter_environment
 
-PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")  # the third: for the first backward
+# The third is imported by the first backward otherwise, in every worker.
+PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")
+"""Modules that the fork server imports by default."""
+
 Method = Literal["fork", "spawn"]
 _READY_TIMEOUT_S = 300.0
 _ORDER_TIMEOUT_S = 60.0
@@ -33,7 +35,7 @@ _ORDER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker's process has ended and is reaped: with `code`, or by `signal`; the other one is None."""
+    """A worker's process has ended and is reaped, with an exit `code` or by a `signal`; the other one is None."""
 
     rank: int
     pid: int
@@ -51,28 +53,40 @@ class Exited:
 
 
 class ForkServerClient:
-    """Makes worker processes; make one with `start`. For one thread; `fileno` and `poll` fit into a select loop.
+    """Makes worker processes. Created by `start`; for one thread; `fileno` and `poll` fit into a select loop.
 
-    Whatever happens to the controller, nothing is left behind: a killed controller closes the life pipe, on which
-    workers end by themselves within `orphan_grace_s` or are killed; a killed fork server takes its children along.
+    Invariant: no process outlives the run. A killed controller closes the life pipe, on which workers end by themselves
+    within `orphan_grace_s` or are killed; the kernel kills the children of a killed fork server.
+
+    Args:
+        process: the fork server.
+        orders: socket on which it takes orders and answers.
+        notices: read end of the pipe on which it reports workers that ended.
+        life: write end of the pipe whose end tells workers that this process is gone.
+        scratch: directories that are removed when no worker is left.
+        orphan_grace_s: time that workers have to end by themselves after this process.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes] | Forked,
+        process: subprocess.Popen[bytes] | ForkedProcess,
         orders: socket.socket,
         notices: int,
         life: int,
         scratch: Sequence[str],
         orphan_grace_s: float,
     ) -> None:
-        self._process, self._orders, self._notices, self._life = process, orders, notices, life
+        self._process = process
+        self._orders = orders
+        self._notices = notices
+        self._life = life
         self._scratch = scratch
-        self._answers = b""
-        self._lines = b""
         self._orphan_grace_s = orphan_grace_s
-        self._ready = self._stopped = False
-        self.num_threads = 0  # of the fork server, known once ready
+        self._answer_buffer = b""
+        self._notice_buffer = b""
+        self._ready = False
+        self._stopped = False
+        self.num_threads = 0  # of the fork server; known once it is ready
 
     @classmethod
     def start(
@@ -95,23 +109,25 @@ class ForkServerClient:
             orphan_grace_s: how long workers may go on after the controller has died, before they are killed.
             scratch: directories (of sockets) that are deleted when the last worker has ended.
             env: environment variables added for the fork server and all workers.
-            here: this process has done nothing yet but import: the fork server may be a fork of it, and need not import
-            that
-                again. With threads, with `env` and with "spawn" it is an interpreter of its own all the same.
+            here: this process has done nothing yet but import modules, so the fork server may be a fork of it that need
+                not import them again. With threads, with `env` and with "spawn" it is a new interpreter all the same.
+
+        Raises:
+            ConfigError: an unknown method.
         """
         if method not in ("fork", "spawn"):
-            raise ConfigError("unknown way of making workers", got=method, where="method", exists="fork, spawn")
+            raise ConfigError(f"method={method} is no way of making workers", where="method", exists="fork, spawn")
         ours, theirs = socket.socketpair()
         notices, notices_theirs = os.pipe()
         life_theirs, life = os.pipe()
         fds = theirs.fileno(), notices_theirs, life_theirs
-        # A Ctrl-C must not meet the new process before it ignores SIGINT: the blocked state is inherited.
+        # A Ctrl-C must not reach the new process before it ignores SIGINT: the blocked state is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
         try:
             if here and method == "fork" and not env and num_threads() == 1:
-                process = fork(lambda: fork_server.run(*fds[:2]), fds)
+                process = fork_process(lambda: fork_server.run(*fds[:2]), fds)
             else:
-                process = _interpreter(method, env or {}, fds)
+                process = _start_interpreter(method, env or {}, fds)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
@@ -139,7 +155,11 @@ class ForkServerClient:
         return self._process.pid
 
     def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Wait until everything is imported. RunError with the traceback when an import failed."""
+        """Wait until the fork server has imported everything.
+
+        Raises:
+            RunError: an import failed (with its traceback), or the server was stopped or has died.
+        """
         if self._stopped:
             raise RunError("the fork server was stopped")
         if self._ready:
@@ -152,30 +172,34 @@ class ForkServerClient:
         self._ready = True
 
     def spawn(self, rank: int, spec: Mapping[str, Any]) -> int:
-        """Make the worker `rank`; its process id. `spec` must be plain JSON data. Waits until the fork server is
-        ready.
+        """Make the worker `rank` and return its process id; waits until the fork server is ready.
+
+        Args:
+            spec: plain JSON data for the worker's main function.
         """
         self.ready()
-        return int(self._ask({"spawn": rank, "spec": dict(spec)})["pid"])
+        return int(self._request({"spawn": rank, "spec": dict(spec)})["pid"])
 
     def signal(self, rank: int, number: int) -> bool:
-        """Send a signal to worker `rank`; False when it has ended already."""
+        """Send a signal to worker `rank`; False if it has ended already."""
         self.ready()
-        return bool(self._ask({"signal": int(number), "rank": rank})["sent"])
+        return bool(self._request({"signal": int(number), "rank": rank})["sent"])
 
     def set_orphan_grace(self, seconds: float) -> None:
-        """How long workers may go on after this process, where that was not known at `start`. Waits until ready."""
+        """Set the time that workers have after this process, if it was not known at `start`. Waits until ready."""
         self.ready()
-        self._ask({"orphan_grace_s": seconds})
+        self._request({"orphan_grace_s": seconds})
         self._orphan_grace_s = seconds
 
     def fileno(self) -> int:
-        """Readable when `poll` has something to say."""
+        """The descriptor that is readable when `poll` has something to return."""
         return self._notices
 
     def poll(self) -> list[Exited]:
-        """The workers that have ended since the last call; never blocks. RunError when the fork server itself has
-        died.
+        """The workers that have ended since the last call; never blocks.
+
+        Raises:
+            RunError: the fork server itself has died.
         """
         exits, ended = self._read_exits()
         if ended and not exits:
@@ -183,15 +207,15 @@ class ForkServerClient:
         return exits
 
     def _read_exits(self) -> tuple[list[Exited], bool]:
-        """What the fork server has reported, and whether it has closed its end."""
+        """The exits that the fork server has reported, and True if it has closed its end."""
         ended = False
         try:
             while data := os.read(self._notices, 65536):
-                self._lines += data
+                self._notice_buffer += data
             ended = True
         except BlockingIOError:
             pass
-        *lines, self._lines = self._lines.split(b"\n")
+        *lines, self._notice_buffer = self._notice_buffer.split(b"\n")
         notices = map(json.loads, lines)
         return [Exited(it["exited"], it["pid"], it["code"], it["signal"]) for it in notices], ended
 
@@ -210,14 +234,16 @@ class ForkServerClient:
             self._receive(grace_s + _ORDER_TIMEOUT_S)
             self._process.wait(_ORDER_TIMEOUT_S)
         except (RunError, subprocess.TimeoutExpired):
-            pass  # it has died, or hangs: then the kernel ends its children with it
+            pass  # it has died, or hangs and is killed below: then the kernel kills its children with it
         exits, _ = self._read_exits()
         self._abandon()
         return exits
 
     def release(self) -> None:
-        """End as if this process had died: workers see the end of the life pipe and have `orphan_grace_s` to end by
-        themselves. Returns when no process is left; idempotent."""
+        """End as if this process had died; idempotent. Returns when no process is left.
+
+        Workers see the end of the life pipe and have `orphan_grace_s` to end by themselves.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -225,7 +251,7 @@ class ForkServerClient:
         os.close(self._life)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs: killed now, and its children with it
             self._process.wait(self._orphan_grace_s + _ORDER_TIMEOUT_S)
-        self._bury()
+        self._kill_and_clean_up()
 
     def __enter__(self) -> ForkServerClient:
         return self
@@ -238,9 +264,9 @@ class ForkServerClient:
         self._stopped = True
         self._orders.close()
         os.close(self._life)
-        self._bury()
+        self._kill_and_clean_up()
 
-    def _bury(self) -> None:
+    def _kill_and_clean_up(self) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._notices)
@@ -254,11 +280,11 @@ class ForkServerClient:
             f"the fork server (pid {self.pid}), parent of all workers, ended {how}; its workers ended with it"
         )
 
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, order: dict[str, Any]) -> dict[str, Any]:
         self._send(order)
         answer = self._receive(_ORDER_TIMEOUT_S)
         if "error" in answer:
-            raise RunError(f"the fork server could not do what was asked:\n{answer['error']}")
+            raise RunError(f"the fork server failed to carry out an order:\n{answer['error']}")
         return answer
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -269,7 +295,7 @@ class ForkServerClient:
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._answers:
+        while b"\n" not in self._answer_buffer:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._orders], [], [], left)[0]:
                 raise RunError(f"the fork server (pid {self.pid}) did not answer within {timeout_s:g} s")
@@ -279,88 +305,16 @@ class ForkServerClient:
                 data = b""
             if not data:
                 raise self._died()
-            self._answers += data
-        line, _, self._answers = self._answers.partition(b"\n")
+            self._answer_buffer += data
+        line, _, self._answer_buffer = self._answer_buffer.partition(b"\n")
         return json.loads(line)
 
 
-def _interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
-    """A fork server that begins with nothing. fds: of orders, of notices, and the one that workers inherit."""
-    environment = {**os.environ, **env}
+def _start_interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+    """A fork server in a new interpreter. `fds`: of orders, of notices, and the life pipe's that workers inherit."""
+    environment = interpreter_environment(env)
     if method == "fork":
         # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.
         environment["OPENBLAS_NUM_THREADS"] = "1"
-    if (root := import_root()) is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "elaswave_spmd.runtime.processes.fork_server", str(fds[0]), str(fds[1])]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=fds)
-
-
-def import_root() -> str | None:
-    """Where this package lies, if a fresh interpreter might not find it: run from a checkout instead of installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    return None if root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} else root
-
-
-# A child that goes on with what this process has imported, and nothing else of it.
-_PERIOD_S = 0.002
-_MOST_DESCRIPTORS = 1 << 20
-
-
-class Forked:
-    """Such a child, in the terms of `subprocess.Popen`. For one thread."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code, or minus the signal, once it has ended; reaps it."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, when it has ended. subprocess.TimeoutExpired after `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            time.sleep(_PERIOD_S)
-        return code
-
-    def kill(self) -> None:
-        """SIGKILL; nothing where it has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-def fork(main: Callable[[], object], keep: Collection[int]) -> Forked:
-    """Run `main` in a child that has nothing open but the descriptors `keep`, output, and an empty input.
-
-    To be called while this process has one thread. The child ends with `main`, or with code 1 where it raises. Signals
-    are as after an exec: what this process handles is at its default there, what it ignores or blocks stays so.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return Forked(pid)
-    code = 1
-    try:
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        for before, after in pairwise(sorted({2, *keep, _MOST_DESCRIPTORS})):
-            os.closerange(before + 1, after)
-        main()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)  # never back to where this process was

@@ -1,5 +1,4 @@
-"""What makes, signals and reports a run's workers, wherever they run: on this machine by the fork server, on others by
-agents. Without agents it is the fork server and nothing else."""
+"""Launcher: makes, signals and reports a run's workers, on this machine by the fork server, on others by agents."""
 
 from __future__ import annotations
 
@@ -16,16 +15,17 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServe
 
 
 class Launcher:
-    """For one thread; `fileno` and `poll` fit into a select loop.
+    """All worker processes of a run. For one thread; `fileno` and `poll` fit into a select loop.
 
     Args:
-        fork server: makes the workers of this machine; stopped by `stop`.
-        agents: those of other machines, or None.
+        fork_server: makes the workers of this machine; stopped by `stop`.
+        agents: make those of other machines; None if there are none. The launcher is the fork server alone then.
     """
 
     def __init__(self, fork_server: ForkServerClient, agents: Agents | None = None) -> None:
-        self._fork_server, self._agents = fork_server, agents
-        self._homes: dict[int, Agent | None] = {}  # where the living ranks are; None: here. Unused without agents
+        self._fork_server = fork_server
+        self._agents = agents
+        self._hosts: dict[int, Agent | None] = {}  # by living rank, None: this machine. Unused without agents
         self._selector: selectors.BaseSelector | None = None
         if agents is not None:
             self._selector = selectors.DefaultSelector()
@@ -34,54 +34,54 @@ class Launcher:
 
     @property
     def agents(self) -> Agents | None:
-        """The agents, for what is theirs alone."""
+        """The agents, for calls that concern no worker process."""
         return self._agents
 
-    def deal(self, ranks: Sequence[int], num_local: int | None) -> None:
-        """Decide where `ranks` will run: the first `num_local` here, the others in runs on the agents.
+    def assign(self, ranks: Sequence[int], num_local: int | None) -> None:
+        """Assign machines to workers: the first `num_local` run here, the others on the agents in consecutive ranks.
 
         Args:
-            num_local: None: as many as the agents have no place for.
+            num_local: None for as many as do not fit on the agents.
 
         Raises:
-            ConfigError: the agents have too few places.
+            ConfigError: the agents have too little room.
         """
         agents = list(self._agents or ())
-        places = sum(agent.capacity for agent in agents)
-        local = max(0, len(ranks) - places) if num_local is None else num_local
-        if len(ranks) - local > places:
+        room = sum(agent.capacity for agent in agents)
+        local = max(0, len(ranks) - room) if num_local is None else num_local
+        if len(ranks) - local > room:
             offers = ", ".join(f"{agent.host} {agent.capacity}" for agent in agents)
             raise ConfigError(
-                "the mesh's workers have places here and on the agents",
-                got=f"{len(ranks)} workers, {local} here",
+                f"of {len(ranks)} workers {local} run here and {len(ranks) - local} do not fit on the agents",
+                rule="every worker of the mesh runs here or on an agent",
                 where=f"runtime.local_workers={local}",
-                exists=f"{places} places on agents: {offers}",
-                fix=f"runtime.local_workers={len(ranks) - places}, or agents with more --workers",
+                exists=f"room for {room} workers on agents: {offers}",
+                fix=f"runtime.local_workers={len(ranks) - room}, or agents with more --workers",
             )
-        self._homes.update(dict.fromkeys(ranks[:local]))
+        self._hosts.update(dict.fromkeys(ranks[:local]))
         rest = iter(ranks[local:])
-        shares = share(len(ranks) - local, [agent.capacity for agent in agents])
+        shares = divide_workers(len(ranks) - local, [agent.capacity for agent in agents])
         for agent, number in zip(agents, shares, strict=True):
             for _ in range(number):
-                self._homes[next(rest)] = agent
+                self._hosts[next(rest)] = agent
 
     def host_of(self, rank: int) -> str:
         """The machine on which `rank` runs."""
-        home = self._homes.get(rank)
-        return socket.gethostname() if home is None else home.host
+        agent = self._hosts.get(rank)
+        return socket.gethostname() if agent is None else agent.host
 
     def domain_of(self, rank: int) -> tuple[str, ...] | None:
-        """The failure domain of `rank`: its machine. None without agents: there is one machine."""
+        """The failure domain of `rank`: its machine. None without agents, when there is one machine."""
         return None if self._agents is None else (self.host_of(rank),)
 
-    def _find_place(self, rank: int) -> None:
-        """For a newcomer: on the agent with the largest share of free ones, else here."""
-        taken = {agent.peer: 0 for agent in self._agents or ()}
-        for agent in self._homes.values():
+    def _assign_newcomer(self, rank: int) -> None:
+        """Assign a machine to a joining worker: the agent used to the smallest fraction of its capacity, else this."""
+        used = {agent.peer: 0 for agent in self._agents or ()}
+        for agent in self._hosts.values():
             if agent is not None:
-                taken[agent.peer] = taken.get(agent.peer, 0) + 1
-        free = [agent for agent in self._agents or () if taken[agent.peer] < agent.capacity]
-        self._homes[rank] = min(free, key=lambda agent: Fraction(taken[agent.peer] + 1, agent.capacity), default=None)
+                used[agent.peer] = used.get(agent.peer, 0) + 1
+        free = [agent for agent in self._agents or () if used[agent.peer] < agent.capacity]
+        self._hosts[rank] = min(free, key=lambda agent: Fraction(used[agent.peer] + 1, agent.capacity), default=None)
 
     def ready(self) -> None:
         """Wait until this machine's fork server has imported everything.
@@ -92,42 +92,48 @@ class Launcher:
         self._fork_server.ready()
 
     def spawn(self, rank: int, spec: Mapping[str, Any]) -> int | None:
-        """Start worker `rank` where it has its place; a newcomer gets one. `spec` is plain data.
+        """Start worker `rank` on its machine, which is assigned now for a newcomer.
 
-        Returns: its process id, if it is one of this machine.
+        Args:
+            spec: plain JSON data for the worker's main function.
+
+        Returns:
+            Its process id if it runs on this machine, else None.
         """
-        if self._agents is not None and rank not in self._homes:
-            self._find_place(rank)
-        home = self._homes.get(rank)
-        if home is None:
+        if self._agents is not None and rank not in self._hosts:
+            self._assign_newcomer(rank)
+        agent = self._hosts.get(rank)
+        if agent is None:
             return self._fork_server.spawn(rank, spec)
         assert self._agents is not None
-        self._agents.spawn(home, rank, spec)
+        self._agents.spawn(agent, rank, spec)
         return None
 
     def signal(self, rank: int, number: int) -> bool:
-        """Send a signal to worker `rank`; False when it has ended already.
+        """Send a signal to worker `rank`; False if it has ended already.
 
-        Signal 0 does nothing to it, but when this returns, `poll` knows of all that have ended until now.
+        Signal 0 has no effect on the worker, but after it `poll` returns all workers that have ended until now.
         """
         if self._agents is not None and number == 0:
-            self._agents.look()
-        home = self._homes.get(rank)
-        if home is None:
+            self._agents.request_exits()
+        agent = self._hosts.get(rank)
+        if agent is None:
             return self._fork_server.signal(rank, number)
         assert self._agents is not None
         if number == 0:
             self._fork_server.signal(rank, 0)
-            return rank in home.ranks
-        return self._agents.signal(home, rank, number)
+            return rank in agent.ranks
+        return self._agents.signal(agent, rank, number)
 
     def fileno(self) -> int:
-        """Readable when `poll` may have something to say."""
+        """The descriptor that is readable when `poll` may have something to return."""
         return self._fork_server.fileno() if self._selector is None else self._selector.fileno()  # pyright: ignore
 
     def poll(self) -> list[Exited]:
-        """The workers that have ended since the last call; never blocks. RunError when this machine's fork server
-        died.
+        """The workers that have ended since the last call; never blocks.
+
+        Raises:
+            RunError: this machine's fork server has died.
         """
         exits = self._fork_server.poll()
         if self._agents is not None:
@@ -154,12 +160,21 @@ class Launcher:
 
     def _forget(self, exits: Iterable[Exited]) -> None:
         for exited in exits:
-            self._homes.pop(exited.rank, None)
+            self._hosts.pop(exited.rank, None)
 
 
-def share(num: int, capacities: Sequence[int]) -> list[int]:
-    """How many of `num` workers each agent gets: one after the other goes where the taken share of the places is the
-    lowest with it, at ties to the first. `num` is at most the sum of `capacities`."""
+def divide_workers(num: int, capacities: Sequence[int]) -> list[int]:
+    """Divide workers among agents, in proportion to their capacities.
+
+    One worker after the other goes to the agent that is then used to the smallest fraction of its capacity; ties go to
+    the first.
+
+    Args:
+        num: number of workers, at most the sum of `capacities`.
+
+    Returns:
+        The number of workers of each agent.
+    """
     assert 0 <= num <= sum(capacities), (num, capacities)
     shares = [0] * len(capacities)
     heap = [(Fraction(1, capacity), place) for place, capacity in enumerate(capacities) if capacity]

@@ -1,7 +1,7 @@
-"""Where machines that start a run meet: a record in c10d's TCPStore says at which address the controller listens.
+"""Rendezvous of a run's machines: a record in c10d's TCPStore holds the address at which the controller listens.
 
-Bootstrap only. The store asks nobody who they are, so it holds no secret, and what it says is believed only with a
-proof that its writer knows the secret; links then use a key that is derived from it for this run.
+Used for the start only. The store authenticates nobody, so it holds no secret, and an agent trusts the record only with
+a proof that its writer knows the shared secret. Links then use a key that is derived from the secret for this run.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _RECORD, _AGENTS = "elaswave_spmd/controller", "elaswave_spmd/agents"
 _SHORTEST_SECRET = 16  # bytes
-_STORE_TIMEOUT_S = 10.0  # for one who listens already
+_STORE_TIMEOUT_S = 10.0  # for a store that listens already
 _RETRY_S = 0.25
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What the store holds. `proof` is a keyed hash of the rest."""
+    """The content of the store; `proof` is a keyed hash of the other fields."""
 
     format: int  # `FORMAT_VERSION` of the controller
     address: str
@@ -47,8 +47,14 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Found:
-    """What an agent learns: its peer id, the controller's link address, the key of the links, and the address of this
-    machine from which the store was reached."""
+    """The result of `find_controller`.
+
+    Args:
+        peer: the peer id of this agent.
+        address: of the controller's links.
+        token: key of the links of this run.
+        local_host: address of this machine from which the store was reached.
+    """
 
     peer: int
     address: str
@@ -57,10 +63,10 @@ class Found:
 
 
 def read_secret(path: str, *, where: str) -> bytes:
-    """The secret in a file that only its owner may read.
+    """Read the shared secret from a file that only its owner may read.
 
     Args:
-        where: what named the file, for messages.
+        where: the option or setting that named the file, for errors.
 
     Raises:
         ConfigError: no such file, one that others may read, or one that is too short.
@@ -72,27 +78,31 @@ def read_secret(path: str, *, where: str) -> bytes:
             status = os.fstat(stream.fileno())
             secret = stream.read(65536).strip()
     except OSError as error:
-        raise ConfigError(
-            "the token file can be read", got=error.strerror or str(error), where=where, fix=fix
-        ) from error
+        what = f"cannot read the token file {path} ({error.strerror or error})"
+        raise ConfigError(what, where=where, fix=fix) from error
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077 or status.st_uid != os.geteuid():
-        got = f"mode {mode:04o}, owner {status.st_uid}"
         raise ConfigError(
-            "only its owner, who starts the run, may read a token file", got=got, where=where, fix=f"chmod 600 {path}"
+            f"the token file {path} has mode {mode:04o} and owner {status.st_uid}",
+            rule="only its owner, who starts the run, may read a token file",
+            where=where,
+            fix=f"chmod 600 {path}",
         )
     if len(secret) < _SHORTEST_SECRET:
         raise ConfigError(
-            f"a secret has at least {_SHORTEST_SECRET} bytes", got=f"{len(secret)} bytes", where=where, fix=fix
+            f"the secret in {path} has {len(secret)} bytes",
+            rule=f"a secret has at least {_SHORTEST_SECRET} bytes",
+            where=where,
+            fix=fix,
         )
     return secret
 
 
-def resolve(host: str, *, where: str) -> str:
-    """The IPv4 address of a name, to listen on.
+def resolve_address(host: str, *, where: str) -> str:
+    """Resolve a name to an IPv4 address of this machine, to listen on.
 
     Raises:
-        ConfigError: unknown, or no address of this machine.
+        ConfigError: the name is unknown, or is no single address of this machine.
     """
     try:
         address = socket.gethostbyname(host)
@@ -100,11 +110,17 @@ def resolve(host: str, *, where: str) -> str:
             pass
     except OSError as error:
         raise ConfigError(
-            "links listen on an address of this machine", got=f"{host}: {error.strerror or error}", where=where
+            f"{host} is no address of this machine ({error.strerror or error})",
+            rule="links listen on an address of this machine",
+            where=where,
+            fix="hostname -I lists them",
         ) from error
     if ipaddress.ip_address(address).is_unspecified:
         raise ConfigError(
-            "links listen on one address, to which the others connect", got=host, where=where, fix="hostname -I"
+            f"{host} means every address of this machine",
+            rule="links listen on one address, to which the other machines connect",
+            where=where,
+            fix="hostname -I lists them",
         )
     return address
 
@@ -113,11 +129,11 @@ class Rendezvous:
     """The controller's end: serves the store until `close`.
 
     Args:
-        host, port: where agents look for it. On loopback it listens there only, otherwise on all addresses.
-        secret: what controller and agents share.
+        host, port: at which agents look for it. On loopback it listens there only, otherwise on all addresses.
+        secret: shared with the agents.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is in use.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
@@ -128,8 +144,8 @@ class Rendezvous:
             listener = socket.create_server((host if loopback else "", port))
         except OSError as error:
             raise ConfigError(
-                "the store of a run needs a port of its own on the controller's machine",
-                got=error.strerror or str(error),
+                f"cannot listen at {host}:{port} ({error.strerror or error})",
+                rule="the store of a run needs a port of its own on the controller's machine",
                 where=f"runtime.rendezvous={host}:{port}",
                 fix="another port, here and for the agents",
             ) from error
@@ -142,7 +158,7 @@ class Rendezvous:
         return _token(self._secret, self._nonce)
 
     def announce(self, address: str) -> None:
-        """Say where the controller listens."""
+        """Publish the address at which the controller listens."""
         assert self._store is not None
         proof = _proof(self._secret, FORMAT_VERSION, address, self._nonce)
         self._store.set(_RECORD, msgspec.json.encode(Record(FORMAT_VERSION, address, self._nonce, proof)).decode())
@@ -153,11 +169,11 @@ class Rendezvous:
 
 
 def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Found:
-    """Wait for the controller's store, and take the next peer id.
+    """Wait for the controller's store, read its record, and draw the next peer id.
 
     Raises:
-        RunError: nobody listens there within `timeout_s` seconds.
-        ConfigError: another secret, another version, or no store of a run.
+        RunError: no process listens there within `timeout_s` seconds.
+        ConfigError: the controller has another secret or format version, or no run is announced there.
     """
     where = f"{host}:{port}"
     deadline = time.monotonic() + timeout_s
@@ -172,15 +188,17 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
                 raise RunError(f"no controller at {where} within {timeout_s:g} s: {error.strerror or error}") from error
             time.sleep(_RETRY_S)
 
-    def ask() -> tuple[Record, TCPStore]:
+    def read_record() -> tuple[Record, TCPStore]:
         store = connect_store(host, port, _STORE_TIMEOUT_S)
         return msgspec.json.decode(store.get(_RECORD), type=Record), store
 
     try:
-        record, store = _in_time(ask, 3 * _STORE_TIMEOUT_S)
+        record, store = _call_with_timeout(read_record, 3 * _STORE_TIMEOUT_S)
     except (RuntimeError, TimeoutError, msgspec.MsgspecError) as error:  # c10d's errors are RuntimeErrors
         raise ConfigError(
-            "an agent meets the controller of a run", got=f"something else that listens there ({error})", where=where
+            f"no run is announced at {where}, though a process listens there ({error})",
+            rule="an agent joins the controller of a run at its runtime.rendezvous",
+            where=where,
         ) from error
     if mismatch := version_mismatch(record.format):
         raise ConfigError(
@@ -191,8 +209,8 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
         )
     if not hmac.compare_digest(record.proof, _proof(secret, record.format, record.address, record.nonce)):
         raise ConfigError(
-            "agent and controller have the same secret",
-            got="another one than the controller's",
+            f"the controller at {where} has another secret",
+            rule="agents and controller have the same secret",
             where=f"the token file; {where}",
             fix="copy the controller's runtime.token_file to this machine",
         )
@@ -200,15 +218,15 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, as far as its text tells."""
+    """True if `host` is a name or address of the loopback interface; names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _in_time(call: Callable[[], T], seconds: float) -> T:
-    """What `call` returns. c10d waits without limit for one who listens and says nothing."""
+def _call_with_timeout(call: Callable[[], T], seconds: float) -> T:
+    """The result of `call`, in a thread of its own: c10d waits without limit for a listener that never answers."""
     done: list[T | BaseException] = []
 
     def work() -> None:

@@ -31,7 +31,7 @@ class Remote:
         self.links.connect(CONTROLLER, found.address)
         assert not self.links.wait_connected([CONTROLLER], 10)
 
-    def say(self, message: am.AgentMessage) -> None:
+    def send(self, message: am.AgentMessage) -> None:
         self.links.send(CONTROLLER, am.encode(message))
 
     def hello(
@@ -46,21 +46,21 @@ class Remote:
         import torch as library
 
         version = torch or str(library.__version__)
-        self.say(am.Hello(format_version, address or self.links.address, host, capacity, version))
+        self.send(am.Hello(format_version, address or self.links.address, host, capacity, version))
         return self
 
-    def hear(self) -> am.AgentMessage:
+    def receive(self) -> am.AgentMessage:
         item = self.mailbox.get(10)
         assert isinstance(item, Envelope), item
         return am.decode(item.header)
 
-    def when(self, kind: type[am.AgentMessage], *answers: am.AgentMessage) -> None:
+    def answer_next(self, kind: type[am.AgentMessage], *answers: am.AgentMessage) -> None:
         """Give these answers to the next message, which is of this kind, in a thread; none: hang up."""
 
         def work() -> None:
-            assert isinstance(self.hear(), kind)
+            assert isinstance(self.receive(), kind)
             for answer in answers:
-                self.say(answer)
+                self.send(answer)
             if not answers:
                 self.links.close()
 
@@ -116,12 +116,12 @@ def prepared(agents: Agents, remote: Make) -> tuple[Remote, Remote]:
     pair = remote().hello("c", 1), remote().hello("b", 2)
     agents.wait_for_all(10)
     for each in pair:
-        each.when(am.Prepare, am.Prepared())
+        each.answer_next(am.Prepare, am.Prepared())
     agents.prepare(3, {"seed": 0}, {"corpus": "text"})
     return pair
 
 
-def test_agents_are_taken_and_sorted_by_host(agents: Agents, remote: Make) -> None:
+def test_agents_are_accepted_and_sorted_by_host(agents: Agents, remote: Make) -> None:
     prepared(agents, remote)
     assert [(agent.host, agent.capacity, agent.peer) for agent in agents] == [("b", 2, -3), ("c", 1, -2)]
 
@@ -147,19 +147,19 @@ def test_an_agent_that_leaves_before_the_start_is_not_counted(agents: Agents, re
 def test_another_torch_is_refused_on_both_sides(agents: Agents, remote: Make) -> None:
     other = remote().hello(torch="1.0")
     settle(agents, lambda: agents._refused)
-    with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: b: torch 1.0, the controller has "):
+    with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: the agent on b has torch 1.0, the controller has "):
         agents.wait_for_all(0.1)
-    refused = other.hear()
-    assert isinstance(refused, am.Refused) and isinstance(refused.problem.error(""), ConfigError)
+    refused = other.receive()
+    assert isinstance(refused, am.Refused) and isinstance(refused.problem.to_error(""), ConfigError)
 
 
 def test_an_agent_with_another_format_version_is_refused_with_both_named(agents: Agents, remote: Make) -> None:
     other = remote().hello(format_version=FORMAT_VERSION + 1)
     settle(agents, lambda: agents._refused)
     assert not list(agents)
-    refused = other.hear()
+    refused = other.receive()
     assert isinstance(refused, am.Refused)
-    error = refused.problem.error("the controller")
+    error = refused.problem.to_error("the controller")
     assert isinstance(error, ConfigError)
     assert f"format version {FORMAT_VERSION + 1}" in error.what and f"format version {FORMAT_VERSION}" in error.what
 
@@ -176,7 +176,7 @@ def test_an_agent_that_cannot_be_reached_is_named(agents: Agents, remote: Make) 
 def test_one_agent_too_many_is_refused(agents: Agents, remote: Make) -> None:
     prepared(agents, remote)
     late = remote().hello()
-    late.when(am.Refused)
+    late.answer_next(am.Refused)
     settle(agents, lambda: not late.links.peers)
     assert len(list(agents)) == 2
 
@@ -196,7 +196,11 @@ def test_a_token_of_another_run_is_counted(agents: Agents, remote: Make) -> None
 @pytest.mark.parametrize(
     ("answers", "kind", "message"),
     [
-        ([am.AgentFailed(am.Problem("DataError", "a rule", {"got": "a"}))], DataError, "the agent on b"),
+        (
+            [am.AgentFailed(am.Problem("DataError", "its text differs", {"rule": "a rule"}))],
+            DataError,
+            "the agent on b",
+        ),
         ([am.AgentFailed(am.Problem("", "Traceback"))], RunError, "the agent on b failed:\nTraceback"),
         ([], RunError, "the agent on b is gone: its connection closed"),
     ],
@@ -207,8 +211,8 @@ def test_an_agent_that_fails_to_prepare_ends_the_start(
 ) -> None:
     first, second = remote().hello("a"), remote().hello("b")
     agents.wait_for_all(10)
-    first.when(am.Prepare, am.Prepared())
-    second.when(am.Prepare, *answers)
+    first.answer_next(am.Prepare, am.Prepared())
+    second.answer_next(am.Prepare, *answers)
     with pytest.raises(kind, match=message):
         agents.prepare(3, {}, {})
 
@@ -217,30 +221,30 @@ def test_orders_reach_the_agent_and_exits_come_back(agents: Agents, remote: Make
     _, there = prepared(agents, remote)
     agent = next(iter(agents))
     agents.spawn(agent, 5, {"a": 1})
-    assert there.hear() == am.Spawn(5, {"a": 1})
+    assert there.receive() == am.Spawn(5, {"a": 1})
     assert agents.signal(agent, 5, 15) and not agents.signal(agent, 6, 15)
-    assert there.hear() == am.Signal(5, 15)
-    there.say(am.WorkerExited(5, 77, None, 15))
+    assert there.receive() == am.Signal(5, 15)
+    there.send(am.WorkerExited(5, 77, None, 15))
     exits = some_exits(agents)
     assert exits == [RemoteExited(5, 77, None, 15, "b")]
     assert not agents.signal(agent, 5, 15)
 
 
-def test_look_hears_of_all_who_have_ended(agents: Agents, remote: Make) -> None:
+def test_requested_exits_include_all_workers_that_have_ended(agents: Agents, remote: Make) -> None:
     other, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 0, {})
-    there.hear()
-    there.when(am.Look, am.WorkerExited(0, 7, 1, None), am.Looked())
-    other.when(am.Look, am.Looked())
-    agents.look()
+    there.receive()
+    there.answer_next(am.ReportExits, am.WorkerExited(0, 7, 1, None), am.ExitsReported())
+    other.answer_next(am.ReportExits, am.ExitsReported())
+    agents.request_exits()
     assert agents.poll() == [RemoteExited(0, 7, 1, None, "b")]
 
 
-def test_look_does_not_wait_for_an_agent_that_is_lost(agents: Agents, remote: Make) -> None:
+def test_a_lost_agent_is_not_waited_for_when_exits_are_requested(agents: Agents, remote: Make) -> None:
     other, there = prepared(agents, remote)
-    other.when(am.Look, am.Looked())
-    there.when(am.Look)
-    agents.look()
+    other.answer_next(am.ReportExits, am.ExitsReported())
+    there.answer_next(am.ReportExits)
+    agents.request_exits()
     assert [agent.host for agent in agents] == ["c"]
 
 
@@ -261,7 +265,7 @@ def test_a_lost_agent_is_the_loss_of_its_workers(agents: Agents, remote: Make) -
 def test_an_agent_that_fails_says_why_its_workers_are_lost(agents: Agents, remote: Make) -> None:
     _, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 1, {})
-    there.say(am.AgentFailed(am.Problem("", "interrupted")))
+    there.send(am.AgentFailed(am.Problem("", "interrupted")))
     exits = some_exits(agents)
     assert str(exits[0]) == "worker 1 was lost with the agent on b: interrupted"
 
@@ -270,14 +274,14 @@ def test_close_waits_for_agents_to_be_gone_and_returns_their_last_exits(port: in
     agents = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=1)
     there = Remote(port).hello()
     agents.wait_for_all(10)
-    there.when(am.Prepare, am.Prepared())
+    there.answer_next(am.Prepare, am.Prepared())
     agents.prepare(1, {}, {})
     agents.spawn(next(iter(agents)), 0, {})
-    assert there.hear() == am.Spawn(0, {})
+    assert there.receive() == am.Spawn(0, {})
 
     def end() -> None:
-        assert there.hear() == am.Stop(1.5)
-        there.say(am.WorkerExited(0, 7, None, 15))
+        assert there.receive() == am.Stop(1.5)
+        there.send(am.WorkerExited(0, 7, None, 15))
         there.links.close(1000)
 
     thread = threading.Thread(target=end)

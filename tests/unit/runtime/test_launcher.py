@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.processes.launcher import Launcher, share
+from elaswave_spmd.runtime.processes.launcher import Launcher, divide_workers
 from elaswave_spmd.runtime.transport.mailbox import Interrupted, SelectableMailbox
 
 
@@ -70,8 +70,8 @@ class FakeAgents(FakeForkServer):
         self.asked.append(("signal", agent.host, rank, number))
         return True
 
-    def look(self) -> None:
-        self.asked.append("look")
+    def request_exits(self) -> None:
+        self.asked.append("request_exits")
 
     def end(self, grace_s: float) -> None:
         self.asked.append(("end", grace_s))
@@ -90,9 +90,9 @@ def exit_of(rank: int, host: str = "") -> Exited:
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.data())
-def test_shares_fill_places_evenly(capacities: list[int], data: st.DataObject) -> None:
+def test_workers_fill_agents_evenly(capacities: list[int], data: st.DataObject) -> None:
     num = data.draw(st.integers(0, sum(capacities)))
-    shares = share(num, capacities)
+    shares = divide_workers(num, capacities)
     assert sum(shares) == num
     assert all(0 <= taken <= capacity for taken, capacity in zip(shares, capacities, strict=True))
     for i, a in enumerate(capacities):
@@ -106,28 +106,31 @@ def test_ranks_are_dealt_in_runs_the_first_here(capacities: list[int], data: st.
     launcher, _, agents = launcher_of(*capacities)
     local = data.draw(st.integers(0, 5))
     num = local + data.draw(st.integers(0, sum(capacities)))
-    launcher.deal(range(num), local)
+    launcher.assign(range(num), local)
     hosts = [launcher.host_of(rank) for rank in range(num)]
     assert hosts[:local] == [socket.gethostname()] * local
     assert hosts[local:] == sorted(hosts[local:]), "one run for each agent, in the order of agents"
     counts = Counter(hosts[local:])
-    assert [counts[agent.host] for agent in agents] == share(num - local, capacities)
+    assert [counts[agent.host] for agent in agents] == divide_workers(num - local, capacities)
 
 
 def test_without_a_number_those_stay_here_for_whom_the_agents_have_no_place() -> None:
     launcher, _, _ = launcher_of(2, 1)
-    launcher.deal(range(5), None)
+    launcher.assign(range(5), None)
     assert [launcher.host_of(rank) for rank in range(2, 5)] == ["a", "a", "b"]
     launcher, _, _ = launcher_of(2, 2)
-    launcher.deal(range(2), None)
+    launcher.assign(range(2), None)
     assert [launcher.host_of(rank) for rank in range(2)] == ["a", "b"]
 
 
-def test_too_few_places_are_refused_with_what_the_agents_offer() -> None:
+def test_too_little_room_is_refused_with_what_the_agents_offer() -> None:
     launcher, _, _ = launcher_of(2, 1)
     with pytest.raises(ConfigError) as caught:
-        launcher.deal(range(6), 2)
-    assert caught.value.where == "runtime.local_workers=2" and caught.value.exists == "3 places on agents: a 2, b 1"
+        launcher.assign(range(6), 2)
+    assert (
+        caught.value.where == "runtime.local_workers=2"
+        and caught.value.exists == "room for 3 workers on agents: a 2, b 1"
+    )
     assert caught.value.fix.startswith("runtime.local_workers=3,")
 
 
@@ -149,7 +152,7 @@ def test_without_agents_it_is_the_fork_server() -> None:
 
 def test_orders_go_where_the_rank_is() -> None:
     launcher, fork_server, agents = launcher_of(2, 1)
-    launcher.deal(range(4), 1)
+    launcher.assign(range(4), 1)
     for rank in range(4):
         launcher.spawn(rank, {})
     launcher.signal(0, 15)
@@ -161,15 +164,15 @@ def test_orders_go_where_the_rank_is() -> None:
 @pytest.mark.parametrize(("rank", "there"), [(0, True), (1, True)])
 def test_signal_0_asks_every_machine_who_has_ended(rank: int, there: bool) -> None:
     launcher, fork_server, agents = launcher_of(1)
-    launcher.deal(range(2), 1)
+    launcher.assign(range(2), 1)
     launcher.spawn(1, {})
     assert launcher.signal(rank, 0) is there
-    assert fork_server.asked == [("signal", rank, 0)] and agents.asked[-1] == "look"
+    assert fork_server.asked == [("signal", rank, 0)] and agents.asked[-1] == "request_exits"
 
 
 def test_exits_of_all_machines_are_polled_and_their_ranks_forgotten() -> None:
     launcher, fork_server, agents = launcher_of(2)
-    launcher.deal(range(3), 1)
+    launcher.assign(range(3), 1)
     fork_server.exits, agents.exits = [exit_of(0)], [exit_of(2, "a")]
     assert launcher.poll() == [exit_of(0), exit_of(2, "a")]
     assert not launcher.signal(2, 9), "the fork server knows no rank 2"
@@ -183,7 +186,7 @@ def test_exits_of_all_machines_are_polled_and_their_ranks_forgotten() -> None:
 
 def test_newcomers_go_where_the_largest_share_is_free() -> None:
     launcher, _, _ = launcher_of(4, 2)
-    launcher.deal(range(2), 0)
+    launcher.assign(range(2), 0)
     for rank in range(2, 7):
         launcher.spawn(rank, {})
     hosts = [launcher.host_of(rank) for rank in range(7)]

@@ -12,7 +12,7 @@ from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes import rendezvous as module
-from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller, read_secret, resolve
+from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller, read_secret, resolve_address
 
 SECRET, ADDRESS = b"a secret of some bytes", "tcp://127.0.0.1:1234"
 
@@ -54,7 +54,7 @@ def test_every_run_has_a_key_of_its_own(store: Rendezvous, port: int) -> None:
 
 
 def test_another_secret_is_refused(store: Rendezvous, port: int) -> None:
-    with pytest.raises(ConfigError, match="the same secret"):
+    with pytest.raises(ConfigError, match="has another secret"):
         find_controller("127.0.0.1", port, SECRET + b"!", 5.0)
 
 
@@ -65,7 +65,7 @@ def test_an_address_that_somebody_else_wrote_is_not_believed(store: Rendezvous, 
     client = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     record = client.get(module._RECORD).decode()
     client.set(module._RECORD, record.replace("1234", "4321"))
-    with pytest.raises(ConfigError, match="the same secret"):
+    with pytest.raises(ConfigError, match="has another secret"):
         find_controller("127.0.0.1", port, SECRET, 5.0)
 
 
@@ -87,8 +87,9 @@ def test_nobody_there_is_said_after_the_time(port: int) -> None:
 
 def test_a_listener_that_says_nothing_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STORE_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="meets the controller"):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", silent.getsockname()[1], SECRET, 5.0)
+    assert caught.value.what.startswith("no run is announced at 127.0.0.1:")
 
 
 def test_a_taken_port_is_refused(store: Rendezvous, port: int) -> None:
@@ -108,7 +109,7 @@ def test_a_secret_that_others_may_read_is_refused(token_file: Path, mode: int) -
     token_file.chmod(mode)
     with pytest.raises(ConfigError) as caught:
         read_secret(str(token_file), where="here")
-    assert caught.value.fix == f"chmod 600 {token_file}" and f"{mode:04o}" in str(caught.value.got)
+    assert caught.value.fix == f"chmod 600 {token_file}" and f"mode {mode:04o}" in caught.value.what
 
 
 @pytest.mark.parametrize("content", [b"", b"fifteen bytes..\n"])
@@ -120,26 +121,27 @@ def test_a_short_secret_is_refused(token_file: Path, content: bytes) -> None:
 
 def test_a_missing_token_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match="can be read"):
+        with pytest.raises(ConfigError, match="cannot read the token file"):
             read_secret(str(path), where="here")
 
 
 def test_links_listen_on_one_address_of_this_machine() -> None:
-    assert resolve("localhost", where="here") == "127.0.0.1"
+    assert resolve_address("localhost", where="here") == "127.0.0.1"
     for wrong in ("203.0.113.1", "no-such-host.invalid"):
-        with pytest.raises(ConfigError, match="address of this machine"):
-            resolve(wrong, where="here")
-    with pytest.raises(ConfigError, match="one address"):
-        resolve("0.0.0.0", where="here")
+        with pytest.raises(ConfigError, match="no address of this machine"):
+            resolve_address(wrong, where="here")
+    with pytest.raises(ConfigError, match="every address of this machine"):
+        resolve_address("0.0.0.0", where="here")
 
 
 def test_errors_travel() -> None:
-    there = am.Problem.of(DataError("a rule", got=3, where="data.path=a", exists="b", fix="c"))
+    error = DataError("data.path=a is empty", rule="a rule", where="data.path=a", exists="b", fix="c")
+    there = am.Problem.from_error(error)
     message = am.decode(am.encode(am.AgentFailed(there)))
     assert message == am.AgentFailed(there)
-    here = there.error("the agent on b")
+    here = there.to_error("the agent on b")
     assert isinstance(here, DataError)
-    assert (here.what, here.got, here.exists, here.fix) == ("a rule", "3", "b", "c")
+    assert (here.what, here.rule, here.exists, here.fix) == ("data.path=a is empty", "a rule", "b", "c")
     assert here.where == "data.path=a, the agent on b"
-    other = am.Problem.of(ValueError("x"), "Traceback ...").error("the agent on b")
+    other = am.Problem.from_error(ValueError("x"), "Traceback ...").to_error("the agent on b")
     assert isinstance(other, RunError) and str(other) == "the agent on b failed:\nTraceback ..."

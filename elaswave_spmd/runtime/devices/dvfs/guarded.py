@@ -15,7 +15,7 @@ from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange
-from elaswave_spmd.runtime.processes.fork_server_client import import_root
+from elaswave_spmd.runtime.processes.import_path import interpreter_environment
 
 _READY_S = 60.0
 _END_S = 10.0
@@ -49,14 +49,11 @@ class GuardedFrequencies:
             ConfigError: the backend cannot work here.
             RunError: no answer.
         """
-        environment = dict(os.environ)
-        if (root := import_root()) is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
         process = subprocess.Popen(
             [sys.executable, "-m", "elaswave_spmd.runtime.devices.dvfs.guard", backend, where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=interpreter_environment(),
             start_new_session=True,  # what a terminal sends to the job's group is not for the guard
         )
         made = cls(process, {})

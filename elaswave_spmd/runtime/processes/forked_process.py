@@ -1,0 +1,80 @@
+"""Forked processes: children that keep the modules that this process has imported, and nothing else of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from itertools import pairwise
+
+_POLL_S = 0.002
+_MAX_DESCRIPTORS = 1 << 20
+
+
+class ForkedProcess:
+    """A forked child with the part of the interface of `subprocess.Popen` that is needed. For one thread."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal, once the child has ended, which is reaped then; None before."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the child; the result is that of `poll`.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the child has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_process(main: Callable[[], object], keep: Collection[int]) -> ForkedProcess:
+    """Run `main` in a child whose only open descriptors are `keep`, the output streams, and an empty input.
+
+    To be called while this process has one thread: a fork copies only the calling thread, and locks that another one
+    held would stay locked. The child ends with `main`, or with code 1 if it raises. Signals are as after an exec: those
+    that this process handles are at their default there, those that it ignores or blocks stay so.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return ForkedProcess(pid)
+    code = 1
+    try:
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        for before, after in pairwise(sorted({2, *keep, _MAX_DESCRIPTORS})):
+            os.closerange(before + 1, after)
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # never back to where this process was
