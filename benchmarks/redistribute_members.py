@@ -28,7 +28,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
-from elaswave_spmd.runtime.processes.child import keep_freed_memory
+from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 from elaswave_spmd.scheduling.placement import Placement, place
@@ -259,7 +259,9 @@ class Worker:
                 if source == self._rank != destination:
                     start = self._start["old"][key]
                     header = msgspec.msgpack.encode([*key, first, stop])
-                    self._links.send(destination, header, [self._old[key][first - start : stop - start]], lend=True)
+                    self._links.send(
+                        destination, header, [self._old[key][first - start : stop - start]], immutable=True
+                    )
         for key, change in self._changes.items():
             for source, destination, first, stop in change.parts():
                 if source == destination == self._rank:

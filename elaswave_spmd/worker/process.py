@@ -17,7 +17,7 @@ from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
 from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch
-from elaswave_spmd.runtime.processes.child import keep_freed_memory
+from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
@@ -139,7 +139,7 @@ class WorkerProcess:
         costs = CostModel.from_json(profile) if profile is not None else None
         plan = plan_run(self._settings, spec.run.data, costs=costs)
         if spec.death_watch is not None:
-            self._before_loss = death_watch.hold(*spec.death_watch)
+            self._before_loss = death_watch.hold_mutex(*spec.death_watch)
         compiled = itertools.count(1)
 
         def layer_compiled(layer: str) -> None:
@@ -271,7 +271,7 @@ class WorkerProcess:
 
     def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...], num_compiled: int) -> None:
         """Report what was measured in a step, and once the link to a neighbour."""
-        link = () if self._link_reported else self._probe.found or ()
+        link = () if self._link_reported else self._probe.result or ()
         if rows or memory or link:
             self._link_reported = self._link_reported or bool(link)
             self._send(m.Measured(self._rank, step, rows, memory, num_compiled, link))
