@@ -114,7 +114,7 @@ class Administration:
     def _add(self, number: object) -> tuple[list[Action], dict[str, object]]:
         if not _is_whole(number) or number < 1:
             raise ControlError("at least 1 worker is added", got=number, fix="ctl RUN add 1")
-        if not has_room(len(self._roster) + number):
+        if not fits_fd_limit(len(self._roster) + number):
             raise ControlError(
                 "every worker has a link to every other, within its limit of open files",
                 got=f"{number} beside {len(self._roster)} workers",

@@ -45,7 +45,7 @@ from elaswave_spmd.runtime.devices.process_group import GroupStore
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
-from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve
+from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
 from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
@@ -173,9 +173,9 @@ class ProcessIO:
             self._groups = GroupStore(host) if settings.runtime.collectives == GROUP else None
             self._writer = _ManifestWriter(run_dir, settings.checkpoint.keep, checkpoints, self._mailbox)
             undo.callback(self._writer.close)
-            table = death_watch.RobustMutexTable(scratch) if death_watch.available() else None
+            table = death_watch.RobustMutexTable(scratch) if death_watch.is_available() else None
             self._mutexes = table
-            self._watcher = death_watch.Watcher(table, self._died) if table is not None else None
+            self._watcher = death_watch.DeathWatch(table, self._died) if table is not None else None
             undo.pop_all()
         self._admin: ControlSocket | None = None
         self._spec = RunSpec(
@@ -244,7 +244,7 @@ class ProcessIO:
         self._ready += [*self._ended(), ExitsReported()]
 
     def faulted_at(self, rank: int) -> float | None:
-        return self._mutexes.struck_at(rank) if self._mutexes is not None else None
+        return self._mutexes.injected_at(rank) if self._mutexes is not None else None
 
     def open_admin(self) -> str:
         try:
@@ -283,10 +283,10 @@ class ProcessIO:
         if self._mutexes is None:
             return None
         try:
-            slot = self._mutexes.seat(rank)
+            slot = self._mutexes.slot(rank)
         except OSError:  # no room in the folder of the sockets
             return None
-        return str(slot.path), slot.slot
+        return str(slot.path), slot.position
 
     def _ended(self) -> list[WorkerGone]:
         """Ends of processes that were noticed since the last call."""
@@ -308,12 +308,12 @@ def listen_host(runtime: RuntimeSettings) -> str:
         ConfigError: it is not one of this machine's, or one that other machines do not reach.
     """
     if runtime.host is not None:
-        return resolve(runtime.host, where=checks.override("runtime.host", runtime.host))
+        return resolve_address(runtime.host, where=checks.override("runtime.host", runtime.host))
     if runtime.rendezvous is None:
         return "127.0.0.1"
     host, _ = endpoint("runtime.rendezvous", runtime.rendezvous)
     where = checks.override("runtime.rendezvous", runtime.rendezvous)
-    address = resolve(host, where=where)
+    address = resolve_address(host, where=where)
     if is_loopback(address) and not is_loopback(host):
         raise ConfigError(
             "links between machines listen on an address that the others reach",

@@ -33,7 +33,7 @@ from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
-from elaswave_spmd.runtime.transport.links import make_room, socket_directory
+from elaswave_spmd.runtime.transport.links import socket_directory
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -70,7 +70,7 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
     Raises:
         UserError, RunError: as for `run`.
     """
-    make_room(settings.mesh.shape.num_workers)
+    raise_fd_limit(settings.mesh.shape.num_workers)
     scratch = socket_directory()
     # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
     # data.
