@@ -99,7 +99,9 @@ class SocketChannel:
             self._leaving.setdefault(peer, deque()).append((header, copy))
         else:
             frames = () if payload is None else (frame_of(self._device.to_host(payload)),)
-            self._links.send(peer, header, frames, lend=isinstance(message, m.PageState))  # it is a copy of its own
+            self._links.send(
+                peer, header, frames, immutable=isinstance(message, m.PageState)
+            )  # it is a copy of its own
 
     def is_copying(self) -> bool:
         """Send what has been copied to host memory. Returns True if copies are still under way; never waits."""
