@@ -61,7 +61,7 @@ class EventCase:
         try:
             mesh = Mesh.initial(MeshShape.parse(str(self.mesh)))
         except MeshError as error:
-            raise _wrong("a case has a mesh", error.got, f"mesh of {where}", exists=exists, fix=fix) from None
+            raise _wrong("a case has a mesh", error.what, f"mesh of {where}", exists=exists, fix=fix) from None
         if len({len(members) for members in mesh.stages}) > 1:
             rule = "policies are compared on whole replicas, stages of equal size"
             raise _wrong(rule, self.mesh, f"mesh of {where}", exists=exists, fix=fix)
