@@ -343,7 +343,7 @@ _LATE_HEARTBEATS = 3
 # (lower, times, upper, why): upper must exceed lower, or be at least `times` lower where `times` is not 1.
 _TIMEOUT_ORDER = (
     ("heartbeat", _LATE_HEARTBEATS, "suspect", f"{_LATE_HEARTBEATS} late heartbeats are no reason to suspect a worker"),
-    ("suspect", 1, "status", "a stopped worker is found by its missing heartbeats before it delays a PREPARE"),
+    ("suspect", 1, "status", "a stopped worker is found by its missing heartbeats before it delays a Prepare"),
     ("status", 1, "progress", "a busy worker is asked for its status before it counts as hanging"),
     ("progress", 1, "start", "a worker's first action may compile; later ones do not"),
     ("status", 1, "join", "a worker that is still starting outlasts a reconfiguration"),
@@ -365,7 +365,7 @@ class Timeouts(Section, group="timeouts"):
 
     heartbeat: float = setting(0.1, "from one heartbeat of a worker to the next", above=0)
     suspect: float = setting(2.0, "from the last heartbeat until a worker counts as hanging", above=0)
-    status: float = setting(5.0, "from an unanswered PREPARE until a worker counts as hanging", above=0)
+    status: float = setting(5.0, "from an unanswered Prepare until a worker counts as hanging", above=0)
     progress: float = setting(30.0, "of one action, until a worker that waits for no other counts as hanging", above=0)
     progress_factor: float = setting(20.0, "times the usual duration of an action, if longer than progress", at_least=1)
     start: float = setting(300.0, "from the start of a worker until it is ready, and for its first action", above=0)

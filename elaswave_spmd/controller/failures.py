@@ -193,7 +193,8 @@ class FailureHandler:
         self._roster.remove(rank)
         self._links.forget(rank)
         mesh = self._protocol.placement.mesh
-        # The PREPARE comes first: until it is sent, the other workers may wait for the one that is lost.
+        # The Prepare in `change` comes before the replacement, whose start takes long: until it is sent, the other
+        # workers may wait for the one that is lost.
         change = self._protocol.lost(rank, reason)
         if rank in mesh:
             replacement = [Spawn(self._roster.allocate(1))] if self._elastic.replace else []

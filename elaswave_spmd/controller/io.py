@@ -113,7 +113,7 @@ class ControllerIO(Protocol):
         ...
 
     def journal(self, prepare: Prepare) -> None:
-        """Write the epoch of a PREPARE to the disk, before anybody is told of it."""
+        """Write the epoch of a Prepare to the disk, before anybody is told of it."""
         ...
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -335,7 +335,7 @@ def newest_checkpoint(run_dir: Path) -> SavedState | None:
 class _ManifestWriter:
     """The journal of mesh epochs, and a thread that writes manifests and removes old checkpoints.
 
-    Nothing in the controller waits for a disk but the journal, whose line comes before a PREPARE.
+    Nothing in the controller waits for a disk but the journal, whose line comes before a Prepare.
     """
 
     def __init__(self, run_dir: Path, keep: int, spec: CheckpointSpec, mailbox: Mailbox) -> None:

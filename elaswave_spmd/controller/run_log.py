@@ -60,8 +60,8 @@ class EpochEvents:
         element_bytes: of all kinds of state together, per element.
 
     Their fields that end in `_at` are times of the controller's clock (CLOCK_MONOTONIC on Linux, the same in all
-    processes of a machine): the loss was seen, the first PREPARE was sent, the last STATUS came, the PLACE was sent,
-    the next step was committed, the last member had applied it.
+    processes of a machine): the loss was seen, the first Prepare was sent, the last StepReport came, the Reconfigure
+    was sent, the next step was committed, the last member had applied it.
     """
 
     def __init__(self, observer: RunObserver, element_bytes: int) -> None:
@@ -79,15 +79,15 @@ class EpochEvents:
         self._seen.setdefault(rank, _Seen(at, sign))
 
     def preparing(self, now: float) -> None:
-        """A PREPARE has been sent. Of a change that begins again the first one counts."""
+        """A Prepare has been sent. Of a change that begins again the first one counts."""
         self._prepared_at = self._prepared_at or now
 
     def answered(self, now: float) -> None:
-        """A STATUS has come."""
+        """A StepReport has come."""
         self._answered_at = now
 
     def begun(self, epoch: EpochBegun, now: float) -> None:
-        """The PLACE of an epoch has been sent."""
+        """The Reconfigure of an epoch has been sent."""
         mesh = epoch.placement.mesh
         self._write_recovered(None)
         if epoch.kinds:
@@ -127,7 +127,9 @@ class EpochEvents:
         self._seen.clear()
 
     def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
-        """Bytes of state that are copied because of an epoch, and the least that could be. After its PLACE is sent."""
+        """Bytes of state that are copied because of an epoch, and the least that could be. After its Reconfigure is
+        sent.
+        """
         if epoch.plan is None:
             return 0, 0
         return self._element_bytes * epoch.plan.moved_elements, self._element_bytes * epoch.plan.least_elements

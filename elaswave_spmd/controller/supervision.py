@@ -1,7 +1,7 @@
 """Supervision of workers that live: heartbeats, and what silence means. Ends of processes come as events by themselves.
 
-Which detector notices a loss first (a death watch, the launcher, a closed link or silence) does not matter: all of them
-become the event WorkerGone.
+Which detector notices a loss first (the death watch, the fork server or silence) does not matter: all of them become
+the event WorkerGone. A closed link is no loss by itself (recovery/failure_detector.py, BrokenLinks).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Supervision:
         """Workers that are found to hang.
 
         Args:
-            owing: the epoch of the last PREPARE, and the workers that could have answered it by now and have not.
+            owing: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
             free_to_leave: workers that asked to leave and have nothing that nobody else has.
         """
         self._liveness.owe(*owing)

@@ -1,8 +1,8 @@
 """The controller's half: it decides membership, never the outcome of a step (protocol.md, rule 2).
 
 A state machine without I/O: facts and messages in, effects out. There is one way to change the mesh epoch, for every
-event: PREPARE to the living members, a STATUS from each, PLACE to the members of the new epoch. An event in between
-begins it again with the next epoch number.
+event: Prepare to the living members, a StepReport from each, Reconfigure to the members of the new epoch. An event in
+between begins it again with the next epoch number.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EvenAssigner:
 
 @dataclass
 class _Change:
-    """A change of the epoch that is under way: from PREPARE to PLACE."""
+    """A change of the epoch that is under way: from Prepare to Reconfigure."""
 
     epoch: int
     after: int
@@ -146,14 +146,14 @@ class ControllerProtocol:
 
     @property
     def changing(self) -> tuple[int, ...]:
-        """Members whose STATUS is waited for."""
+        """Members whose StepReport is waited for."""
         if self._change is None:
             return ()
         return tuple(rank for rank in self.members if rank not in self._change.statuses)
 
     @property
     def owing(self) -> tuple[int, tuple[int, ...]]:
-        """The epoch of the last PREPARE, and the members that can answer it by now and have not.
+        """The epoch of the last Prepare, and the members that can answer it by now and have not.
 
         A planned change is answered by whoever has applied its step, after the validation.
         """
@@ -190,7 +190,7 @@ class ControllerProtocol:
         if len(self.addresses) < len(members) or not set(members) <= self.addresses.keys():
             return []
         self._started = True
-        return self._send_all(self._place_message(self.version, None))
+        return self._send_all(self._reconfigure_message(self.version, None))
 
     def lost(self, rank: int, reason: str) -> list[Action]:
         """A worker is gone for good. Known at once, and answered at once."""
@@ -253,7 +253,7 @@ class ControllerProtocol:
         return self._begin(after=-1)
 
     def status(self, message: StepReport) -> list[Action]:
-        """An answer to PREPARE; one for another epoch is void [m]."""
+        """An answer to Prepare; one for another epoch is void (a mutant in tests/simulated breaks this rule)."""
         if self._change is None or message.epoch != self._change.epoch or not self._is_living_member(message.rank):
             return []
         self._change.statuses[message.rank] = message
@@ -268,7 +268,7 @@ class ControllerProtocol:
         return min(self.version + 1, self.steps)
 
     def _begin(self, after: int) -> list[Action]:
-        """PREPARE of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
+        """Prepare of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
         if self._saving and after >= 0:
             return []
         if self._change is not None:
@@ -285,7 +285,7 @@ class ControllerProtocol:
         return self.placement.replica_map(self.layout)
 
     def _finish_change(self) -> list[Action]:
-        """All have answered: a PLACE to each member of the new epoch."""
+        """All have answered: a Reconfigure to each member of the new epoch."""
         change, old = self._change, self.placement
         assert change is not None
         version = max(s.version for s in change.statuses.values())
@@ -323,7 +323,7 @@ class ControllerProtocol:
         kinds, reasons = reconfiguration.what_happens(self._gone, leaving, newcomers, self._relinked)
         begun = EpochBegun(placement, kinds, reasons, version, reconfiguration.redone(work, held), why, plan)
         self._change, self._newcomers, self._saving = None, [], stops
-        place = self._place_message(version, work)
+        place = self._reconfigure_message(version, work)
         for table in (self._gone, self._learned, self._damaged, self._forgot, self._relinked):
             table.clear()
         effects: list[Action] = self._send_all(place)
@@ -363,11 +363,11 @@ class ControllerProtocol:
         self._plan = None if is_finished else plan
         return replace(plan, during=plan.adopted()) if is_finished else plan
 
-    def _place_message(self, version: int, work: tuple[Recompute, ...] | None) -> Reconfigure:
+    def _reconfigure_message(self, version: int, work: tuple[Recompute, ...] | None) -> Reconfigure:
         again = version and not self._saving and self.validates_at(version) and self._validated < version
         validate = version if again else -1
         forgot = tuple(sorted(self._forgot & {*self.placement.mesh.members}))
-        return reconfiguration.place_message(
+        return reconfiguration.reconfigure_message(
             self.placement, self.addresses, version, work, validate, saves=bool(self._saving), forgot=forgot
         )
 

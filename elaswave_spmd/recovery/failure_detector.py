@@ -32,7 +32,7 @@ class _Watched:
     finished: bool = False  # it has finished an action since it is watched
     action: str = ""
     busy_since: float | None = None  # its present action, or the last sign of progress in it; None: it waits
-    owing_since: float | None = None  # its answer to PREPARE could have come since then
+    owing_since: float | None = None  # its answer to Prepare could have come since then
     leaving_since: float | None = None  # it asked to leave
     suspected: bool = False
 
@@ -46,7 +46,7 @@ class Liveness:
 
     A worker that waits for a message is not asked for progress. How long an action may take is `timeouts.progress`, or
     `progress_factor` times the mean of all that the watched workers finished, or, before a worker has finished one,
-    `timeouts.start`: whatever is longest. The answer to PREPARE may take `timeouts.status`; that of a worker in the
+    `timeouts.start`: whatever is longest. The answer to Prepare may take `timeouts.status`; that of a worker in the
     middle of an action as many times the mean, or a first action's time, if that is longer.
 
     A heartbeat costs the same however many workers there are: it only writes down the time. A tick looks at the workers
@@ -96,7 +96,7 @@ class Liveness:
         self._leavers.discard(rank)
 
     def owe(self, epoch: int, ranks: Collection[int]) -> None:
-        """These could answer the PREPARE of `epoch` by now and have not. Another epoch is another question."""
+        """These could answer the Prepare of `epoch` by now and have not. Another epoch is another question."""
         if epoch == self._asked and len(ranks) == len(self._owing) and self._owing.issuperset(ranks):
             return
         owing = frozenset(ranks)
@@ -205,7 +205,7 @@ class Liveness:
             (
                 worker.owing_since,
                 timeouts.status if worker.busy_since is None else max(longest_action, timeouts.status),
-                "no answer to PREPARE for {:.1f} s",
+                "no answer to Prepare for {:.1f} s",
             ),
             (worker.leaving_since, timeouts.leave, "it asked to leave {:.1f} s ago and was not let go"),
         ):

@@ -127,7 +127,7 @@ def good_replicas(
     return found, alone
 
 
-def place_message(
+def reconfigure_message(
     placement: Placement,
     addresses: Mapping[int, str],
     version: int,
@@ -137,7 +137,7 @@ def place_message(
     saves: bool,
     forgot: tuple[int, ...] = (),
 ) -> Reconfigure:
-    """The PLACE of an epoch; arguments as its fields."""
+    """The Reconfigure of an epoch; arguments as its fields."""
     mesh = placement.mesh
     # Of the first epoch everybody has worked the replicas out alone, but only we know of several failure domains.
     known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1

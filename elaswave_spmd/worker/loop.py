@@ -174,7 +174,8 @@ class Executor:
     def _answer(self, prepare: m.Prepare) -> None:
         """Report everything that this worker has of steps that are not decided.
 
-        From now on nothing is decided in this epoch [rule 2 of a change]: the report stays true. Work goes on.
+        From now on nothing is decided in this epoch (docs/protocol.md, "A change of the mesh", rule 2): the report
+        stays true. Work goes on.
         """
         if not self.commit.protocol.promise(prepare.epoch):
             return
@@ -202,6 +203,8 @@ class Executor:
         self._next = None
         self._failed_step = 0
         self._validation_due = configuration.validate
+        # The order matters: stage and buffers; then pages and sums, which refer to them; then what is left of the step,
+        # which refers to both; votes last, since a vote may apply the step at once.
         self._steps.enter(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
         self.commit.enter(self.placement, replica_map, configuration.version)

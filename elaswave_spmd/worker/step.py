@@ -98,6 +98,7 @@ class StepRunner:
         yield from self._before_step(step)
         self._begin(step)
         while (action := (yield from self._next_action(step))) is not None:
+            # Messages, Prepare among them, are handled after each layer (MicrobatchRunner) and in every wait.
             yield from self._run_action(step, action)
             self._waiting.check_configuration()
         yield from self._until_parameters_arrived(step - 1)

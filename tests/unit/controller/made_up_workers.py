@@ -109,7 +109,7 @@ class Workers:
 
 
 class Story:
-    """What made-up workers live through, in a thread of its own. They answer every PREPARE, and their hearts beat.
+    """What made-up workers live through, in a thread of its own. They answer every Prepare, and their hearts beat.
 
     Args:
         tell: the story; it ends early, and quietly, when the controller's run has ended.
@@ -123,7 +123,7 @@ class Story:
         self.versions: dict[int, int] = {}
         self.dead: set[int] = set()
         self.silent: set[int] = set()  # their hearts do not beat
-        self.mute: set[int] = set()  # they answer no PREPARE
+        self.mute: set[int] = set()  # they answer no Prepare
         self.workers = Workers(self._begin)
 
     def _begin(self, workers: Workers) -> None:

@@ -339,7 +339,7 @@ def test_a_worker_that_does_not_answer_is_taken_for_lost(told: Callable[..., Tol
         the_rest(story, layout, 0)
 
     run = told(tell, timeouts=QUICK)
-    assert run.error is None and "no answer to PREPARE for" in run.event("fail")["reason"]
+    assert run.error is None and "no answer to Prepare for" in run.event("fail")["reason"]
     assert run.story.workers.killed == [1]
 
 

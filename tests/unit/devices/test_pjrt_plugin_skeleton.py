@@ -113,7 +113,7 @@ def test_options_come_from_a_setting(
 @pytest.mark.parametrize("text", ["", "[1]", "{device: 1}"])
 def test_options_that_are_none_are_refused(module: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("NPU_PJRT_OPTIONS", text)
-    with pytest.raises(RuntimeError, match="NPU_PJRT_OPTIONS is a JSON object"):
+    with pytest.raises(RuntimeError, match=r"NPU_PJRT_OPTIONS=.* is not a JSON object"):
         module.NpuPlugin().client_create_options()
 
 

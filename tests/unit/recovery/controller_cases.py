@@ -64,7 +64,7 @@ def prepares(effects: Iterable[Action]) -> dict[int, Prepare]:
 
 
 def answer(protocol: ControllerProtocol, version: int = 0, *held: StepHeld) -> list[Action]:
-    """All members answer the PREPARE under way, with the same; the effects of the last answer."""
+    """All members answer the Prepare under way, with the same; the effects of the last answer."""
     effects: list[Action] = []
     for rank in protocol.changing:
         assert not places(effects)

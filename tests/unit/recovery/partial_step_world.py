@@ -78,8 +78,8 @@ class Worker:
         self.entries: set[Page] = set()
         self.early: list[tuple[Page, int, Node]] = []
         self.asked = False
-        self.forward_since: set[int] = set()  # STATUS
-        self.backward_since: dict[int, int] = {}  # STATUS: micro-batch -> how
+        self.forward_since: set[int] = set()  # StepReport
+        self.backward_since: dict[int, int] = {}  # StepReport: micro-batch -> how
         self.placement: Placement
         self.plan: Sequence[Recompute] | None = None
 
@@ -177,7 +177,7 @@ class Worker:
             self._give(("G", layer - 1, u))
 
     def _use_up(self, boundary: Boundary) -> None:
-        if not self.asked:  # what comes after STATUS may be of the new epoch already, and is not sent again
+        if not self.asked:  # what comes after StepReport may be of the new epoch already, and is not sent again
             self.inputs.discard(boundary)
 
     def _give(self, boundary: Boundary) -> None:
@@ -267,7 +267,7 @@ class Worker:
         for replica in self.world.run_of(self.placement, page).replicas - {self.rank}:
             self.world.send(self.rank, replica, ("entry", page))
 
-    # ---- STATUS
+    # ---- StepReport
 
     def status(self) -> StepHeld:
         for u in [u for u, task in self.tasks.items() if task.started]:

@@ -1,4 +1,6 @@
-"""The controller's half when workers go and come: PREPARE to the living, a STATUS from each, PLACE to the members."""
+"""The controller's half when workers go and come: Prepare to the living, a StepReport from each, Reconfigure to the
+members.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several failure domains: the first PLACE says who holds what, and newcomers stand where they were started."""
+"""Several failure domains: the first Reconfigure says who holds what, and newcomers stand where they were started."""
 
 from __future__ import annotations
 

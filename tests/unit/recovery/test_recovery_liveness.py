@@ -194,7 +194,7 @@ def test_a_worker_that_beats_and_works_is_never_suspect(periods: list[float], bu
         assert liveness.tick(seconds) == []
 
 
-# ---- an answer to PREPARE, a newcomer, a leaver
+# ---- an answer to Prepare, a newcomer, a leaver
 
 W = dataclasses.replace(T, join=3.0, leave=5.0)
 
@@ -217,7 +217,7 @@ def test_who_waits_and_does_not_answer_is_suspect_however_its_heart_beats() -> N
         liveness.heartbeat(0, 1, True)
         assert liveness.tick(BEAT) == []
     liveness.owe(7, (1,))
-    assert all_beating_until_suspect(liveness, 0, 1) == (W.status, [Suspect(1, "no answer to PREPARE for 2.0 s")])
+    assert all_beating_until_suspect(liveness, 0, 1) == (W.status, [Suspect(1, "no answer to Prepare for 2.0 s")])
 
 
 def test_another_prepare_is_another_question_and_an_answer_ends_the_wait() -> None:
@@ -244,7 +244,7 @@ def test_an_answer_may_take_many_usual_actions_of_one_that_computes(seconds: flo
         liveness.heartbeat(0, progress, False)
     liveness.owe(1, (0,))
     count, suspect = ticks_until_suspect(liveness, rank=0, progress=8, waiting=False)
-    assert count * BEAT == limit == max(W.status, W.progress_factor * seconds) and "PREPARE" in suspect.reason
+    assert count * BEAT == limit == max(W.status, W.progress_factor * seconds) and "Prepare" in suspect.reason
 
 
 def test_an_answer_may_take_as_long_as_a_first_action() -> None:

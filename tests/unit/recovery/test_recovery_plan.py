@@ -293,7 +293,9 @@ def test_outputs_alone_go_to_whoever_has_the_least_to_do() -> None:
 
 
 def test_an_unfinished_microbatch_waits_for_what_its_survivor_already_sent() -> None:
-    """Not kept boundaries count as received by the one that claims the micro-batch, while no PLACE has come between."""
+    """Not kept boundaries count as received by the one that claims the micro-batch, while no Reconfigure has come
+    between.
+    """
     p = pipeline(((0, 1), (2, 3), (4, 5)))
     held = survivors(computed=(0, 1), nodes={1: ((0, 2),)})
     held[0] = has((0, 1), forwarded=(0, 1))

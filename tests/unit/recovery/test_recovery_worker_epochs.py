@@ -86,7 +86,7 @@ def test_after_the_promise_it_does_not_vote() -> None:
 
 
 def test_after_the_promise_it_does_not_apply() -> None:
-    """It said in STATUS that it had not: the new epoch may have been planned from that."""
+    """It said in StepReport that it had not: the new epoch may have been planned from that."""
     protocol = voted()
     protocol.vote_received(vote(1, OTHER, OLD, 9.0))
     protocol.promise(NEW)
@@ -94,7 +94,7 @@ def test_after_the_promise_it_does_not_apply() -> None:
 
 
 def test_data_is_taken_after_the_promise_too() -> None:
-    """Content is valid in any epoch: what comes between STATUS and PLACE is not lost."""
+    """Content is valid in any epoch: what comes between StepReport and Reconfigure is not lost."""
     protocol = worker()
     protocol.promise(NEW)
     entries(protocol, 1)

@@ -129,19 +129,19 @@ def test_only_the_inputs_of_what_is_run_go_again(forward: bool, backward: int, n
 
 
 def test_what_was_taken_between_status_and_place_is_there_again() -> None:
-    """A peer with its PLACE sent it for the new plan, and does not send it twice."""
+    """A peer with its Reconfigure sent it for the new plan, and does not send it twice."""
     boundaries, _ = make()
     boundaries.receive(activation(0), tensor(1).reshape(-1))
     boundaries.receive(activation(1), tensor(2).reshape(-1))
     boundaries.pop(key(ACTIVATION, 0, 1))
     boundaries.hold()
     boundaries.pop(key(ACTIVATION, 1, 1))
-    boundaries.hold()  # a second PREPARE, before the PLACE of the first
+    boundaries.hold()  # a second Prepare, before the Reconfigure of the first
     boundaries.let_go()
     assert key(ACTIVATION, 0, 1) not in boundaries and key(ACTIVATION, 1, 1) in boundaries
     boundaries.pop(key(ACTIVATION, 1, 1))
     boundaries.let_go()
-    assert key(ACTIVATION, 1, 1) not in boundaries, "only between STATUS and PLACE"
+    assert key(ACTIVATION, 1, 1) not in boundaries, "only between StepReport and Reconfigure"
 
 
 def test_what_could_not_be_used_is_put_back() -> None:

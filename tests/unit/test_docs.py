@@ -1,0 +1,49 @@
+"""The code that docs and READMEs name exists: a reader who follows a name finds it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "elaswave_spmd"
+READMES = sorted(PACKAGE.rglob("README.md"))
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
+
+
+def names_of(path: Path) -> set[str]:
+    """The functions, classes and methods that a module defines: `Class`, `Class.method`, `function`."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(PACKAGE)))
+def test_files_that_a_rooms_readme_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = [
+        name
+        for name, _ in FILE.findall(text)
+        if not any(page.parent.rglob(name)) and not any((folder / name).is_file() for folder in (PACKAGE, ROOT))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_code_that_the_docs_name_exists(page: Path) -> None:
+    wrong = []
+    for file, name in FILE.findall(page.read_text(encoding="utf-8")):
+        found = next((folder / file for folder in (PACKAGE, ROOT) if (folder / file).is_file()), None)
+        if found is None and "/" in file:
+            wrong.append(file)
+        elif found is not None and name and name not in names_of(found):
+            wrong.append(f"{file}:{name}")
+    assert not wrong
