@@ -209,10 +209,10 @@ def test_other_data_on_an_agents_machine_is_refused(site: Site) -> None:
     assert not (site.here / "run").exists()
 
 
-def test_too_few_places_are_refused_before_any_worker_starts(site: Site) -> None:
+def test_too_little_room_is_refused_before_any_worker_starts(site: Site) -> None:
     with site.run(*SHORT, "runtime.local_workers=0") as (run, agent):
         of_agent, of_run = end_of(agent), run.finish()
-    assert of_run.code == 2 and f"1 places on agents: {HOST} 1" in of_run.err
+    assert of_run.code == 2 and f"room for 1 workers on agents: {HOST} 1" in of_run.err
     assert of_agent.code == 0 and not (site.here / "run").exists()
 
 
@@ -229,7 +229,7 @@ def test_agents_that_do_not_come_are_missed_at_the_deadline(site: Site) -> None:
         (["runtime.transport=ipc"], "runtime.transport=tcp"),
         (["runtime.local_workers=3"], "3 of 2"),
         (["runtime.host=203.0.113.1"], "an address of this machine"),
-        (["runtime.token_file=none"], "the token file can be read"),
+        (["runtime.token_file=none"], "cannot read the token file none"),
     ],
     ids=str,
 )
