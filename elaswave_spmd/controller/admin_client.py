@@ -65,8 +65,8 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
     folder = Path(run).expanduser()
     if not (folder / CONFIG).is_file():
         raise ControlError(
-            "a run is named by its directory",
-            got=run,
+            f"{run} is no run directory",
+            rule="a run is named by its directory",
             exists="directories with a config.yaml",
             fix="the run directory, as the run shows it when it starts",
         )
@@ -79,7 +79,9 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
             with link.makefile("rb") as lines:
                 line = lines.readline()
         except PermissionError as error:
-            raise ControlError("only the user of a run may ask it", got=run) from error
+            raise ControlError(
+                f"the run in {run} belongs to another user", rule="only the user of a run may ask it"
+            ) from error
         except TimeoutError as error:
             raise RunError(f"the run in {run} does not answer; is its process stopped?") from error
         except OSError:
@@ -158,7 +160,7 @@ def _not_alive(run: str, folder: Path) -> ControlError:
         last = {"event": "none"}
     how = {"finish": "which has finished", "stop": f"which has stopped: {last.get('message')}"}
     ended = how.get(last["event"], f"which has ended without a word, or could not make {SOCKET}")
-    return ControlError("only a run that is going on can be asked", got=f"{run}, {ended}")
+    return ControlError(f"nobody answers in {run}, {ended}", rule="only a run that is going on can be asked")
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:

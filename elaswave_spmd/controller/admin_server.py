@@ -61,7 +61,7 @@ class Administration:
         if command == "status":
             return [], self.status()
         if command not in _COMMANDS:
-            raise ControlError("a request has a command", got=command, exists=", ".join(_COMMANDS))
+            raise ControlError(f"the request has no known command: {command!r}", exists=", ".join(_COMMANDS))
         self._refuse_changes()
         return self._add(body.get("count")) if command == "add" else self._drain(body.get("ranks"))
 
@@ -100,24 +100,31 @@ class Administration:
     def _refuse_changes(self) -> None:
         protocol = self._protocol
         if not self._elastic.enabled:
-            raise ControlError("the workers of a run that is not elastic stay the same", got="elastic.enabled=false")
+            raise ControlError(
+                "the run has elastic.enabled=false", rule="the workers of a run that is not elastic stay the same"
+            )
         if not protocol.started:
             missing = [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]
             raise ControlError(
-                "the workers of a run change once all of the first have started",
-                got=f"workers {missing} have not",
+                f"workers {missing} have not started yet",
+                rule="the workers of a run change once all of the first have started",
                 fix="try again in a few seconds",
             )
         if protocol.version >= protocol.steps:
-            raise ControlError("the workers of a run change before its last step", got=f"step {protocol.version}")
+            raise ControlError(
+                f"the run has done its last step, {protocol.version}",
+                rule="the workers of a run change before its last step",
+            )
 
     def _add(self, number: object) -> tuple[list[Action], dict[str, object]]:
         if not _is_whole(number) or number < 1:
-            raise ControlError("at least 1 worker is added", got=number, fix="ctl RUN add 1")
+            raise ControlError(
+                f"{number!r} workers cannot be added", rule="at least 1 worker is added", fix="ctl RUN add 1"
+            )
         if not fits_fd_limit(len(self._roster) + number):
             raise ControlError(
-                "every worker has a link to every other, within its limit of open files",
-                got=f"{number} beside {len(self._roster)} workers",
+                f"{number} more beside {len(self._roster)} workers exceed the limit of open files",
+                rule="every worker has a link to every other, within its limit of open files",
                 fix="a higher `ulimit -n` before the run starts",
             )
         newcomers = self._roster.allocate(number)
@@ -126,19 +133,22 @@ class Administration:
     def _drain(self, ranks: object) -> tuple[list[Action], dict[str, object]]:
         protocol = self._protocol
         if not isinstance(ranks, list) or not ranks or not all(map(_is_whole, ranks)):
-            raise ControlError("workers are drained by their ranks", got=ranks, fix="ctl RUN drain 3")
+            raise ControlError(
+                f"{ranks!r} are no ranks", rule="workers are drained by their ranks", fix="ctl RUN drain 3"
+            )
         if unknown := [rank for rank in ranks if rank not in protocol.members]:
             raise ControlError(
-                "only a member of the mesh can leave it",
-                got=f"worker {unknown[0]}" + (", which has not joined yet" if unknown[0] in self._roster else ""),
+                f"worker {unknown[0]} "
+                + ("has not joined yet" if unknown[0] in self._roster else "is not in the mesh"),
+                rule="only a member of the mesh can leave it",
                 exists=f"workers {', '.join(map(str, sorted(protocol.members)))}",
             )
         stay = set(protocol.members) - set(protocol.leaving) - set(ranks)
         if len(stay) < self._elastic.min_workers:
             least = self._elastic.min_workers
             raise ControlError(
-                "the last worker of a run stays" if least == 1 else "a run keeps elastic.min_workers workers",
-                got=f"{len(stay)} would stay",
+                f"{len(stay)} workers would stay",
+                rule="the last worker of a run stays" if least == 1 else "a run keeps elastic.min_workers workers",
                 exists=f"{len(protocol.members)} workers, elastic.min_workers={least}",
                 fix="ctl RUN add 1, and wait until it has joined",
             )
@@ -208,7 +218,9 @@ class ControlSocket:
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            return _error(ControlError("a request is an object of JSON, in one line", got=repr(line[:80])))
+            return _error(
+                ControlError(f"{line[:80]!r} is no request", rule="a request is an object of JSON, in one line")
+            )
         answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._answers = answers
         self._mailbox.put(Request(body, answers.put))
@@ -217,7 +229,7 @@ class ControlSocket:
         try:
             return answers.get(timeout=ANSWER_S)
         except queue.Empty:
-            return _error(ControlError("the controller is busy; it will follow the request later", got=body))
+            return _error(ControlError("the controller is busy; it will follow the request later"))
         finally:
             self._answers = None
 

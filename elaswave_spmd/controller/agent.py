@@ -194,8 +194,8 @@ def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:
     if not names:
         return
     raise DataError(
-        "all machines have the same data",
-        got=", ".join(f"{name} {getattr(ours, name)}" for name in names),
+        "this machine's data differ: " + ", ".join(f"{name} {getattr(ours, name)}" for name in names),
+        rule="all machines have the same data",
         where=f"data {ours.corpus}",
         exists=", ".join(f"{name} {getattr(theirs, name)}" for name in names) + " on the controller's machine",
         fix="the same files on all machines; data=stdlib also needs the same version of Python",
@@ -223,6 +223,7 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.workers < 1:
         raise ConfigError(
-            "an agent has a place for at least 1 worker", got=options.workers, where=f"--workers {options.workers}"
+            f"--workers {options.workers} leaves no place for a worker",
+            rule="an agent has a place for at least 1 worker",
         )
     return options

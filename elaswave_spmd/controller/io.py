@@ -316,8 +316,8 @@ def listen_host(runtime: RuntimeSettings) -> str:
     address = resolve_address(host, where=where)
     if is_loopback(address) and not is_loopback(host):
         raise ConfigError(
-            "links between machines listen on an address that the others reach",
-            got=f"{host} is {address} on this machine",
+            f"{host} is {address} on this machine, which other machines cannot reach",
+            rule="links between machines listen on an address that the others reach",
             where=where,
             fix="runtime.host=ADDRESS, one of those that `hostname -I` shows",
         )

@@ -130,8 +130,8 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == source.absolute()
         if same and (source / SUMMARY).exists():
             raise ConfigError(
-                "a run that has finished has nothing left to do",
-                got=str(source),
+                f"the run in {source} has finished",
+                rule="a run that has finished has nothing left to do",
                 where=where,
                 exists=SUMMARY,
                 fix="run.dir=DIR to go on from its newest checkpoint in another directory",
@@ -187,7 +187,7 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
     lines = {line.step: line for line in read_metrics(run_dir)}
     if missing := [s for s in range(1, step + 1) if s not in lines]:
         raise CheckpointError(
-            "metrics.jsonl has a line for every step up to the checkpoint", got=f"no line of step {missing[0]}"
+            f"metrics.jsonl has no line of step {missing[0]}", rule="it has a line for every step up to the checkpoint"
         )
     return lines
 

@@ -216,8 +216,8 @@ def _open(settings: Settings) -> Agents | None:
         return None
     if (runtime.local_workers or 0) > workers:
         raise ConfigError(
-            "the workers of this machine are some of the mesh's",
-            got=f"{runtime.local_workers} of {workers}",
+            f"runtime.local_workers={runtime.local_workers} is more than the mesh's {workers} workers",
+            rule="the workers of this machine are some of the mesh's",
             where=checks.override("runtime.local_workers", runtime.local_workers),
             fix=f"runtime.local_workers={workers}, or a larger mesh",
         )

@@ -30,8 +30,8 @@ class FailureRate:
 
     def __post_init__(self) -> None:
         if not (0 <= self.count < math.inf and 0 < self.days < math.inf and 0 < self.devices < math.inf):
-            rule = "a failure rate is so many in some days on some devices"
-            raise PlanError(rule, got=str(self), fix="count: 419, days: 54, devices: 16384")
+            rule = "a failure rate is a number of failures in some days on some devices"
+            raise PlanError(f"{self} is no failure rate", rule=rule, fix="count: 419, days: 54, devices: 16384")
 
     @property
     def per_second(self) -> float:
@@ -64,11 +64,13 @@ class Fleet:
 
     def __post_init__(self) -> None:
         if min(self.island, self.stages, self.microbatches) < 1:
-            raise PlanError("a fleet has islands, stages and micro-batches", got=str(self), fix="1 or more of each")
+            raise PlanError(
+                f"{self} has less than one of something", fix="islands, stages and micro-batches: 1 or more of each"
+            )
         if self.replicas < 2:
             raise PlanError(
-                "a fleet has two replicas or more",
-                got=f"{self.devices} devices",
+                f"{self.devices} devices are less than two replicas",
+                rule="a fleet has two replicas or more",
                 exists=f"{self.island * self.stages} devices in a replica",
                 fix=f"at least {2 * self.island * self.stages} devices",
             )
@@ -104,8 +106,8 @@ class Repair:
     def __post_init__(self) -> None:
         if not (0 < self.hours < math.inf and 0 <= self.spares <= 1 and 0 <= self.swap_s < math.inf):
             raise PlanError(
-                "repair takes time, and there are spares for none to all of the workers",
-                got=str(self),
+                f"{self} cannot be",
+                rule="repair takes time, and there are spares for none to all of the workers",
                 fix="hours: 24, spares: 0.01, swap_s: 300",
             )
 
@@ -140,8 +142,8 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
     """
     if wrong := next(((t, w) for t, w in failures if not (0 <= w < fleet.workers and t >= 0)), None):
         raise PlanError(
-            "a failure is of a worker of the fleet, at 0 s or later",
-            got=f"worker {wrong[1]} at {wrong[0]:g} s",
+            f"worker {wrong[1]} cannot fail at {wrong[0]:g} s",
+            rule="a failure is of a worker of the fleet, at 0 s or later",
             exists=f"workers 0 to {fleet.workers - 1}",
         )
     found: list[Outage] = []

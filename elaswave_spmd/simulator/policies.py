@@ -287,8 +287,8 @@ def columns_of(assignment: Assignment, policy: str) -> list[tuple[int, ...]]:
     """
     if len({len(members) for members in assignment.stages}) > 1 or len(set(assignment.microbatch_counts)) > 1:
         raise PlanError(
-            f"policy {policy!r} has replicas: stages of equal size",
-            got=f"stages of {[len(members) for members in assignment.stages]} workers",
+            f"stages of {[len(members) for members in assignment.stages]} workers are no replicas",
+            rule=f"policy {policy!r} has replicas: stages of equal size",
             fix="begin with a mesh like dp4_pp4",
         )
     return list(zip(*assignment.stages, strict=True))

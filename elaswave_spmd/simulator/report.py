@@ -87,8 +87,8 @@ class Report:
             page = folder / f"{self.name}.html"
             page.write_text(self._page(drawn), encoding="utf-8")
         except OSError as error:
-            rule, fix = "figures are written to a folder", "a folder that can be written"
-            raise PlanError(rule, got=str(error), where=f"out={folder}", fix=fix) from None
+            what = f"cannot write figures to out={folder} ({error.strerror or error})"
+            raise PlanError(what, fix="a folder that can be written") from None
         return [*found, page]
 
     def _page(self, drawn: Sequence[str]) -> str:

@@ -290,5 +290,6 @@ def _number(value: object, name: str, *, at_least: float, below: float = math.in
     raise _wrong(f"{name.split(' of ')[0]} is {kind} {limits}", value, name)
 
 
-def _wrong(rule: str, got: object, where: str, *, exists: str = "", fix: str = "correct it") -> ConfigError:
-    return ConfigError(rule, got=got, where=where, exists=exists, fix=fix)
+def _wrong(rule: str, value: object, where: str, *, exists: str = "", fix: str = "correct it") -> ConfigError:
+    shown = value if isinstance(value, str) else repr(value)
+    return ConfigError(f"{where}: {shown}", rule=rule, where=where, exists=exists, fix=fix)

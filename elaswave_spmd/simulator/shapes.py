@@ -90,7 +90,7 @@ def llama(
         PlanError: no such model.
     """
     if isinstance(name, str) and name not in LLAMAS:
-        raise PlanError("a Llama shape is known", got=name, where="model", exists=", ".join(LLAMAS), fix="llama: 7B")
+        raise PlanError(f"no Llama shape is called {name}", where="model", exists=", ".join(LLAMAS), fix="llama: 7B")
     shape = LLAMAS[name] if isinstance(name, str) else name
     attention = 2.0 * shape.width * tokens
     inside = (2.0 * shape.layer_parameters + attention) * tokens / flops
@@ -114,15 +114,15 @@ def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, *, zero: int = 
     sizes = [len(members) for members in mesh.stages]
     if len(sizes) > len(costs.layers):
         raise PlanError(
-            "every stage has at least one layer",
-            got=f"{len(sizes)} stages, {len(costs.layers)} layers",
+            f"{len(sizes)} stages cannot share {len(costs.layers)} layers",
+            rule="every stage has at least one layer",
             where=f"mesh {mesh.shape}",
             fix=f"at most pp{len(costs.layers)}, or model.layers={len(sizes) - 2}",
         )
     if num_microbatches < 1:
         raise PlanError(
-            "a step has at least one micro-batch",
-            got=num_microbatches,
+            f"microbatches={num_microbatches} is no step",
+            rule="a step has at least one micro-batch",
             where=f"microbatches={num_microbatches}",
             fix="microbatches=16",
         )

@@ -76,7 +76,7 @@ def timeline_of(scenario: Events | Goodput, label: str = "") -> Timeline | None:
     rows = [row for case in scenario.cases for row in cases_of(scenario, case)] if isinstance(scenario, Events) else []
     if label and label not in [row for row, _ in rows]:
         exists = ", ".join(row for row, _ in rows) or "none: weeks of failures have no timeline"
-        raise ConfigError("a timeline is of a case of the scenario", got=label, where=f"trace={label}", exists=exists)
+        raise ConfigError(f"trace={label} is no case of the scenario", where=f"trace={label}", exists=exists)
     for row, cases in rows:
         if label in ("", row):
             decision = Ours().answer(cases[0]).decision

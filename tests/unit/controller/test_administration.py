@@ -194,7 +194,7 @@ def test_add_starts_newcomers(world: World) -> None:
 @pytest.mark.parametrize("count", [0, -1, None, "2", 1.0, True])
 def test_at_least_one_is_added(world: World, count: object) -> None:
     refusal = world.refusal(command="add", count=count)
-    assert "at least 1 worker is added" in refusal and (count is None or f"got:    {count}" in refusal)
+    assert "at least 1 worker is added" in refusal and refusal.startswith(f"{count!r} workers")
 
 
 def test_no_more_are_added_than_open_files_allow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +216,13 @@ def test_draining_twice_changes_nothing_more(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "got"), [([5], "worker 5\n"), ([0, 3], "worker 3, which has not joined yet\n"), ([-1], "worker -1\n")]
+    ("ranks", "what"),
+    [([5], "worker 5 is not in"), ([0, 3], "worker 3 has not joined yet\n"), ([-1], "worker -1 is not in")],
 )
-def test_only_members_are_drained(world: World, ranks: list[int], got: str) -> None:
+def test_only_members_are_drained(world: World, ranks: list[int], what: str) -> None:
     world.spawn(1)
     refusal = world.refusal(command="drain", ranks=ranks)
-    assert f"got:    {got}" in refusal and "exists: workers 0, 1, 2" in refusal
+    assert refusal.startswith(what) and "exists: workers 0, 1, 2" in refusal
 
 
 @pytest.mark.parametrize("ranks", [None, [], 1, ["1"], [True], {"1": 1}])
@@ -233,7 +234,7 @@ def test_the_last_worker_stays(world: World) -> None:
     assert "the last worker of a run stays" in world.refusal(command="drain", ranks=[0, 1, 2])
     world.ask(command="drain", ranks=[0, 1])
     world.effects.clear()
-    assert "got:    0 would stay" in world.refusal(command="drain", ranks=[2])
+    assert "0 workers would stay" in world.refusal(command="drain", ranks=[2])
 
 
 def test_min_workers_stay(make: Callable[..., World]) -> None:
@@ -311,7 +312,9 @@ def raw(folder: Path, line: bytes) -> bytes:
 def test_requests_go_through_the_socket(served: World) -> None:
     assert admin_client.ask(str(served.folder), {"command": "add", "count": 1}) == {"added": [3]}
     assert admin_client.ask(str(served.folder), {"command": "status"})["newcomers"] == [{"rank": 3, "pid": 103}]
-    with pytest.raises(ControlError, match=r"only a member of the mesh can leave it\n  got:    worker 7"):
+    with pytest.raises(
+        ControlError, match=r"worker 7 is not in the mesh\n  rule:   only a member of the mesh can leave it"
+    ):
         admin_client.ask(str(served.folder), {"command": "drain", "ranks": [7]})
 
 

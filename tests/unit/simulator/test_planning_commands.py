@@ -197,7 +197,7 @@ def test_a_simulation_without_matplotlib_says_what_to_install(call, tmp_path, mo
         (["scenario=goodput", "trace=1 of 8"], "a timeline is written to a folder"),
         (["scenario=goodput", "train.steps=3"], "train.steps has no meaning for this scenario"),
         (["scenario=small_events", "model=llama_7b"], "model has no meaning for this scenario"),
-        (["scenario=goodput", "trace=1 of 8", "out=here"], "a timeline is of a case"),
+        (["scenario=goodput", "trace=1 of 8", "out=here"], "trace=1 of 8 is no case of the scenario"),
     ],
 )
 def test_a_simulation_that_cannot_be_is_refused(call, words, telling):

@@ -82,8 +82,8 @@ def test_places_are_emptied_and_filled_in_turn(failures, spares):
 @pytest.mark.parametrize(
     "make, telling",
     [
-        (lambda: events([(0.0, 8)], Repair()), "worker 8 at 0 s"),
-        (lambda: events([(-1.0, 0)], Repair()), "worker 0 at -1 s"),
+        (lambda: events([(0.0, 8)], Repair()), "worker 8 cannot fail at 0 s"),
+        (lambda: events([(-1.0, 0)], Repair()), "worker 0 cannot fail at -1 s"),
         (lambda: FailureRate(count=-1), "a failure rate"),
         (lambda: FailureRate(days=0), "a failure rate"),
         (lambda: Repair(hours=0), "repair takes time"),

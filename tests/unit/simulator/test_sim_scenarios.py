@@ -174,7 +174,7 @@ def test_a_timeline_is_of_the_first_case_or_of_the_one_named(tmp_path):
         said.append([event["name"] for event in timeline.events() if event["ph"] == "i"])
     assert said[0] == said[1] != said[2] and "worker 1 is lost" in said[0]
     assert sum(name.endswith("is lost") for name in said[2]) == 2
-    with pytest.raises(ConfigError, match="a case of the scenario") as caught:
+    with pytest.raises(ConfigError, match="no case of the scenario") as caught:
         timeline_of(found, "two")
     assert "drawn, 1 lost" in caught.value.exists
     weeks = scenario.load(written(tmp_path, GOODPUT))
@@ -226,7 +226,7 @@ def test_figures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
     assert [path.name for path in paths] == ["r.json", "r.html"] and "elaswave-spmd[plots]" in page
     assert "&lt;y&gt;" in page and "12,345" in page
     (tmp_path / "file").write_text("")
-    with pytest.raises(PlanError, match="written to a folder"):
+    with pytest.raises(PlanError, match="cannot write figures to out="):
         found.write(tmp_path / "file")
 
 
