@@ -164,7 +164,7 @@ class TrainSettings(Section, group="train"):
         4, "sequences that one worker computes at once; divides train.global_batch", at_least=1
     )
     seq_len: int = setting(128, "tokens per sequence", at_least=1)
-    validate_every: int = setting(100, "steps between validations, the last step validates too; 0: none", at_least=0)
+    validate_every: int = setting(100, "validate every so many steps, and after the last one; 0: never", at_least=0)
     validate_microbatches: int = setting(32, "micro-batches of a validation", at_least=1)
     resume: str | None = setting(None, "directory of a run to go on with, from its newest good checkpoint")
 

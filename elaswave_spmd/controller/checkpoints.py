@@ -98,7 +98,7 @@ class CheckpointCoordinator:
         self._newest = spec.newest
         self._committed = spec.step
         self._last: Save | None = None  # the checkpoint at which the run stops
-        self._failed: dict[int, str] = {}  # step -> why it will have none
+        self._failed: dict[int, str] = {}  # step -> why it will have no checkpoint
         self._validation: dict[str, object] | None = None
 
     @property
@@ -115,7 +115,7 @@ class CheckpointCoordinator:
         self._committed = step
 
     def validated(self, step: int, loss: float) -> None:
-        """A validation is known; later manifests repeat it."""
+        """A validation is known. Later manifests name the newest one, for readers; resuming does not use it."""
         self._validation = {"step": step, "loss_hex": loss.hex()}
 
     def stop_and_save(self, save: Save) -> None:

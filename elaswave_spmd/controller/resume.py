@@ -14,21 +14,18 @@ from elaswave_spmd.controller.run_fingerprint import identity_of
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
-from elaswave_spmd.run_dir.checkpoints import Checkpoint, load_newest_good, remove_unfinished
-from elaswave_spmd.run_dir.directory import SUMMARY
-from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, next_incarnation
-from elaswave_spmd.run_dir.manifest import check_identity, layout_fingerprint
-from elaswave_spmd.sharding.replicas import unsurvived_text
-
-if TYPE_CHECKING:
-    from elaswave_spmd.worker.plan_run import RunPlan
-
-from typing import TYPE_CHECKING
-
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, find_shards
-from elaswave_spmd.run_dir.checkpoints import find_checkpoints, write_manifest
-from elaswave_spmd.run_dir.lock import read_journal
-from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest
+from elaswave_spmd.run_dir.checkpoints import (
+    Checkpoint,
+    find_checkpoints,
+    load_newest_good,
+    remove_unfinished,
+    write_manifest,
+)
+from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, next_incarnation, read_journal
+from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, check_identity, layout_fingerprint
+from elaswave_spmd.sharding.replicas import unsurvived_text
 from elaswave_spmd.worker.checkpoint_writer import read_reports
 
 if TYPE_CHECKING:
@@ -205,7 +202,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
     """Writes the manifest of the newest checkpoint that lacks one and whose shards hold everything.
 
     The lines of metrics.jsonl that its controller did not live to write come from the workers' own reports. Only the
-    replica of the run's lock may call this.
+    holder of the run's lock may call this.
 
     Args:
         plan: of the run that is to go on, for the learning rate and the tokens of a step. That it has the same bits is

@@ -92,7 +92,8 @@ class ControllerProtocol:
         placement: of the first epoch.
         layout: the pages.
         steps: of the run.
-        num_validation_microbatches, validates_at: of validations.
+        num_validation_microbatches: micro-batches of a validation.
+        validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
         assigner: says which worker gets how many micro-batches after a change of members.
     """
 

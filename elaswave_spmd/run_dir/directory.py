@@ -86,7 +86,7 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
-        """Open the directory of a run that is to go on. Only the replica of its lock may.
+        """Open the directory of a run that is to go on. Only the holder of its lock may.
 
         Raises:
             ConfigError: it cannot be written.

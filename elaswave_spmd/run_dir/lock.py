@@ -70,13 +70,13 @@ def lock_run_dir(path: str | Path) -> RunLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
-            replica = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             os.close(fd)
             raise ConfigError(
                 "one controller drives a run, and another one holds its directory",
                 got=str(path),
                 where="run.dir",
-                exists=f"process {replica}" if replica.isdigit() else "a process that has not said its number",
+                exists=f"process {holder}" if holder.isdigit() else "a process that has not said its number",
                 fix="wait until it has ended, or end it; or another run.dir",
             ) from None
         except BaseException:
@@ -88,7 +88,7 @@ def lock_run_dir(path: str | Path) -> RunLock:
 class Journal:
     """epochs.jsonl, open for appending: one line per ballot, on the disk before `append` returns.
 
-    A line torn by an earlier crash is cut off first: nobody was told of its epoch. Only the replica of the run's lock
+    A line torn by an earlier crash is cut off first: nobody was told of its epoch. Only the holder of the run's lock
     opens the journal.
     """
 

@@ -111,7 +111,8 @@ class Executor:
 
     def _train_step(self, step: int) -> Waits:
         yield from self._steps.train_step(step)
-        # What other members have validated already is not validated again, unless the configuration says so.
+        # A step up to the version that this epoch began with was validated before it, or the Reconfigure names it
+        # (`validate`): it is not validated again.
         if self._context.job.validates_at(step) and step > self.configuration.version:
             self._validation_due = step
 

@@ -19,7 +19,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Job:
-    """The arithmetic of a run. Everything here is part of its identity: change it and bits change.
+    """What a run computes, and when it validates and compares replicas.
+
+    `run_fingerprint.identity_of` says which of it a resumed run must have again.
 
     Args:
         seed: of every random number.
@@ -72,7 +74,10 @@ class Job:
         return self.validate_every > 0 and self.validation_microbatches > 0
 
     def validates_at(self, step: int) -> bool:
-        """True if the version after this step is validated."""
+        """True if the state after this step is validated.
+
+        Worker and controller must agree on it without a message, so it depends on the step alone.
+        """
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
 
 

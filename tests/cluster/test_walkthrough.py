@@ -236,7 +236,7 @@ def test_rule_7_validation_holds_the_next_step_back(order: int) -> None:
     assert run.last(m.ValidationLoss, 2) < run.first(m.PartialSum, 3)
 
 
-def test_rule_8_a_stage_may_publish_through_a_process_group(order: int) -> None:
+def test_a_stage_may_publish_through_a_process_group(order: int) -> None:
     """Votes say whether their senders have the group. With the mark on all votes no parameter is sent by links."""
     run = training("dp3").run(order, cluster=RecordingGroupedCluster)
     by_links = training("dp3").run(order)

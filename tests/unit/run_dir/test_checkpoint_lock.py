@@ -51,12 +51,12 @@ def _try(run_dir: Path) -> str:
 def _held(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock and has a child, which lives until its standard input is closed."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _HOLD, str(run_dir)], stdin=pipe, stdout=pipe, text=True) as replica:
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(run_dir)], stdin=pipe, stdout=pipe, text=True) as holder:
         try:
-            assert replica.stdout is not None and int(replica.stdout.readline()) > 0
-            yield replica
+            assert holder.stdout is not None and int(holder.stdout.readline()) > 0
+            yield holder
         finally:
-            replica.kill()
+            holder.kill()
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
@@ -78,16 +78,16 @@ def test_a_second_lock_in_one_process_is_refused_and_harms_nothing(tmp_path: Pat
 
 
 def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: Path) -> None:
-    with _held(tmp_path) as replica:
-        with pytest.raises(ConfigError, match=f"process {replica.pid}"):
+    with _held(tmp_path) as holder:
+        with pytest.raises(ConfigError, match=f"process {holder.pid}"):
             lock_run_dir(tmp_path)
-        replica.kill()
-        replica.wait(100)
+        holder.kill()
+        holder.wait(100)
         with lock_run_dir(tmp_path):
             assert _try(tmp_path) == f"process {os.getpid()}"
 
 
-def test_a_replica_that_has_not_said_its_number(tmp_path: Path) -> None:
+def test_a_holder_that_has_not_said_its_number(tmp_path: Path) -> None:
     with lock_run_dir(tmp_path):
         (tmp_path / LOCK).write_text("")
         assert _try(tmp_path) == "a process that has not said its number"
