@@ -227,7 +227,7 @@ def test_agents_that_do_not_come_are_missed_at_the_deadline(site: Site) -> None:
     ("overrides", "telling"),
     [
         (["runtime.transport=ipc"], "runtime.transport=tcp"),
-        (["runtime.local_workers=3"], "3 of 2"),
+        (["runtime.local_workers=3"], "runtime.local_workers=3 is more than the mesh's 2 workers"),
         (["runtime.host=203.0.113.1"], "an address of this machine"),
         (["runtime.token_file=none"], "cannot read the token file none"),
     ],

@@ -29,7 +29,7 @@ class Overtaken(PiecewiseCluster, MirroredCluster):
 
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "CHORE_ELEMENTS", 128)
+    monkeypatch.setattr(state, "COPY_ELEMENTS", 128)
 
 
 def train(mesh: str, zero: int, seed: int, faults: tuple[AnyFault, ...]) -> str:
