@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from elaswave_spmd.recovery.actions import Action
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.recovery.reconfiguration import Goal
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.fault_points import FaultPoint
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
 
@@ -47,9 +49,8 @@ def happens(message: str, side: str) -> bool:
     return message not in (FROM_CONTROLLER if side == SENDER else TO_CONTROLLER)
 
 
-def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Action]:
-    """Has the members do something else: workers, layers and micro-batches anywhere."""
-    placement = controller.placement
+def draw_goal(placement: Placement, r: random.Random) -> Goal:
+    """Something else for the members to do: workers, layers and micro-batches anywhere."""
     layers, members = placement.layer_cuts[-1], list(placement.mesh.members)
     if r.random() < 0.5:
         stages = placement.mesh.stages
@@ -59,7 +60,12 @@ def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Action]:
         stages = tuple(tuple(members[a:b]) for a, b in pairwise((0, *at, len(members))))
     cuts = (0, *sorted(r.sample(range(1, layers), len(stages) - 1)), layers)
     counts = tuple(draw_counts(r, placement.num_microbatches, len(ranks)) for ranks in stages)
-    return controller.rebalance(Goal(stages, cuts, counts))
+    return Goal(stages, cuts, counts)
+
+
+def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Action]:
+    """Has the members do something else: workers, layers and micro-batches anywhere."""
+    return controller.rebalance(draw_goal(controller.placement, r))
 
 
 def draw_counts(r: random.Random, microbatches: int, workers: int) -> tuple[int, ...]:

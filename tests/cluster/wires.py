@@ -65,11 +65,15 @@ class Wires:
 
     def put(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """A message begins its way."""
+        self.put_encoded(sender, peer, m.encode(message), payload)
+
+    def put_encoded(self, sender: int, peer: int, header: bytes, payload: Tensor | None) -> None:
+        """The same, of a message that is encoded."""
         link = sender, peer
         if link not in self.flying:
             self.flying[link] = deque()
             insort(self._links.setdefault(peer, []), link)
-        self.flying[link].append(Flying(sender, m.encode(message), payload))
+        self.flying[link].append(Flying(sender, header, payload))
 
     def arrivals(self, peer: int) -> Iterator[Incoming]:
         """Some of what is on its way to `peer`."""

@@ -1,0 +1,484 @@
+"""N executors and the product's controller in one process over links made of lists, in an order drawn from a seed.
+
+Everything that trains and everything that decides is the product's own: the Controller of real runs
+(elaswave_spmd/controller/loop.py) with its failure detector, under simulated time. Only processes, sockets, clocks and
+files are made up (simulated_io.py). A worker can be killed at any point of a step, or be stopped and come back when it
+is in no mesh any more; what it had sent arrives in part.
+
+This cluster is the successor of tests/cluster/cluster.py, whose LocalCluster drives the ControllerProtocol by a copy of
+the controller's decisions. It takes the same arguments and faults, so that schedules run on either.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+
+from elaswave_spmd.controller.events import Event, Finished, MoveRequested, Received, Stopped, WorkerGone
+from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import Save, Unrecoverable
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.run_dir.checkpoint_shard import shard_name
+from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.manifest import writers_of
+from elaswave_spmd.runtime.devices import Device, device_of
+from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.runtime.processes.fork_server_client import Exited
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.worker.configuration import Configuration
+from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
+from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.loop import Executor
+from elaswave_spmd.worker.model_layout import ModelDescription
+from elaswave_spmd.worker.parameter_broadcast import StageGroup
+from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
+from elaswave_spmd.worker.spec import Job
+from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
+from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
+from tests.cluster.simulated_io import (
+    HEARTBEAT_TURNS,
+    LONGEST_TURNS,
+    STOP,
+    TURN_S,
+    SimulatedIO,
+    SimulatedLog,
+    checkpoint_spec,
+    run_plan,
+)
+from tests.cluster.stories import draw_goal
+from tests.cluster.wires import Link, SimulatedChannel, Wires
+
+_CHANGES = (m.Leaving, m.Wanted, m.Failed, m.Damaged, m.LinkClosed)  # messages that may begin a change of the mesh
+_PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
+
+
+class ControlledCluster:
+    """Runs a placement to the end in this process.
+
+    Args:
+        make_model: a new model, with real parameters or on the meta device; workers get copies of its layers.
+        seed: of the order of workers and messages; not of the training.
+        faults: what happens on the way.
+        policy: how the controller answers.
+        uneven: some workers and some links are much slower than others.
+        trace: told of everything that a reader of a failed run wants to know, line by line.
+        device: that all workers share; None: the CPU.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        placement: Placement,
+        description: ModelDescription,
+        make_model: Callable[[], LayeredModel],
+        train: Batches,
+        validation: Batches | None = None,
+        *,
+        seed: int = 0,
+        faults: Sequence[AnyFault] = (),
+        policy: Policy | None = None,
+        uneven: bool = False,
+        trace: Callable[[str], None] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self._job = job
+        self._description = description
+        self._healthy = placement
+        self._model = make_model()
+        self._train = train
+        self._validation = validation
+        self._random = random.Random(seed)
+        self.plan = Plan(faults)
+        self._uneven = uneven
+        self._trace = trace
+        self._device = device or HostDevice(device_of("cpu"))
+        self._newest = -1  # the worker that was started last
+        self._wires = Wires(job.torch_dtype, self._device, self._random, uneven=uneven)
+        self._workers: dict[int, Worker] = {}
+        self._lost: list[int] = []  # killed, or evicted by the controller
+        self._absent: list[int] = []  # gone, or stopped
+        self._window: list[int] = []  # lost since every page had all its mirrors
+        self._mirrored = placement.mesh.num_workers  # members when that was so last
+        self._paused = 0  # the controller does nothing before this turn
+        self._applied: dict[int, int] = {}
+        self._leaving: set[int] = set()
+        self._notices: list[tuple[int, Callable[[], Event | None]]] = []  # (turn, what the controller then hears)
+        self._validation_losses: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._end: LostStateError | None = None  # why the run cannot go on
+        self._idle_since = 0
+        self.turn = 0
+        self._started = False
+        self.result = Trained()
+        self.heard: list[m.AnyMessage] = []  # by the controller, without heartbeats and weights
+        if validation is None and job.validates:
+            job = dataclasses.replace(job, validate_every=0)
+        plan = run_plan(job, placement, description, policy or Policy())
+        self._io = SimulatedIO(self)
+        self.controller = Controller(plan, self._io, SimulatedLog(plan, self), checkpoint_spec(plan))
+
+    @property
+    def protocol(self) -> ControllerProtocol:
+        """The controller's half of the protocol."""
+        return self.controller.protocol
+
+    @property
+    def first_mesh(self) -> Mesh:
+        return self._healthy.mesh
+
+    @property
+    def is_paused(self) -> bool:
+        """True while the controller's process stands still."""
+        return self.turn < self._paused
+
+    def note(self, *what: object) -> None:
+        """A line for the reader of a failed run."""
+        if self._trace:
+            self._trace(" ".join(map(str, (f"{self.turn:5}", *what))))
+
+    # ---- messages
+
+    def deliver_some(self, rank: int) -> None:
+        """Moves some of what is in flight to a worker into its inbox."""
+        self._workers[rank].port.inbox.extend(self._wires.arrivals(rank))
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        """A worker's message begins its way."""
+        self.at_message(sender, message, SENDER)
+        self._wires.put(sender, peer, message, payload)
+        if peer == CONTROLLER and not isinstance(message, m.FinalPages):
+            self.note(sender, "->", message)
+        if then := self.after_message(sender, message, SENDER):
+            self.strike(sender, then, out=(sender, peer))
+
+    def at_message(self, rank: int, message: m.Message, side: str) -> None:
+        """What happens to the worker before it sends or takes a message."""
+        at = self.plan.at_message
+        if self._started and rank not in self._lost and (fault := at(type(message).__name__, side, after=False)):
+            self.strike(rank, fault)
+
+    def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None:
+        """What is to happen to the worker after it has sent or taken a message."""
+        if not self._started or rank in self._lost:
+            return None
+        return self.plan.at_message(type(message).__name__, side, after=True)
+
+    def from_controller(self, rank: int, header: bytes) -> None:
+        """A message of the controller begins its way."""
+        if rank not in self._workers:
+            return
+        if header == STOP:  # the worker ends
+            del self._workers[rank]
+            return
+        self._wires.put_encoded(CONTROLLER, rank, header, None)
+        if self._trace:
+            self.note("->", rank, m.decode(header))
+
+    def _to_controller(self) -> None:
+        """What has arrived at the controller, and what it is noticed of, become events."""
+        for incoming in self._wires.arrivals(CONTROLLER):
+            payloads = () if incoming.payload is None else (memoryview(incoming.payload.numpy().tobytes()),)
+            self._io.events.append(Received(incoming.message, payloads))
+        for notice in [n for n in self._notices if n[0] <= self.turn]:
+            self._notices.remove(notice)
+            event = notice[1]()
+            if isinstance(event, MoveRequested):  # its goal is drawn for the members of now: it is taken before others
+                self._io.events.appendleft(event)
+            elif event is not None:
+                self._io.events.append(event)
+        if self.turn % HEARTBEAT_TURNS == 0:
+            for rank, worker in self._workers.items():
+                if not worker.asleep:
+                    self._io.events.append(Received(m.Heartbeat(rank, 0, True)))
+
+    def _later(self, event: Event) -> None:
+        """The controller hears of something, some turns from now."""
+        self._notices.append((self.turn + self._random.randint(0, 60), lambda: event))
+
+    def _exits_later(self, rank: int) -> None:
+        exited = Exited(rank, 1000 + rank, None, 9)
+        at = self.turn + self._random.randint(0, 60)
+        self._notices.append((at, lambda: WorkerGone(rank, "killed", self.turn * TURN_S, exited)))
+
+    def check(self, message: m.AnyMessage) -> None:
+        """What must hold of every message that the controller takes."""
+        self.heard.append(message)
+        if isinstance(message, m.Applied):
+            before = self._applied.setdefault(message.rank, message.step - 1)
+            assert message.step == before + 1, f"worker {message.rank} applied {message.step} after {before}"
+            self._applied[message.rank] = message.step
+        if isinstance(message, m.ValidationLoss):
+            self._validation_losses[message.step].update(zip(message.microbatches, message.losses, strict=True))
+
+    def validated(self, step: int, loss: float) -> None:
+        """The controller has written down the mean loss of a validation."""
+        total = math.fsum(self._validation_losses[step].values())
+        job = self._job
+        assert loss == total / (job.validation_microbatches * job.microbatch_size * job.seq_len)
+        self.result.validation[step] = total
+
+    def cannot_go_on(self, action: Save | Unrecoverable) -> None:
+        """The controller has found that state is lost, or that too few workers are left."""
+        if self._end is None:
+            left = len({*self.protocol.members} - {*self._lost, *self._leaving})
+            losses = len(self._window) if not {*self._window}.isdisjoint(self._lost) else 0
+            self._end = LostStateError(action, losses, self._mirrored, left)
+
+    # ---- workers
+
+    def spawn(self, rank: int) -> None:
+        """A worker starts, and is ready at once."""
+        self._newest = rank
+        worker = self._workers[rank] = Worker(rank, SimulatedChannel(rank, self))
+        if self._uneven:
+            worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
+        try:
+            worker.port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
+        except Killed as killed:
+            self._kill(rank, *killed.args)
+
+    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
+        """The worker becomes a member."""
+        layout, model = self._description.layout, self._model
+
+        def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
+            return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
+
+        programs = StagePrograms(**program_args(self._job, layout, model.loss))
+        context = WorkerContext(
+            worker.rank,
+            self._job,
+            self._healthy,
+            LocalModel(layout, self._description.inits, modules, programs),
+            Datasets(self._train, self._validation),
+            self._device,
+            worker.port,
+            self._hooks_of(worker),
+        )
+        worker.executor = Executor(context, Configuration.of(self._healthy, place))
+        worker.running = worker.executor.train()
+
+    def _hooks_of(self, worker: Worker) -> WorkerHooks:
+        """What is optional around a worker."""
+        return WorkerHooks(
+            on_point=lambda point, step: self._visit(worker, point, step),
+            stage_group=self._group_of(worker.rank),
+            save=lambda replica: self._save(worker),
+        )
+
+    def _save(self, worker: Worker) -> None:
+        """The run is about to stop: the worker writes its shard. Only the report of it is real."""
+        assert worker.executor is not None
+        replica, layout = worker.executor.replica, self._description.layout
+        epoch, version = replica.protocol.epoch, replica.protocol.version
+        writers = writers_of(replica.placement.replica_map(layout), layout)
+        keys = tuple(sorted(part.run.key for part in replica.state if writers.get(part.run.key) == worker.rank))
+        if keys:
+            name = shard_name(worker.rank, Ballot(1, epoch))
+            worker.port.send(CONTROLLER, m.Wrote(version, worker.rank, epoch, name, 1, "0" * 64, keys))
+
+    def _group_of(self, rank: int) -> StageGroup | None:
+        """The group of a worker's stage, for new parameters; none: links alone."""
+
+    def _advance(self, worker: Worker) -> None:
+        """One turn of a worker."""
+        try:
+            if worker.running is None:
+                self.deliver_some(worker.rank)
+                inbox = worker.port.inbox
+                at = next((i for i, e in enumerate(inbox) if isinstance(e.message, m.Reconfigure)), None)
+                if at is None:  # what came before its PLACE is not lost
+                    return
+                place = worker.port.take_one(at).message
+                assert isinstance(place, m.Reconfigure)
+                self._begin(worker, place)
+            assert worker.running is not None
+            worker.waiting = next(worker.running)
+        except Killed as killed:
+            self._kill(worker.rank, *killed.args)
+        except Exception as error:
+            if worker.rank not in self._lost or worker.rank in self.protocol.members:
+                raise
+            self.note(worker.rank, "is fenced and ends:", repr(error))
+            del self._workers[worker.rank]
+
+    def _visit(self, worker: Worker, point: FaultPoint, step: int) -> None:
+        if worker.rank not in self._lost:
+            for fault in self.plan.at_point(worker.rank, point, step):
+                self.strike(worker.rank, fault)
+
+    def strike(self, rank: int, fault: AnyFault, out: Link | None = None) -> None:
+        """A fault happens to a worker. Raises Killed if that is its end.
+
+        Args:
+            out: what is on this link is out already, whatever becomes of the worker.
+        """
+        if rank in self._lost:
+            return
+        self.plan.struck(self.turn)
+        self.note("FAULT", rank, fault)
+        later, kind = self.turn + self._random.randint(0, 60), fault.kind
+        if kind in LOSSES:
+            self._absent.append(rank)
+        if kind in ("kill", "replace"):
+            self._lost.append(rank)
+            self._exits_later(rank)
+        if kind in ("kill", "replace", "term"):
+            self._window.append(rank)
+        if kind in ("join", "replace"):
+            self._io.events.append(Received(m.Wanted(rank, 1)))
+        if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
+            executor.replica.state.flip_a_bit()
+        if kind == "rebalance":
+            self._notices.append((later, self._move))
+        if kind == "pause":
+            self._paused = self.turn + fault.turns
+        if kind == "term":
+            self._leaving.add(rank)
+            self._notices.append((later, lambda: Received(m.Leaving(rank))))
+        if kind in ("kill", "replace"):
+            raise Killed(out)
+        if kind == "stop":  # until the failure detector finds it, it is a worker as any other
+            self._workers[rank].asleep = max(1, fault.turns)
+            self._wires.freeze(rank)
+
+    def _move(self) -> Event:
+        return MoveRequested(draw_goal(self.protocol.placement, self._random))
+
+    def _strike_next(self, ahead: int = 0) -> bool:
+        """A fault that follows another one, if it is due that many turns from now. Returns whether it was."""
+        if not self.plan.waits:
+            return False
+        fault = self.plan.due(self.turn + ahead, self._is_settled)
+        if fault is None:
+            return False
+        members = {r: self._workers[r] for r in self.protocol.members if r in self._workers and r not in self._lost}
+        runs = self.protocol.placement.replica_map(self._description.layout)
+        newest = self._workers.get(self._newest)
+        able = victims(fault, members, all_runs(runs), self._lost, newest)
+        if not able:
+            return False
+        self.plan.take()
+        rank = self._random.choice(able)
+        try:
+            self.strike(rank, fault)
+        except Killed as killed:
+            self._kill(rank, *killed.args)
+        return True
+
+    def _kill(self, rank: int, out: Link | None = None) -> None:
+        """The process is gone; of what it had not got out, each link delivers some first part."""
+        del self._workers[rank]
+        self._wires.cut(rank, out)
+
+    def kill_for_certain(self, rank: int) -> None:
+        """The controller has evicted a worker, and ends its process: which is not reached while it is stopped, as on a
+        machine that is cut off. It comes back later, and must harm nobody."""
+        if rank in self._lost:
+            return
+        self._lost.append(rank)
+        self._window.append(rank)
+        if (worker := self._workers.get(rank)) is None:
+            return
+        if not worker.asleep:
+            self._absent.append(rank)
+            self._kill(rank)
+        self._exits_later(rank)
+
+    # ---- turns
+
+    def run(self) -> Trained:
+        """All steps.
+
+        Raises:
+            AssertionError: nothing can go on (a deadlock), with what each worker waits for; or the controller has
+                stopped for a reason that no fault explains.
+            LostStateError: all replicas of some pages are gone.
+        """
+        outcome = self.controller.run()
+        if isinstance(outcome, Finished):
+            return self.result
+        if self._end is not None:
+            raise self._end
+        assert isinstance(outcome, Stopped), outcome
+        raise AssertionError(f"the run has stopped: {outcome.error}")
+
+    def finished(self) -> None:
+        """The controller has collected the weights; workers are told to end after that."""
+        self.result.turns = self.turn
+
+    def take_turn(self, until: float) -> None:
+        """One turn: what has arrived at the controller becomes events, and one worker does something.
+
+        Args:
+            until: seconds of the controller's clock when its next deadline is due.
+        """
+        self._started = True
+        self.turn += 1
+        self._to_controller()
+        able = [rank for rank in sorted(self._workers) if self._can_go(self._workers[rank])]
+        if not able:
+            self._skip(until)
+            return
+        self._idle_since = self.turn
+        worker = self._workers[self._choose(able)]
+        if worker.asleep:
+            worker.asleep -= 1
+            if not worker.asleep:
+                self._wires.thaw(worker.rank)
+                self._absent.remove(worker.rank)
+            return
+        self._advance(worker)
+        self._look(worker)
+
+    @property
+    def _is_settled(self) -> bool:
+        """No change of the mesh is under way or about to come, and every page has all its mirrors."""
+        # A worker that is stopped may be found to hang at any time.
+        is_stopped = any(worker.asleep for worker in self._workers.values())
+        # What the controller has not taken yet may be the notice of a loss. Messages of a step change nothing.
+        is_told = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
+        return self.protocol.settled and is_told and not self._notices and not is_stopped
+
+    def _can_go(self, worker: Worker) -> bool:
+        """Whether a turn can make a difference: who waits, waits for a message."""
+        port = worker.port
+        return bool(worker.asleep or port.inbox or port.then or self._wires.has_some_for(worker.rank))
+
+    def _choose(self, ranks: Sequence[int]) -> int:
+        if not self._uneven:
+            return self._random.choice(ranks)
+        return self._random.choices(ranks, [self._workers[rank].pace for rank in ranks])[0]
+
+    def _skip(self, until: float) -> None:
+        """No worker can do anything: what comes next comes by itself."""
+        if self._io.events or self._wires.has_some_for(CONTROLLER) or self._notices or self.is_paused:
+            self._idle_since = self.turn
+            return
+        if any(self._strike_next(ahead) for ahead in (0, _PATIENCE)):
+            self._idle_since = self.turn
+        elif self.turn > self._idle_since + LONGEST_TURNS:  # no timeout of the controller has changed anything
+            waits = {rank: w.waiting for rank, w in self._workers.items()}
+            raise AssertionError(f"nothing moves: {waits}, {self.protocol}")
+
+    def _look(self, worker: Worker) -> None:
+        """What must be true at any time; and faults that come by themselves."""
+        version = worker.executor.version if worker.executor is not None else worker.version
+        if version != worker.version:
+            worker.version = version
+            at = [w.executor.version for r in self.protocol.members if (w := self._workers.get(r)) and w.executor]
+            assert not at or max(at) - min(at) <= 1, f"members are at versions {at}"
+        if self._is_settled:
+            self._window.clear()
+            self._mirrored = len(self.protocol.members)
+        self._strike_next()

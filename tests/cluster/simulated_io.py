@@ -1,0 +1,193 @@
+"""The outside of a controller in the simulated cluster: its clock, its processes, its links, its run directory.
+
+The controller, its failure detector and everything that it decides are the product's own. Made up are only what lies
+behind `ControllerIO` and the file system.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, MirrorSettings, Settings, Timeouts
+from elaswave_spmd.controller.checkpoints import CheckpointSpec
+from elaswave_spmd.controller.events import (
+    Action,
+    CheckpointFound,
+    Event,
+    ExitsReported,
+    ManifestWritten,
+    Received,
+    Tick,
+)
+from elaswave_spmd.controller.io import Spawned
+from elaswave_spmd.controller.resume import ResumePoint
+from elaswave_spmd.controller.run_log import RunLog
+from elaswave_spmd.data import PreparedData
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import EpochBegun, Save, Unrecoverable
+from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.run_dir import RunObserver
+from elaswave_spmd.run_dir.display import Pace
+from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
+from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
+from elaswave_spmd.worker.model_layout import ModelDescription
+from elaswave_spmd.worker.plan_run import RunPlan, _unmeasured  # pyright: ignore[reportPrivateUsage]
+from elaswave_spmd.worker.spec import Job
+from tests.cluster.processes import domain_of
+
+if TYPE_CHECKING:
+    from tests.cluster.controlled import ControlledCluster
+
+TURN_S = 0.01
+"""Simulated seconds of a turn."""
+HEARTBEAT_TURNS = 5
+# The same ladder as for real runs. Workers may be slow, and so may links: what a worker owes is waited for long.
+TIMEOUTS = Timeouts(
+    heartbeat=TURN_S * HEARTBEAT_TURNS,
+    suspect=TURN_S * HEARTBEAT_TURNS * 5,
+    status=30.0,
+    progress=60.0,
+    start=120.0,
+    join=60.0,
+    leave=100.0,
+    controller=10.0,
+    shutdown=100.0,
+)
+LONGEST_TURNS = int(max(TIMEOUTS.start, TIMEOUTS.leave, TIMEOUTS.shutdown) / TURN_S)
+RUN_DIR = Path("simulated")
+STOP = m.encode(m.Stop())
+
+
+def run_plan(job: Job, placement: Placement, description: ModelDescription, policy: Policy) -> RunPlan:
+    """The plan of a run in the simulated cluster, with settings that say the same."""
+    scatter = max(policy.mirror_scatter, policy.mirror_count) if policy.mirror_scatter else 0  # settings allow no less
+    settings = Settings(
+        mesh=MeshSettings(stages=tuple(map(len, placement.mesh.stages))),
+        elastic=ElasticSettings(min_workers=policy.min_workers),
+        mirror=MirrorSettings(count=policy.mirror_count, scatter=scatter),
+        timeouts=TIMEOUTS,
+    )
+    data = PreparedData("made up", "", 0, "", 2, job.seq_len, 1, 1, target="made up")
+    return RunPlan(settings, data, job, description, placement, _unmeasured(job, description.layout))
+
+
+def checkpoint_spec(plan: RunPlan) -> CheckpointSpec:
+    """What checkpoints of a simulated run say; nobody resumes from them in another environment."""
+    layout, kinds = plan.description.layout, (MASTER, *plan.job.optimizer.state_names)
+    num_pages = sum(layer.num_state_pages for layer in layout.layers)
+    orders = CheckpointOrders(str(RUN_DIR), "simulated", 1)
+    return CheckpointSpec("simulated", 1, 0, 0, {}, layout_fingerprint(layout), kinds, num_pages, orders)
+
+
+class MemoryObserver(RunObserver):
+    """What a run writes down, kept in memory."""
+
+    def __init__(self, cluster: ControlledCluster) -> None:
+        self.run_dir = cast(Any, SimpleNamespace(path=RUN_DIR, write_costs=lambda text: None))
+        self.last = None
+        self.pace = Pace(1)
+        self.recent_events = deque(maxlen=1)
+        self._cluster = cluster
+
+    def on_start(self, info: object) -> None: ...
+
+    def on_step(self, line: Any) -> None:
+        self.last = line
+        self._cluster.result.losses.append(line.loss_hex)
+        self._cluster.result.norms.append(line.grad_norm_hex)
+
+    def on_event(self, kind: str, **fields: object) -> None:
+        self._cluster.note("EVENT", kind, fields.get("message", ""))
+        assert kind != "corruption" or "differ after" not in str(fields["message"]), fields["message"]
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self._cluster.validated(step, loss)
+
+    def on_finish(self, summary: object, weights: Any) -> None:
+        self._cluster.result.weights = cast(dict[str, np.ndarray], weights)
+
+    def on_stop(self, error: BaseException) -> None: ...
+
+
+class SimulatedLog(RunLog):
+    """The product's log, and a listener for what tests want to see of the controller's decisions."""
+
+    def __init__(self, plan: RunPlan, cluster: ControlledCluster) -> None:
+        super().__init__(plan, MemoryObserver(cluster), ResumePoint("simulated", 1))
+        self._cluster = cluster
+
+    def action(self, action: Action, now: float) -> None:
+        super().action(action, now)
+        match action:
+            case EpochBegun():
+                self._cluster.result.epochs.append(action)
+                self._cluster.note("EPOCH", action)
+            case Save() | Unrecoverable():
+                self._cluster.cannot_go_on(action)
+
+    def finished(self) -> None:
+        super().finished()
+        self._cluster.finished()
+
+
+class SimulatedIO:
+    """The controller's doorway to a simulated cluster. Time goes on, turn by turn, while the controller waits."""
+
+    def __init__(self, cluster: ControlledCluster) -> None:
+        self._cluster = cluster
+        self.events: deque[Event] = deque()
+
+    def now(self) -> float:
+        return self._cluster.turn * TURN_S
+
+    def next_event(self, until: float) -> Event:
+        while not self.events or self._cluster.is_paused:
+            if self.now() >= until and not self._cluster.is_paused:
+                return Tick()
+            self._cluster.take_turn(until)
+        event = self.events.popleft()
+        if isinstance(event, Received) and not isinstance(event.message, m.Heartbeat | m.FinalPages):
+            self._cluster.check(event.message)
+        return event
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._cluster.from_controller(rank, message)
+
+    def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None: ...
+
+    def disconnect(self, rank: int) -> None: ...
+
+    def spawn(self, rank: int) -> Spawned:
+        self._cluster.spawn(rank)
+        return Spawned(None, domain_of(self._cluster.first_mesh, rank))
+
+    def kill(self, rank: int) -> None:
+        self._cluster.kill_for_certain(rank)
+
+    def report_exits(self) -> None:
+        self.events.append(ExitsReported())
+
+    def faulted_at(self, rank: int) -> float | None:
+        return None
+
+    def open_admin(self) -> str:
+        return ""
+
+    def journal(self, prepare: m.Prepare) -> None: ...
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        self.events.append(ManifestWritten(manifest))
+
+    def find_checkpoint(self) -> None:
+        self.events.append(CheckpointFound(None))
+
+    def finish_writing(self) -> list[ManifestWritten]:
+        return []
+
+    def close(self) -> None: ...

@@ -1,0 +1,138 @@
+"""The product's controller with its failure detector, in simulated time: losses, joins and leaves change no bit.
+
+What LocalCluster's tests hold of the protocol holds with the controller that real runs have: stopped workers are found
+by missing heartbeats, the end of a process comes as an event, and leaves and joins as messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from elaswave_spmd.controller.events import Finished, Stopped
+from elaswave_spmd.recovery.controller_protocol import Policy
+from tests.cluster.controlled import ControlledCluster
+from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.processes import LostStateError
+from tests.cluster.schedules import Outcome, Schedule, undisturbed
+from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
+
+MESHES = ("dp3", "pp3", "dp2_pp2", "dp3_pp2")
+ORDERS = range(3)
+RUN = TinyRun(steps=10, microbatches=5)  # 5 micro-batches: uneven on every mesh
+LONG = 60  # turns of a stop: longer than timeouts.suspect (25 turns) and all that is on its way
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in a worker: the number of threads is a part of what the bits depend on."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cluster_of(schedule: Schedule, min_workers: int = 1) -> ControlledCluster:
+    """The cluster that a schedule describes."""
+    run = schedule.run
+    return ControlledCluster(
+        run.job(),
+        schedule.placement,
+        run.description,
+        run.make_model,
+        TRAIN,
+        VALIDATION,
+        seed=schedule.seed,
+        faults=schedule.faults,
+        policy=Policy(schedule.mirror_count, schedule.scatter, min_workers),
+        uneven=schedule.uneven,
+    )
+
+
+def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int = 1) -> ControlledCluster:
+    """A cluster that has trained to its end with the undisturbed bits, after all of the faults."""
+    cluster = cluster_of(Schedule(order, RUN, mesh, zero, faults=tuple(faults)))
+    assert Outcome.of(cluster.run()) == undisturbed(RUN)
+    assert isinstance(cluster.controller.outcome, Finished)
+    assert cluster.plan.num_struck == len(faults)
+    return cluster
+
+
+def kinds_of(cluster: ControlledCluster) -> dict[int, str]:
+    """What happened to which worker, over all mesh epochs."""
+    return {rank: kind for begun in cluster.result.epochs for rank, kind in begun.kinds.items()}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_nothing_happens(mesh: str, zero: int, order: int) -> None:
+    """Nobody is suspected as long as nothing is wrong."""
+    assert trained(mesh, order, zero=zero).result.epochs == []
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("point", ["forward", "reduce", "norm", "publish"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_worker_is_killed(mesh: str, point: str, order: int) -> None:
+    cluster = trained(mesh, order, [Fault(2, "kill", 1, point)])
+    assert kinds_of(cluster) == {1: "fail"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("point", ["backward", "apply"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_stopped_worker_is_found_by_its_silence(mesh: str, point: str, order: int) -> None:
+    """The worker comes back when it belongs to no epoch, and harms nobody."""
+    cluster = trained(mesh, order, [Fault(2, "stop", 1, point, turns=10 * LONG)])
+    assert kinds_of(cluster) == {1: "fail"}
+    assert "no heartbeat for" in cluster.result.epochs[0].reasons[1]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_worker_leaves(mesh: str, order: int) -> None:
+    cluster = trained(mesh, order, [Fault(2, "term", 1, "forward")])
+    assert kinds_of(cluster) == {1: "leave"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_worker_joins(mesh: str, order: int) -> None:
+    cluster = trained(mesh, order, [Fault(1, "join", 0, "forward")])
+    joined = cluster.first_mesh.num_workers  # the next rank
+    assert kinds_of(cluster) == {joined: "join"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_lost_worker_is_replaced(mesh: str, order: int) -> None:
+    cluster = trained(mesh, order, [Fault(1, "replace", 1, "backward")])
+    assert kinds_of(cluster) == {1: "fail", cluster.first_mesh.num_workers: "join"}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_too_few_are_left(mesh: str) -> None:
+    """The controller has the others save their state, and ends the run."""
+    schedule = Schedule(0, RUN, mesh, mirror_count=2, faults=(Fault(3, "kill", 1, "backward"),))
+    workers = schedule.placement.mesh.num_workers
+    cluster = cluster_of(schedule, min_workers=workers)
+    with pytest.raises(LostStateError, match=f"elastic.min_workers is {workers}"):
+        cluster.run()
+    assert isinstance(cluster.controller.outcome, Stopped)
+    assert "Its state after step" in str(cluster.controller.outcome.error)
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_schedule(seed: int, moving: bool) -> None:
+    """The run ends with the undisturbed bits, unless more workers were lost at once than there are mirrors."""
+    schedule = Schedule.draw(seed, moving=moving)
+    try:
+        result = cluster_of(schedule).run()
+    except LostStateError as lost:
+        assert lost.left == 0 or lost.losses > min(schedule.mirror_count, lost.members - 1)
+    else:
+        assert Outcome.of(result) == undisturbed(schedule.run.key)
