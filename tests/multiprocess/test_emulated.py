@@ -32,5 +32,5 @@ def test_the_mesh_changes_no_bit(tmp_path: Path) -> None:
 def test_costs_for_other_layers_are_refused(tmp_path: Path) -> None:
     write_text(tmp_path)
     done = train(tmp_path, *SMALL, *EMULATED, "emulated.layer_costs=[1,2]")
-    assert done.code == 2 and "emulated.layer_costs has one number for each layer" in done.err
+    assert done.code == 2 and "emulated.layer_costs=[1.0,2.0] has 2 numbers, and the model has 4 layers" in done.err
     assert not (tmp_path / "run").exists()

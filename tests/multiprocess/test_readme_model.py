@@ -26,13 +26,7 @@ def test_the_readmes_model_trains_with_equal_bits_on_two_meshes(tmp_path: Path) 
     for mesh in ("single", "dp2_pp2"):
         command = [sys.executable, "-m", "elaswave_spmd", "train", "model.target=my_file.MyModel", f"mesh={mesh}"]
         command += [f"run.dir=run_{mesh}", *SMALL.split()]
-        done = subprocess.run(
-            [*command, f"run.dir=run_{mesh}", *SMALL.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
         sums.append(json.loads((tmp_path / f"run_{mesh}" / "summary.json").read_text())["weights_sha256"])
     assert sums[0] == sums[1]
