@@ -35,8 +35,8 @@ ANY = "any"
 CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise")
 CHAOS_POINTS = ("forward", "backward", "reduce", "norm", "apply", "publish", ANY)
 
-FREQUENCIES = ("none", "simulated", "nvml", "cpufreq", "ascend")
-_DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu", "ascend": "npu"}
+FREQUENCIES = ("none", "simulated", "nvml", "cpufreq")
+_DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu"}
 
 _DATA_NEEDS = {"text": ("path", "'data.path=\"corpus/*.txt\"'"), "custom": ("target", "data.target=my_file.MyDataset")}
 _CHAOS_EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"

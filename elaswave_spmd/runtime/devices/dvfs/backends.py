@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.runtime.devices.dvfs.ascend import AscendFrequencies
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, FrequencyController
 from elaswave_spmd.runtime.devices.dvfs.cpufreq import CpuFrequencies
 from elaswave_spmd.runtime.devices.dvfs.nvml import NvmlFrequencies
@@ -18,7 +17,6 @@ BACKENDS: Mapping[str, Callable[[str], FrequencyController]] = MappingProxyType(
         "simulated": SimulatedFrequencies,
         "nvml": lambda where: NvmlFrequencies(where or os.environ.get("CUDA_VISIBLE_DEVICES")),
         "cpufreq": lambda where: CpuFrequencies(where) if where else CpuFrequencies(),
-        "ascend": lambda where: AscendFrequencies(),
     }
 )
 
@@ -35,8 +33,7 @@ def open_backend(name: str, where: str = "") -> FrequencyController:
     """
     if name not in BACKENDS:
         raise ConfigError(
-            "frequencies are set by a backend that exists",
-            got=name,
+            f"{SETTING}={name} names no backend",
             where=f"{SETTING}={name}",
             exists=", ".join(BACKENDS),
             fix="use one of these",
