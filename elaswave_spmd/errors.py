@@ -33,23 +33,16 @@ class UserError(ValueError):
             unless `what` names it.
         exists: what would have been accepted.
         fix: what to do about it.
-        got: the offending value, for errors whose `what` does not contain it yet.
     """
 
-    def __init__(
-        self, what: str, *, rule: str = "", where: str = "", exists: str = "", fix: str = "", got: object = None
-    ) -> None:
+    def __init__(self, what: str, *, rule: str = "", where: str = "", exists: str = "", fix: str = "") -> None:
         self.what = what
         self.rule = rule
         self.where = where
         self.exists = exists
         self.fix = fix
-        self.got = got
         lines = [what]
-        if got is not None:
-            shown = got if isinstance(got, str) else repr(got)
-            lines.append(f"  got:    {shown}" + (f"   (from {where})" if where else ""))
-        elif where and where not in what:
+        if where and where not in what:
             lines.append(f"  from:   {where}")
         rest = {"rule": rule, "exists": exists, "fix": fix}
         lines += [f"  {name + ':':7} {text}" for name, text in rest.items() if text]
@@ -57,9 +50,8 @@ class UserError(ValueError):
 
     def fields(self) -> dict[str, str]:
         """The arguments that are not empty, as text: `type(error)(**error.fields())` makes it again elsewhere."""
-        got = self.got if self.got is None or isinstance(self.got, str) else repr(self.got)
         fields = {"what": self.what, "rule": self.rule, "where": self.where, "exists": self.exists, "fix": self.fix}
-        return {name: text for name, text in (fields | {"got": got}).items() if text}
+        return {name: text for name, text in fields.items() if text}
 
 
 class MeshError(UserError):
@@ -92,11 +84,6 @@ class PlanError(UserError):
 
 class CheckpointError(UserError):
     """A durable checkpoint that is unfinished, torn or corrupted, or a run that has no good one."""
-
-    @property
-    def reason(self) -> str:
-        """What happened in one line, for lists of checkpoints."""
-        return self.what if self.got is None else f"{self.what}: {self.got}"
 
 
 class ControlError(UserError):

@@ -100,7 +100,7 @@ class Shard:
                 while left:
                     count = os.preadv(file.fileno(), [left], at)
                     if not count:
-                        raise CheckpointError("a shard has become shorter", got=self.path.name)
+                        raise CheckpointError(f"{self.path.name} has become shorter while it was read")
                     left, at = left[count:], at + count
         except OSError as error:
             raise _unreadable(self.path, error) from error
@@ -121,7 +121,7 @@ class Shard:
         except OSError as error:
             raise _unreadable(self.path, error) from error
         if digest.hexdigest() != self.info.sha256:
-            raise CheckpointError("a shard does not match its sha256", got=self.path.name)
+            raise CheckpointError(f"{self.path.name} does not match its sha256")
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
@@ -202,13 +202,13 @@ def read_shard(path: Path) -> Shard:
     except OSError as error:
         raise _unreadable(path, error) from error
     if len(header) < length or not header.startswith(_OPENING):
-        raise CheckpointError("a shard is torn, or no shard", got=path.name)
+        raise CheckpointError(f"{path.name} is torn, or is not a shard")
     try:
         shard, end = _parse(path, 8 + length, json.loads(header))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("a shard has a damaged header", got=path.name) from error
+        raise CheckpointError(f"{path.name} has a damaged header") from error
     if end != size:
-        raise CheckpointError(f"a shard has {size} bytes and should have {end}", got=path.name)
+        raise CheckpointError(f"{path.name} has {size} bytes and should have {end}")
     return shard
 
 
@@ -225,7 +225,7 @@ def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, str]
             shard.verify()
             good.append(shard.info)
         except CheckpointError as error:
-            bad.append((path, error.reason))
+            bad.append((path, error.what))
     return good, bad
 
 
@@ -282,5 +282,5 @@ def _pieces(values: np.ndarray) -> Iterator[memoryview]:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
-        return CheckpointError("a shard is missing", got=path.name)
-    return CheckpointError(f"a shard cannot be read ({error.strerror or error})", got=path.name)
+        return CheckpointError(f"{path.name} is missing")
+    return CheckpointError(f"cannot read {path.name} ({error.strerror or error})")

@@ -149,10 +149,10 @@ def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, 
         try:
             return open_checkpoint(path, verify=True), bad
         except CheckpointError as error:
-            bad.append((path, error.reason))
+            bad.append((path, error.what))
     raise CheckpointError(
-        "the run has no good checkpoint",
-        got=str(run_dir),
+        f"{run_dir} has no good checkpoint",
+        where=str(run_dir),
         exists="; ".join(f"{path.name}: {reason}" for path, reason in bad) or f"nothing in {CHECKPOINTS}/",
         fix="the directory of a run with a good one, or start anew; checkpoint.every=N makes them",
     )
@@ -217,10 +217,10 @@ def _open_shards(directory: Path, manifest: Manifest) -> Mapping[str, Shard]:
     for info in manifest.shards:
         shard = read_shard(directory / info.name)
         if shard.info != info:
-            raise CheckpointError("a shard is not the one of the manifest", got=info.name)
+            raise CheckpointError(f"{info.name} is not the shard that the manifest names")
         for run in info.runs:
             start, stop = manifest.layers[run[0]].span(run[1], run[2])
             if any(shard.arrays.get((run, kind), (0, 0))[1] != stop - start for kind in manifest.kinds):
-                raise CheckpointError("a shard does not hold all state of its pages", got=info.name)
+                raise CheckpointError(f"{info.name} does not hold all state of its pages")
         shards[info.name] = shard
     return shards

@@ -66,7 +66,9 @@ class RunDir:
             ConfigError: the directory holds a run already, is not a directory, or cannot be written.
         """
         if path is not None and not str(path).strip():
-            raise ConfigError("run.dir must name a directory", got="''", where="run.dir", fix="run.dir=runs/a")
+            raise ConfigError(
+                "run.dir= is empty", rule="run.dir names a directory", where="run.dir", fix="run.dir=runs/a"
+            )
         candidates = _default_paths(model, mesh, now()) if path is None else iter((Path(path).expanduser(),))
         for candidate in candidates:
             if path is None and candidate.exists():
@@ -176,7 +178,8 @@ def read_summary(path: str | Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError("a run has no readable summary", got=str(file), fix="has it finished?") from error
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataError(f"cannot read {file} ({why})", rule="a run writes its summary when it has finished") from error
 
 
 def _default_paths(model: str, mesh: str, time: datetime) -> Iterator[Path]:
@@ -195,11 +198,11 @@ def _refuse_occupied(folder: Path) -> None:
 
 def _holds_a_run(folder: Path, found: str) -> ConfigError:
     return ConfigError(
-        "run.dir holds another run",
-        got=str(folder),
+        f"run.dir={folder} holds another run",
+        rule="a run is never overwritten",
         where="run.dir",
         exists=found,
-        fix="another run.dir, or leave it out; a finished run is never overwritten",
+        fix="choose another run.dir, or leave it out",
     )
 
 
@@ -209,8 +212,7 @@ def _directory_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"run.dir cannot be written ({error.strerror or error})",
-            got=str(folder),
+            f"run.dir={folder} cannot be written ({error.strerror or error})",
             where="run.dir",
             fix="run.dir=DIR with a directory that can be written",
         ) from error

@@ -69,15 +69,17 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"a file of the run cannot be read ({error.strerror or error})", got=str(path)) from error
+        raise DataError(f"cannot read {path} ({error.strerror or error})") from error
     found: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             fields = json.loads(line)
         except ValueError as error:
-            raise DataError("a line is not JSON", got=line[:80], where=f"{path}, line {number}") from error
+            where = f"{path}, line {number}"
+            raise DataError(f"{where} is not JSON: {line[:80]!r}", where=where) from error
         if not isinstance(fields, dict):
-            raise DataError("a line is not a JSON object", got=line[:80], where=f"{path}, line {number}")
+            where = f"{path}, line {number}"
+            raise DataError(f"{where} is not a JSON object: {line[:80]!r}", where=where)
         found.append(fields)
     return found
 

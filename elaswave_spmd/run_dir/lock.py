@@ -70,14 +70,15 @@ def lock_run_dir(path: str | Path) -> RunLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            # The file is locked before its owner writes its number into it, so the number may be missing.
+            user = f"process {pid}" if pid.isdigit() else "another process, which has not written its number yet"
             os.close(fd)
             raise ConfigError(
-                "one controller drives a run, and another one holds its directory",
-                got=str(path),
+                f"run.dir={path} is in use by {user}",
+                rule="a run has one controller at a time, which locks its directory",
                 where="run.dir",
-                exists=f"process {holder}" if holder.isdigit() else "a process that has not said its number",
-                fix="wait until it has ended, or end it; or another run.dir",
+                fix="wait until that process has ended, or end it, or choose another run.dir",
             ) from None
         except BaseException:
             os.close(fd)
@@ -184,7 +185,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     except FileNotFoundError:
         return [], 0
     except OSError as error:
-        raise DataError(f"a file of the run cannot be read ({error.strerror or error})", got=str(path)) from error
+        raise DataError(f"cannot read {path} ({error.strerror or error})") from error
     found: list[dict[str, Any]] = []
     lines = content.split(b"\n")[:-1]
     end = 0
@@ -193,7 +194,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
         if fields is None and number == len(lines):
             break
         if fields is None or (found and _ballot_of(fields) <= _ballot_of(found[-1])):
-            raise DataError("the journal of epochs is damaged", got=line[:80], where=f"{path}, line {number}")
+            raise DataError(
+                f"{path}, line {number} is damaged: {line[:80]!r}",
+                rule="every line but the last is a JSON object whose incarnation and epoch are above those before it",
+                where=f"{path}, line {number}",
+            )
         found.append(fields)
         end += len(line) + 1
     return found, end

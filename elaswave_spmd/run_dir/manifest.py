@@ -121,9 +121,9 @@ class Manifest:
             known = (shard.run, shard.step, shard.ballot.incarnation)
             if known != (self.run, self.step, self.ballot.incarnation) or shard.ballot > self.ballot:
                 raise CheckpointError(
-                    "a checkpoint's shards are of its run, step and incarnation, and of no later epoch",
-                    got=f"{shard.name}: run {shard.run}, step {shard.step}, {shard.ballot}",
-                    exists=f"run {self.run}, step {self.step}, {self.ballot}",
+                    f"{shard.name} belongs to run {shard.run}, step {shard.step}, {shard.ballot}, "
+                    f"and its checkpoint to run {self.run}, step {self.step}, {self.ballot}",
+                    rule="the shards of a checkpoint have its run, step and incarnation, and no later epoch",
                 )
         if wrong := list(_uncovered(self.layers, self.sources)):
             raise CheckpointError(
@@ -217,7 +217,7 @@ def load_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"the manifest cannot be read ({error.strerror or error})") from error
     if directory.name != checkpoint_path("", manifest.step).name:
-        raise CheckpointError("the manifest is of another step", got=manifest.step)
+        raise CheckpointError(f"the manifest belongs to step {manifest.step}")
     return manifest
 
 
@@ -239,8 +239,8 @@ def check_identity(saved: Mapping[str, Any], present: Mapping[str, Any], *, wher
     lines = [f"{name}: saved {old.get(name, 'nothing')}, now {new.get(name, 'nothing')}" for name in names]
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     raise ConfigError(
-        "a run goes on with the settings that are part of its bits",
-        got="\n          ".join(lines[:_MAX_LISTED] + more),
+        "the run was saved with other values:" + "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more),
+        rule="the bits of a run depend on these values, so they must not change when it is resumed",
         where=where,
         fix="use the saved values, or start another run",
     )

@@ -97,4 +97,4 @@ class MetricsLine:
             known["grad_norm"] = float.fromhex(str(known["grad_norm_hex"]))
             return cls(**known)  # type: ignore[arg-type]
         except (KeyError, ValueError, TypeError) as error:
-            raise DataError("not a line of metrics.jsonl", got=dict(fields)) from error
+            raise DataError(f"{dict(fields)} is not a line of metrics.jsonl") from error

@@ -47,7 +47,7 @@ def test_orders_and_answers(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_cannot_work_is_refused_before_the_job_begins(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no policy in") as caught:
+    with pytest.raises(ConfigError, match="has no cpufreq policy") as caught:
         GuardedFrequencies.start("cpufreq", str(tmp_path))
     assert caught.value.where == "schedule.frequency=cpufreq" and caught.value.fix
 

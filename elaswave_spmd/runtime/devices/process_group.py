@@ -264,8 +264,8 @@ class GroupStore:
             listener = socket.create_server((host, 0))
         except OSError as error:
             raise ConfigError(
-                "the groups of stages meet at a port of the controller's machine",
-                got=f"{host}: {error.strerror or error}",
+                f"the controller cannot listen on {host} ({error.strerror or error})",
+                rule="the members of a process group meet at a store on the controller's machine",
                 where="runtime.collectives=group",
                 fix="runtime.collectives=links",
             ) from error

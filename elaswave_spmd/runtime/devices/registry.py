@@ -24,8 +24,7 @@ def device_of(name: str) -> DeviceKind:
     """
     if name not in device_names():
         raise ConfigError(
-            "runtime.device names a kind of device",
-            got=name,
+            f"runtime.device={name} is not a kind of device",
             where=f"runtime.device={name}",
             exists=", ".join(device_names()),
             fix="use one of these",
@@ -52,8 +51,7 @@ def check_usable(name: str, machine: Machine | None = None, also: tuple[str, ...
         return kind
     works = [other for other in device_names() if not device_of(other).missing(machine)]
     raise ConfigError(
-        f"runtime.device={name} needs {_listed(lacks)}",
-        got="not found on this machine",
+        f"runtime.device={name} needs {_listed(lacks)}, not found on this machine",
         where=f"runtime.device={name}",
         exists=f"what works here: {', '.join([*works, *also]) or 'no device'}",
         fix="; ".join([*(lack.fix for lack in lacks), *(f"or runtime.device={other}" for other in works[:1])]),

@@ -36,8 +36,9 @@ def one_device(kind: str, island: Island) -> None:
     """
     if island.devices > 1:
         raise ConfigError(
-            f"a worker on runtime.device={kind} has one device: mesh.tp and mesh.fsdp lie inside one XLA program",
-            got=f"{island.devices} devices for each worker",
+            f"mesh.tp and mesh.fsdp ask for {island.devices} devices for each worker, and a worker on "
+            f"runtime.device={kind} has one device",
+            rule="mesh.tp and mesh.fsdp lie inside one XLA program",
             where="mesh.tp, mesh.fsdp",
             fix="runtime.device=xla, or leave mesh.tp and mesh.fsdp out and use mesh.dp",
         )
@@ -55,9 +56,9 @@ def set_variables(given: Mapping[str, str], wanted: Mapping[str, str], why: Mapp
     for name, value in wanted.items():
         if given.get(name, value) != value:
             raise ConfigError(
-                f"{name} is set by the framework for its workers: it decides {why[name]}",
-                got=f"{name}={given[name]}",
-                where="the environment",
+                f"{name}={given[name]} is set in the environment",
+                rule=f"{name} is set for workers by this package, since it decides {why[name]}",
+                where=f"{name}={given[name]}",
                 exists=f"{name}={value}",
                 fix=f"unset {name}",
             )

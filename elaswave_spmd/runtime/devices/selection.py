@@ -91,8 +91,8 @@ def check_collectives(settings: Settings) -> None:
     if kind_of(settings).capabilities.collectives is not None:
         return
     raise ConfigError(
-        "a process group copies from and to the memory of a device that its library knows",
-        got=f"runtime.device={settings.runtime.device}",
+        f"runtime.collectives=group is not possible with runtime.device={settings.runtime.device}",
+        rule="a process group needs a library (gloo, NCCL, HCCL) that copies from and to the device's memory",
         where="runtime.collectives=group",
         exists=_names(lambda can: can.collectives),
         fix="runtime.collectives=links",
@@ -108,8 +108,8 @@ def check_compile(settings: Settings, machine: Machine) -> None:
     device = settings.runtime.device
     if device == EMULATED or not device_of(device).capabilities.inductor:
         raise ConfigError(
-            "torch.compile makes layer programs for devices that run the layers as they are written",
-            got=f"runtime.device={device}",
+            f"runtime.compile=true is not possible with runtime.device={device}",
+            rule="torch.compile makes layer programs only for devices that run eager torch",
             where="runtime.compile=true",
             exists=_names(lambda can: can.inductor),
             fix="runtime.compile=false",
@@ -117,8 +117,8 @@ def check_compile(settings: Settings, machine: Machine) -> None:
     compiler = cxx(machine)
     if not machine.has_program(compiler):
         raise ConfigError(
-            "torch.compile needs a C++ compiler on every machine",
-            got=f"no {compiler}",
+            f"runtime.compile=true finds no C++ compiler {compiler}",
+            rule="torch.compile needs a C++ compiler on every machine",
             where="runtime.compile=true",
             fix="install g++, or name a compiler in the variable CXX, or runtime.compile=false",
         )

@@ -61,7 +61,11 @@ def test_settings_reach_the_controller(monkeypatch: pytest.MonkeyPatch, ran: Ran
     ("ends", "code", "shown"),
     [
         (0, 0, ""),
-        (MeshError("More stages than layers", got="pp9", where="mesh", fix="mesh=pp6"), 2, "error: More stages than"),
+        (
+            MeshError("mesh=pp9 has 9 stages", where="mesh=pp9", fix="mesh=pp6"),
+            2,
+            "error: mesh=pp9 has 9 stages\n  fix:",
+        ),
         (RunError("the disk is full"), 1, "error: the disk is full"),
         (WorkerError(3, "Traceback: ZeroDivisionError"), 1, "error: worker 3 failed:\nTraceback: ZeroDivisionError"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -261,8 +265,8 @@ def test_help_and_bad_input_come_before_torch_and_leave_nothing(start: tuple[str
     [
         (["runtime.device=npu"], "CANN"),
         (["runtime.device=cuda"], "the NVIDIA driver"),
-        (["mesh=dp2_tp2"], "a worker on runtime.device=cpu has one device"),
-        (["runtime.device=emulated", "mesh.fsdp=2"], "one device"),
+        (["mesh=dp2_tp2"], "ask for 2 devices for each worker, and a worker on runtime.device=cpu has one device"),
+        (["runtime.device=emulated", "mesh.fsdp=2"], "ask for 2 devices for each worker"),
     ],
     ids=lambda it: " ".join(it) if isinstance(it, list) else "",
 )

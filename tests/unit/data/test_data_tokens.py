@@ -111,7 +111,7 @@ def test_the_second_of_two_writers_keeps_the_first_entry(tmp_path: Path, monkeyp
 
 def test_a_refused_corpus_leaves_no_entry(tmp_path: Path) -> None:
     def refuse(num_tokens: int) -> None:
-        raise DataError("too short", got=num_tokens)
+        raise DataError(f"too short: {num_tokens}")
 
     with pytest.raises(DataError, match="too short"):
         tokenize_once(_corpus(tmp_path, b"abc"), ByteTokenizer(), tmp_path / "cache", accept=refuse)

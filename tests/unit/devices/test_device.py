@@ -34,7 +34,7 @@ def test_only_islands_have_several_devices(device: str, axis: str, size: int) ->
     made = Settings.from_dict({"runtime": {"device": device}, "mesh": {axis: size}})
     with pytest.raises(ConfigError, match="has one device") as caught:
         worker_start(made, PLAIN)
-    assert "runtime.device=xla" in caught.value.fix
+    assert f"ask for {size} devices" in caught.value.what and "runtime.device=xla" in caught.value.fix
 
 
 @pytest.mark.parametrize(("variable", "value"), [("CPU_NUM_DEVICES", "3"), ("WORLD_SIZE", "2"), ("XLA_USE_BF16", "1")])
@@ -42,6 +42,7 @@ def test_variables_that_contradict_the_settings_are_refused(variable: str, value
     machine = XLA.without(environment={variable: value})
     with pytest.raises(ConfigError) as caught:
         worker_start(settings("xla", tp=2), machine)
+    assert caught.value.what == f"{variable}={value} is set in the environment"
     assert caught.value.fix == f"unset {variable}"
 
 
@@ -66,7 +67,8 @@ def test_workers_that_compile_are_forked_from_a_process_without_a_pool() -> None
 def test_other_devices_have_nothing_for_torch_compile(device: str, machine: MadeUpMachine) -> None:
     with pytest.raises(ConfigError, match=r"torch\.compile") as caught:
         worker_start(settings(device, compile=True), machine)
-    assert caught.value.got == f"runtime.device={device}" and caught.value.exists.split(", ")[0] == "cpu"
+    assert caught.value.what == f"runtime.compile=true is not possible with runtime.device={device}"
+    assert caught.value.exists.split(", ")[0] == "cpu"
 
 
 def test_torch_compile_needs_a_compiler() -> None:
@@ -74,7 +76,7 @@ def test_torch_compile_needs_a_compiler() -> None:
     assert worker_start(settings("cpu"), bare) == WorkerStart()
     with pytest.raises(ConfigError, match=r"C\+\+ compiler") as caught:
         worker_start(settings("cpu", compile=True), bare)
-    assert caught.value.got == "no g++" and "CXX" in caught.value.fix
+    assert caught.value.what == "runtime.compile=true finds no C++ compiler g++" and "CXX" in caught.value.fix
     named = PLAIN.without(programs=("clang++-18",), environment={"CXX": "clang++-18"})
     assert worker_start(settings("cpu", compile=True), named).preload
 
@@ -84,4 +86,5 @@ def test_a_process_group_needs_a_library_that_knows_the_memory() -> None:
         worker_start(settings(device, collectives="group", dp=2), PLAIN)
     with pytest.raises(ConfigError, match=r"runtime\.collectives=group") as caught:
         worker_start(settings("xla", collectives="group", dp=2), XLA)
-    assert caught.value.exists == "cpu, cuda, npu" and caught.value.got == "runtime.device=xla"
+    assert caught.value.what == "runtime.collectives=group is not possible with runtime.device=xla"
+    assert caught.value.exists == "cpu, cuda, npu"

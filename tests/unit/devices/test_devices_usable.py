@@ -61,6 +61,7 @@ LACKS = [
 @pytest.mark.parametrize(("name", "machine", "what"), LACKS)
 def test_what_is_missing_is_named(name: str, machine: MadeUpMachine, what: str) -> None:
     error = refusal(name, machine)
+    assert error.what.startswith(f"runtime.device={name} needs ") and error.what.endswith("not found on this machine")
     assert what in error.what and f"runtime.device={name}" in error.where
     assert error.fix and name not in error.exists.removeprefix("what works here: ").split(", ")
 

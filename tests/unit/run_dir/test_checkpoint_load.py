@@ -90,7 +90,7 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
     directory, state = save(tmp_path, 10)
     for shard in directory.glob("shard_*"):
         flip(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="has no good checkpoint"):
+    with pytest.raises(CheckpointError, match=r"^\S+ has no good checkpoint\n"):
         load_newest_good(tmp_path)
     checkpoint = open_checkpoint(directory, verify=False)
     assert _same(
@@ -111,22 +111,23 @@ def _flip_shard(directory: Path) -> str:
 
 
 def _remove_shard(directory: Path) -> str:
-    sorted(directory.glob("shard_*"))[0].unlink()
-    return "a shard is missing"
+    path = sorted(directory.glob("shard_*"))[0]
+    path.unlink()
+    return f"{path.name} is missing"
 
 
 def _other_shard(directory: Path) -> str:
     """A good file, but not the one that was meant."""
     a, b = sorted(directory.glob("shard_*"))
     shutil.copy(a, b)
-    return "a shard is not the one of the manifest"
+    return f"{b.name} is not the shard that the manifest names"
 
 
 def _folder_for_shard(directory: Path) -> str:
     path = sorted(directory.glob("shard_*"))[0]
     path.unlink()
     path.mkdir()
-    return "a shard cannot be read"
+    return f"cannot read {path.name} (Is a directory)"
 
 
 def _cut_manifest(directory: Path) -> str:
@@ -147,7 +148,7 @@ def _no_manifest(directory: Path) -> str:
 
 def _other_manifest(directory: Path) -> str:
     shutil.copytree(directory.parent / "step_00000010", directory, dirs_exist_ok=True)
-    return "the manifest is of another step"
+    return "the manifest belongs to step 10"
 
 
 def _nothing(directory: Path) -> str:
@@ -202,7 +203,7 @@ def test_a_bit_flipped_in_a_manifest_changes_nothing_unseen(tmp_path: Path, data
     try:
         assert open_checkpoint(directory, verify=True).manifest == good
     except CheckpointError as error:
-        assert "manifest" in error.reason
+        assert "manifest" in error.what
 
 
 def test_none_good_names_each_and_why(tmp_path: Path) -> None:
@@ -216,10 +217,10 @@ def test_none_good_names_each_and_why(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_newest_good(tmp_path)
     assert isinstance(caught.value, UserError)
-    assert caught.value.got == str(tmp_path)
+    assert caught.value.what == f"{tmp_path} has no good checkpoint"
     assert caught.value.exists.split("; ") == [
         "step_00000030: the manifest is torn, or none",
-        "step_00000020: a shard does not match its sha256: shard_5_1-3.safetensors",
+        "step_00000020: shard_5_1-3.safetensors does not match its sha256",
         "step_00000010: it has no manifest: it was never finished",
     ]
 

@@ -61,8 +61,7 @@ def at_least(steps: Iterable[float], wanted: float) -> float:
 def no_device(device: str, exists: Sequence[str], backend: str) -> ConfigError:
     """A device that the backend does not have."""
     return ConfigError(
-        "a frequency is set of a device that exists",
-        got=device,
+        f"{SETTING}={backend} has no device {device}",
         where=f"{SETTING}={backend}",
         exists=", ".join(exists) or "none",
         fix="name one of these",

@@ -45,8 +45,8 @@ class CpuFrequencies:
         folders = sorted(root.glob("policy*"), key=lambda path: (len(path.name), path.name))
         if not folders:
             raise ConfigError(
-                "frequencies of CPUs are set through the cpufreq files of Linux",
-                got=f"no policy in {root}",
+                f"{root} has no cpufreq policy",
+                rule="frequencies of CPUs are set through the cpufreq files of Linux",
                 where=_WHERE,
                 fix=f"a kernel with a cpufreq driver (virtual machines mostly have none), or {SETTING}=none",
             )
@@ -113,8 +113,8 @@ def _read(folder: Path, name: str) -> int:
         return int((folder / name).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "a policy of cpufreq says its frequencies in kHz",
-            got=str(error),
+            f"cannot read {folder / name} as a frequency ({error})",
+            rule="the files of a cpufreq policy hold frequencies in kHz",
             where=_WHERE,
             fix=f"{SETTING}=none",
         ) from None
@@ -129,8 +129,8 @@ def _write(folder: Path, name: str, khz: int) -> None:
 
 def _refused(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        "frequencies of CPUs are set by whoever may write to the files of cpufreq",
-        got=f"{path}: {why}",
+        f"cannot write {path} ({why})",
+        rule="frequencies of CPUs are set by writing to the files of cpufreq",
         where=_WHERE,
         fix=f"run as root, or let the run's user write to scaling_min_freq and scaling_max_freq, or {SETTING}=none",
     )

@@ -69,7 +69,7 @@ def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except UserError as error:
         return {"error": error.fields()}
     except Exception as error:
-        return {"error": {"what": "the guard of the frequencies failed", "got": f"{type(error).__name__}: {error}"}}
+        return {"error": {"what": f"the process that sets frequencies failed ({type(error).__name__}: {error})"}}
 
 
 def _say(answer: dict[str, Any]) -> None:

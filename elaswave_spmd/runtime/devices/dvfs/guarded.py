@@ -92,9 +92,8 @@ class GuardedFrequencies:
             return None
         if "error" in found:
             error = found["error"]
-            got = f": {error['got']}" if "got" in error else ""
-            fix = f" ({error['fix']})" if "fix" in error else ""
-            return Answer(error=f"{error['what']}{got}{fix}")
+            fix = f"; {error['fix']}" if "fix" in error else ""
+            return Answer(error=f"{error['what']}{fix}")
         return Answer(found.get("set", {}))
 
     def close(self) -> None:

@@ -35,8 +35,8 @@ class NvmlFrequencies:
             self._clocks = {number: self._read(handle) for number, handle in self._handles.items()}
         except self._nvml.NVMLError as error:
             raise ConfigError(
-                "frequencies of NVIDIA GPUs are set through their driver",
-                got=str(error),
+                f"the NVIDIA driver does not answer NVML ({error})",
+                rule="frequencies of NVIDIA GPUs are set by NVML, through their driver",
                 where=_WHERE + ("" if visible is None else f" CUDA_VISIBLE_DEVICES={visible}"),
                 fix=f"a machine with NVIDIA GPUs, or {SETTING}=none",
             ) from None
@@ -99,8 +99,8 @@ class NvmlFrequencies:
 
     def _refused(self, number: int, error: Exception) -> ConfigError:
         return ConfigError(
-            "clocks of NVIDIA GPUs are set by root, and not on all GPUs",
-            got=f"GPU {number}: {error}",
+            f"NVML cannot set the clocks of GPU {number} ({error})",
+            rule="only root may set the clocks of NVIDIA GPUs, and not every GPU lets them be set",
             where=_WHERE,
             fix=f"run as root (in a container with the capability SYS_ADMIN), or {SETTING}=none",
         )
@@ -111,8 +111,8 @@ def _pynvml() -> Any:
         return importlib.import_module("pynvml")
     except ImportError as error:
         raise ConfigError(
-            "frequencies of NVIDIA GPUs are set by the package nvidia-ml-py",
-            got=str(error),
+            f"the package nvidia-ml-py cannot be imported ({error})",
+            rule="frequencies of NVIDIA GPUs are set by this package",
             where=_WHERE,
             fix=f"pip install 'elaswave-spmd[dvfs]', or {SETTING}=none",
         ) from None

@@ -72,14 +72,14 @@ class Xla(WithoutGroups):
         client = given.get(_CLIENT, "CPU")
         for name in _CHANGE_NUMBERS:
             if given.get(name, "0") not in ("", "0"):
-                raise _refused(name, given, "programs compute in runtime.dtype, with keys of 64 bits")
+                raise _refused(name, given, "layer programs compute in runtime.dtype, with random keys of 64 bits")
         for name in _WORLDS:
             if given.get(name, "1") != "1":
-                rule = "each worker is a world of its own for torch_xla, which would ignore any other size silently"
+                rule = "each worker is a torch_xla world of size 1; torch_xla would ignore any other size silently"
                 raise _refused(name, given, rule)
         flags = given.get(_FLAGS, "")
         if any(flag in flags for flag in _FLAGS_OF_THREADS):
-            rule = f"flags of {', '.join(_FLAGS_OF_THREADS)} are not the user's: islands and threads are settings"
+            rule = f"{', '.join(_FLAGS_OF_THREADS)} are set from mesh.tp, mesh.fsdp and runtime.threads_per_worker"
             raise _refused(_FLAGS, given, rule)
         wanted = {"XLA_NO_SPECIAL_SCALARS": "1"}
         if client == "CPU":
@@ -117,8 +117,8 @@ KIND = Xla()
 
 
 def _refused(name: str, given: Mapping[str, str], rule: str) -> ConfigError:
-    got = f"{name}={given[name]}"
-    return ConfigError(rule, got=got, where="the environment", fix=f"unset {name}")
+    where = f"{name}={given[name]}"
+    return ConfigError(f"{where} is set in the environment", rule=rule, where=where, fix=f"unset {name}")
 
 
 KIND = Xla()
