@@ -53,8 +53,8 @@ class StageGroup(Protocol):
         ...
 
     @property
-    def failure(self) -> BaseException | None:
-        """The error for which the newest epoch's group could not be made, if any."""
+    def failure(self) -> str | None:
+        """The reason for which the newest epoch's group could not be made, if any."""
         ...
 
     def broadcast(self, values: Tensor, root: int) -> BroadcastWork:
@@ -68,7 +68,11 @@ class StageGroup(Protocol):
         ...
 
     def give_up(self) -> None:
-        """The group has failed: what is under way in it ends, and it is not used again."""
+        """The group has failed: what is under way in it ends, and it is not used again.
+
+        The caller refers to none of the group's broadcasts any more: whoever drops the last reference to a group waits
+        for its destructor, and the training thread must not.
+        """
         ...
 
 
@@ -180,7 +184,7 @@ class StageBroadcasts:
     def check(self) -> None:
         """Give up a group that could not be made."""
         if self._ranges and not self._lost and self._group.failure is not None:
-            self.lose(str(self._group.failure))
+            self.lose(self._group.failure)
 
     def update_offer(self) -> None:
         """Note whether the next vote offers a broadcast. Called when messages have been handled."""
@@ -221,26 +225,32 @@ class StageBroadcasts:
             if values is None:  # given up as damaged: the others must not take the next range for this one
                 self.lose("this worker has no state of pages that it is the primary of")
                 return
+            refused = ""
             try:
-                work = self._group.broadcast(values, pages.primary)
+                publish = Publish(version, *pages.key)
+                self._under_way.append(_UnderWay(publish, values, self._group.broadcast(values, pages.primary), sent))
             except RuntimeError as error:  # a backend may refuse at once, when it knows that a peer is gone
-                self.lose(str(error))
+                refused = str(error) or type(error).__name__
+            if refused:  # outside of the handler: while an exception is handled, its traceback refers to the group
+                self.lose(refused)
                 return
-            self._under_way.append(_UnderWay(Publish(version, *pages.key), values, work, sent))
 
     def arrived(self) -> list[tuple[Publish, Tensor]]:
         """(page, values) of the broadcasts received completely since the last call, in order."""
         found = []
-        while self.has_news:
-            done = self._under_way[0]
+        failed = ""
+        while self.has_news and not failed:
             try:
-                done.work.wait()
+                self._under_way[0].work.wait()
             except RuntimeError as error:
-                self.lose(str(error))
-                break
-            self._under_way.popleft()
-            if not done.sent:
-                found.append((done.publish, done.values))
+                failed = str(error) or type(error).__name__
+            else:
+                done = self._under_way.popleft()
+                if not done.sent:
+                    found.append((done.publish, done.values))
+                del done  # nothing here refers to a broadcast when the group is given up
+        if failed:
+            self.lose(failed)
         return found
 
     def lose(self, reason: str) -> None:
@@ -251,7 +261,7 @@ class StageBroadcasts:
 
     def give_up(self) -> None:
         """Use links for the rest of the epoch."""
+        self._under_way.clear()  # first: the last reference to a broadcast must not be dropped here
         if not self._lost and self._ranges:
             self._group.give_up()
         self._lost = True
-        self._under_way.clear()

@@ -38,19 +38,12 @@ def test_a_group_serves_each_stage(tmp_path: Path, undisturbed: Undisturbed) -> 
     assert serve_at(tmp_path, LATE) and len(group_events(tmp_path)) == 1, all_events(tmp_path)
 
 
-# Open: with a group whose member stands still, the others sometimes do not answer Prepare within `timeouts.status`, and
-# are evicted one after the other until none is left. Seen on a busy machine, in about one run of four.
-STANDS_STILL = pytest.mark.xfail(strict=False, reason="open: workers of a group may not answer Prepare in time")
-
-
-@pytest.mark.parametrize(("kind", "sharding"), [("kill", "zero1"), pytest.param("stop", "zero3", marks=STANDS_STILL)])
+@pytest.mark.parametrize(("kind", "sharding"), [("kill", "zero1"), ("stop", "zero3")])
 def test_a_worker_is_lost_in_the_middle_of_its_broadcasts(
     tmp_path: Path, undisturbed: Undisturbed, sharding: str, kind: str
 ) -> None:
     event = f"step: {LATE}, kind: {kind}, rank: 1, point: publish"
-    # On a busy machine heartbeats of the living are late by more than a second: they are not to be evicted for it.
-    patience = "timeouts.suspect=4"
-    changes = run_with(tmp_path, *ARGUMENTS, patience, "mesh=dp4", f"sharding={sharding}", chaos(event))
+    changes = run_with(tmp_path, *ARGUMENTS, "mesh=dp4", f"sharding={sharding}", chaos(event))
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and changes.ranks("fail") == [[1]]
     assert serve_at(tmp_path, LATE - 1), all_events(tmp_path)
 

@@ -61,7 +61,7 @@ def test_a_stopped_worker_that_goes_on_finds_itself_fenced(tmp_path: Path, undis
 
 def test_a_worker_that_stands_still_for_a_moment_stays(tmp_path: Path, undisturbed: Undisturbed) -> None:
     write_text(tmp_path)
-    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp2_pp2", "timeouts.suspect=4") as run:
+    with launch(tmp_path, *TINY, f"train.steps={STEPS}", "mesh=dp2_pp2") as run:
         run.wait_for_steps(4)
         victim = run.workers()[3]
         os.kill(victim, signal.SIGSTOP)

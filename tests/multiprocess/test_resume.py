@@ -87,7 +87,9 @@ def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path
     with launch(shared, f"train.resume={name}", "mesh=dp3", "sharding=zero1", *standing_still(30)) as run:
         newer = kill_after_checkpoint(run, name, 27)
     first = event(killed, "resume")
-    assert (first["step"], first["mesh"], first["incarnation"], first["bad"]) == (newest, "dp3", 2, [])
+    # Of step 18 there may be all shards and no manifest yet, which the run that resumes then writes.
+    assert first["step"] in (newest, 18)
+    assert (first["mesh"], first["incarnation"], first["bad"]) == ("dp3", 2, [])
     done = train(shared, f"train.resume={name}", "mesh=single")
     assert done.code == 0, done.err
     assert event(killed, "resume")["step"] == newer and event(killed, "resume")["incarnation"] == 3
@@ -194,5 +196,8 @@ def test_too_few_workers_end_the_run_with_the_command_that_goes_on(shared: Path)
     assert done.code == 1
     assert "1 workers are left, elastic.min_workers is 2" in done.err
     newest = checkpoints(shared / "few")[-1]
-    assert newest in (14, 15), "of that moment, whether or not one was due"
+    # The worker that stands still may have applied step 14 while its vote had not left its process yet. Then nobody
+    # else knows that this step was decided, and nothing of it was recorded.
+    committed = read_metrics(shared / "few")[-1].step
+    assert newest >= committed >= 13, "of that moment, whether or not one was due"
     assert f"step_{newest:08d}; to go on from there: python train.py train.resume={shared / 'few'}" in done.err

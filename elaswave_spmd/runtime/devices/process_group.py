@@ -7,6 +7,12 @@ links carry everything meanwhile, and the new one is used from a step on for whi
 
 A group here is a backend object of c10d by itself, none that torch.distributed knows: there may be several at a time,
 so one that hangs while it is made, or ends, keeps nobody waiting.
+
+Whoever drops the last reference to a backend, or to a broadcast in it, runs its destructor, and gloo's waits for its
+peers: for seconds, if one of them stands still. That must never be the training thread, which would not answer a
+Prepare meanwhile, nor the thread that makes the next group. So a group is handed over, in a list of one, to a thread
+that only ends it, and the others keep nothing of it: no local variable, no broadcast, and no exception, since a
+traceback refers to the frames it went through.
 """
 
 from __future__ import annotations
@@ -44,34 +50,34 @@ class Broadcast:
     def __init__(self, work: Any, values: Any, patience_s: float) -> None:
         self._work, self.values, self._patience_s = work, values, patience_s
         self._until = time.monotonic() + patience_s
-        self._error: RuntimeError | None = None
+        self._failure: str | None = None  # no exception: its traceback would refer to this
 
     def is_completed(self) -> bool:
         """Whether it has ended, in success or failure."""
-        if self._error is not None or self._is_done():
+        if self._failure is not None or self._is_done():
             return True
         if time.monotonic() < self._until:
             return False
-        self._error = RuntimeError(f"a broadcast was not complete within {self._patience_s:g} s")
+        self._failure = f"a broadcast was not complete within {self._patience_s:g} s"
         return True
 
     def _is_done(self) -> bool:
         try:
             return self._work.is_completed()
         except RuntimeError as error:
-            self._error = error
+            self._failure = str(error) or type(error).__name__
             return True
 
     def wait(self) -> None:
         """Of one that has ended: raises RuntimeError if it has failed; what is queued from now on sees its values."""
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         self._work.wait()
 
     @property
     def is_over(self) -> bool:
         """Whether the library does not touch its memory any more."""
-        return self._error is None and self._is_done()
+        return self._failure is None and self._is_done()
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,8 @@ class GroupInBackground:
         self._lock = threading.Lock()
         self._epoch = -1
         self._made: _Group | None = None  # of the newest epoch, sound, and to be used
-        self.failure: BaseException | None = None
-        """Why the newest group could not be made; links serve on."""
+        self.failure: str | None = None
+        """Why the newest group could not be made; links serve on. No exception: its traceback refers to the group."""
 
     @property
     def ready(self) -> int | None:
@@ -136,10 +142,11 @@ class GroupInBackground:
         """
         assert rank in members and epoch > self._epoch, (epoch, members, rank)
         with self._lock:
-            old, self._made = self._made, None
-            self._epoch, self.failure = epoch, None
-        what = old, epoch, tuple(members), rank
-        threading.Thread(target=self._replace, args=what, name=f"group of epoch {epoch}", daemon=True).start()
+            old = self._taken()
+            self._epoch = epoch
+            self.failure = None
+        arguments = (old, epoch, tuple(members), rank)
+        threading.Thread(target=self._replace, args=arguments, name=f"group of epoch {epoch}", daemon=True).start()
 
     def broadcast(self, values: Any, root: int) -> Broadcast:
         """Begins a broadcast by worker `root`.
@@ -156,31 +163,39 @@ class GroupInBackground:
         return made.under_way[-1]
 
     def give_up(self) -> None:
-        """The group has failed: what is under way in it ends, and no group is made of it."""
+        """The group has failed: what is under way in it ends, and no group is made of it.
+
+        The caller has dropped its broadcasts before.
+        """
         with self._lock:
-            old, self._made = self._made, None
-        if old is not None:
-            self._end_beside(old, "it has failed")
+            old = self._taken()
+        self._end_beside(old, "it has failed")
+
+    def _taken(self) -> list[_Group]:
+        """The group that has been made, or nothing, to be handed over; it is not used from now on."""
+        taken = [] if self._made is None else [self._made]
+        self._made = None
+        return taken
 
     # ---- in threads of their own
 
-    def _replace(self, old: _Group | None, epoch: int, members: tuple[int, ...], rank: int) -> None:
+    def _replace(self, old: list[_Group], epoch: int, members: tuple[int, ...], rank: int) -> None:
         try:
             self._enter()
-            if old is not None and (self._shrink is None or not old.shrinks_to(members)):
+            if self._shrink is None or not any(group.shrinks_to(members) for group in old):
                 self._end_beside(old, f"mesh epoch {epoch}")
-                old = None
+                old = []
             if len(members) == 1:
                 return
             # Other stages meet in the same store, and have other members.
             store = self._open_store(f"epoch{epoch}/{members[0]}")
-            if old is not None:
-                store.add(f"has{old.epoch}", 1)
+            if old:
+                store.add(f"has{old[0].epoch}", 1)
             if not self._meets(store, epoch, len(members)):
                 return
             backend = None
-            if old is not None and store.add(f"has{old.epoch}", 0) == len(members):
-                backend = self._shrunk(old, members)
+            if old and store.add(f"has{old[0].epoch}", 0) == len(members):
+                backend = self._shrunk(old[0], members)
             if backend is None:
                 backend = self._make(store, members.index(rank), len(members))
             self._connect(backend)
@@ -189,14 +204,13 @@ class GroupInBackground:
                 if current := epoch == self._epoch:
                     self._made = made
             if not current:
-                self._end(made, f"mesh epoch {epoch} is over")
+                self._end([made], f"mesh epoch {epoch} is over")
         except Exception as error:  # a member is lost while they connect: the next mesh epoch makes another
             with self._lock:
                 if epoch == self._epoch:
-                    self.failure = error
+                    self.failure = f"{type(error).__name__}: {error}"
         finally:
-            if old is not None:
-                self._end_beside(old, f"mesh epoch {epoch}")
+            self._end_beside(old, f"mesh epoch {epoch}")
 
     def _meets(self, store: Any, epoch: int, number: int) -> bool:
         """Waits for all members, as long as no newer epoch is there: then either all go on to make a group, or nobody.
@@ -223,11 +237,13 @@ class GroupInBackground:
             return self._shrink(old.backend, [i for i, member in enumerate(old.members) if member not in members])
         return None
 
-    def _end_beside(self, group: _Group, reason: str) -> None:
+    def _end_beside(self, handed_over: list[_Group], reason: str) -> None:
         """To end a group may take as long as what hangs in it."""
-        threading.Thread(target=self._end, args=(group, reason), daemon=True).start()
+        if handed_over:
+            threading.Thread(target=self._end, args=(handed_over, reason), daemon=True).start()
 
-    def _end(self, group: _Group, reason: str) -> None:
+    def _end(self, handed_over: list[_Group], reason: str) -> None:
+        group = handed_over.pop()
         with suppress(Exception):  # it is given up, in whatever state
             self._enter()
             self._abort(group.backend, reason)

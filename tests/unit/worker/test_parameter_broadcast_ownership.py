@@ -1,0 +1,141 @@
+"""A group that is given up is never destroyed in the training thread: gloo's destructor waits for its peers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from elaswave_spmd.runtime.devices import process_group
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground
+from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
+from tests.unit.worker.test_parameter_broadcast import CPU, LAYOUT, ME, broadcast, placement, replicas
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Library:
+    """A made-up c10d that notes by which thread each of its groups is destroyed."""
+
+    refuses: bool = False  # the next broadcast, at once
+    fails: bool = False  # broadcasts under way
+    made: int = 0
+    destroyed_by: list[threading.Thread] = field(default_factory=list)
+
+    def make(self) -> Backend:
+        self.made += 1
+        return Backend(self)
+
+    def open_store(self, prefix: str) -> PrefixStore:
+        store = PrefixStore(prefix, HashStore())
+        store.add("here", 2)  # the two other members of the stage
+        return store
+
+
+class Backend:
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def __del__(self) -> None:
+        self._library.destroyed_by.append(threading.current_thread())
+
+    def broadcast(self) -> Work:
+        if self._library.refuses:
+            raise RuntimeError("a peer is gone")
+        return Work(self, self._library)
+
+
+@dataclass
+class Work:
+    """A broadcast; like gloo's, it keeps its group alive."""
+
+    backend: Backend
+    library: Library
+
+    def is_completed(self) -> bool:
+        if self.library.fails:
+            raise RuntimeError("connection closed by peer")
+        return True
+
+    def wait(self) -> None:
+        self.is_completed()
+
+
+class ThreadThatIsFirst(threading.Thread):
+    """The worst order of two threads: the one that was started has ended before its starter goes on."""
+
+    def start(self) -> None:
+        super().start()
+        self.join(TIMEOUT_S)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setattr(process_group.threading, "Thread", ThreadThatIsFirst)
+    return Library()
+
+
+def make(library: Library) -> StageBroadcasts:
+    """The broadcasts of a worker whose training thread is the thread of the test, with two under way."""
+    group = GroupInBackground(
+        lambda store, rank, size: library.make(),
+        lambda backend, values, root: backend.broadcast(),
+        library.open_store,
+        lambda: torch.zeros(1),
+        timeout_s=TIMEOUT_S,
+    )
+    broadcasts = StageBroadcasts(ME, LAYOUT, CPU, torch.float32, lambda *_: None, group)
+    broadcasts.bind(placement(), replicas())
+    assert broadcasts.ready and library.made == 1
+    broadcast(broadcasts)
+    assert not broadcasts.idle
+    return broadcasts
+
+
+def destroyed_elsewhere(library: Library, number: int) -> None:
+    gc.collect()
+    assert len(library.destroyed_by) == number, "the group is still referred to"
+    assert threading.current_thread() not in library.destroyed_by
+
+
+def test_after_a_broadcast_that_failed(library: Library) -> None:
+    broadcasts = make(library)
+    library.fails = True
+    assert broadcasts.arrived() == [] and not broadcasts.serves
+    destroyed_elsewhere(library, 1)
+
+
+def test_after_a_broadcast_that_was_refused(library: Library) -> None:
+    broadcasts = make(library)
+    library.refuses = True
+    broadcast(broadcasts, version=2)
+    assert not broadcasts.serves
+    destroyed_elsewhere(library, 1)
+
+
+def test_after_another_member_has_given_it_up(library: Library) -> None:
+    broadcasts = make(library)
+    broadcasts.give_up()
+    destroyed_elsewhere(library, 1)
+
+
+def test_in_another_epoch(library: Library) -> None:
+    broadcasts = make(library)
+    assert len(broadcasts.arrived()) == 2
+    broadcasts.bind(placement(1), replicas())
+    destroyed_elsewhere(library, 1)
+    assert broadcasts.ready
+
+
+def test_after_a_group_that_could_not_be_made(library: Library) -> None:
+    broadcasts = make(library)
+    library.refuses = True  # the first broadcast of the next group, by which the library connects
+    broadcasts.bind(placement(1), replicas())
+    destroyed_elsewhere(library, 2)
+    broadcasts.check()
+    assert not broadcasts.serves
