@@ -109,9 +109,9 @@ class Controller:
                 case m.Heartbeat(rank):
                     self._filled.add(rank)
                 case m.StepReport() as status:
-                    self._perform(self.protocol.status(status))
+                    self._perform(self.protocol.report_received(status))
                 case m.CaughtUp() as learned:
-                    self._perform(self.protocol.learned(learned))
+                    self._perform(self.protocol.caught_up(learned))
                 case message:
                     raise RuntimeError(f"unexpected: {message}")
 

@@ -144,7 +144,7 @@ class Worker:
         """Handles messages until Stop. Returns the state that is wrong then, and the number of bytes sent."""
         try:
             while True:
-                for incoming in self._port.take():
+                for incoming in self._port.receive_all():
                     self._handle(incoming)
                 # As the product's workers do while they wait: state is copied in pieces, between messages.
                 if self._commit is not None and self._commit.replica.background.do_one():
@@ -194,7 +194,7 @@ class Worker:
         others = [peer for peer in message.addresses if peer != self._rank]
         for peer in others:
             links.connect(peer, message.addresses[peer])
-        configuration = Configuration.of(self._healthy, message)
+        configuration = Configuration.from_message(self._healthy, message)
         first = self._commit is None
         if self._commit is None:
             if missing := links.wait_connected(others, _TIMEOUT_S):

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], program: str) -> int:
             links.connect(CONTROLLER, found.address)
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
                 raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
-            agent = Agent(links, mailbox, fork_server, {"directory": scratch, "host": address, "latch": None})
+            agent = Agent(links, mailbox, fork_server, {"directory": scratch, "host": address, "death_watch": None})
             agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
         finally:
             links.close(_FAREWELL_MS)
@@ -76,7 +76,7 @@ class Agent:
     """Between the beginning and the end of `serve` it does what the controller says.
 
     Args:
-        own: what the spec of each worker here has of its own: directory, host, no latch (it is one host's).
+        own: what the spec of each worker here has of its own: directory, host, no death_watch (it is one host's).
     """
 
     def __init__(

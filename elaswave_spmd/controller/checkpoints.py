@@ -16,7 +16,7 @@ from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_fingerprint import identity_of
 from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.recovery.actions import Save
-from elaswave_spmd.recovery.messages import Wrote
+from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
@@ -53,7 +53,7 @@ class CheckpointSpec:
     orders: CheckpointOrders
 
     @classmethod
-    def of(cls, plan: RunPlan, start: ResumePoint, run_dir: Path) -> CheckpointSpec:
+    def for_run(cls, plan: RunPlan, start: ResumePoint, run_dir: Path) -> CheckpointSpec:
         """That of a run in this directory which begins at `start`."""
         layout = plan.description.layout
         orders = CheckpointOrders(
@@ -126,7 +126,7 @@ class CheckpointCoordinator:
         self._last = save
         self._failed.pop(save.version, None)
 
-    def wrote(self, message: Wrote, now: float) -> list[Action]:
+    def wrote(self, message: ShardWritten, now: float) -> list[Action]:
         """A worker's shard is on the disk, or it could not be written."""
         if message.step <= self._newest:
             return []
@@ -144,7 +144,7 @@ class CheckpointCoordinator:
             message.rank,
             message.num_bytes,
             message.sha256,
-            message.runs,
+            message.page_ranges,
         )
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)

@@ -92,7 +92,7 @@ class Frequencies:
         self._hinted: object = None  # what the last hints were for
 
     @classmethod
-    def of(cls, settings: ScheduleSettings, scratch: str) -> Frequencies:
+    def open(cls, settings: ScheduleSettings, scratch: str) -> Frequencies:
         """Those of a run.
 
         Args:

@@ -32,7 +32,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerGone:
+class WorkerEnded:
     """A worker's process has ended, or the worker is to be treated as if it had.
 
     Args:
@@ -80,7 +80,7 @@ class CheckpointFound:
 
 @dataclass(frozen=True, slots=True)
 class ExitsReported:
-    """The answer to ReportExits: an event WorkerGone came before for every process that had ended until then."""
+    """The answer to ReportExits: an event WorkerEnded came before for every process that had ended until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Tick:
 
 Event: TypeAlias = (
     Received
-    | WorkerGone
+    | WorkerEnded
     | LinkEnded
     | Request
     | ManifestWritten
@@ -153,7 +153,7 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Lost:
+class RecordLoss:
     """A member of the mesh was found to be lost at time `at`. For the run log; what follows are other actions."""
 
     rank: int
@@ -218,7 +218,7 @@ Action: TypeAlias = (
     protocol_actions.Action
     | Spawn
     | Connect
-    | Lost
+    | RecordLoss
     | Kill
     | Record
     | WriteCosts

@@ -24,16 +24,16 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     FindCheckpoint,
     Kill,
-    Lost,
     Received,
     Record,
+    RecordLoss,
     ReportExits,
     RestartFrom,
     SavedState,
     Spawn,
     Stopped,
     Tick,
-    WorkerGone,
+    WorkerEnded,
 )
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import RunError, WorkerError, exception_line
@@ -57,7 +57,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 class _AwaitReport:
     """A loss ends the run. The worker's own report, if one comes, says more than its exit."""
 
-    gone: WorkerGone
+    gone: WorkerEnded
     until: float
 
 
@@ -129,18 +129,18 @@ class FailureHandler:
         """
         rank, step, report = message.rank, message.step, message.report
         headline = exception_line(report)
-        if self._survives and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
+        if self._survives_losses and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
             return self._lose(rank, f"an exception: {headline}", now)
         if (bug := self._bug(message)) is not None:
             return bug
         self._crashes[step] = rank, report
         return self._lose(rank, f"an exception: {headline}", now)
 
-    def gone(self, event: WorkerGone) -> list[Action]:
+    def worker_ended(self, event: WorkerEnded) -> list[Action]:
         """A worker's process has ended, or it was found to hang."""
         if event.rank not in self._roster:  # it was let go, or is known to be lost
             return self._explain(event)
-        if not self._survives:
+        if not self._survives_losses:
             if event.exited is not None and event.exited.signal is not None:
                 return [End(Stopped(RunError(str(event.exited))))]
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
@@ -178,12 +178,12 @@ class FailureHandler:
             return [End(Stopped(error))]
         return []
 
-    def evicted(self, rank: int) -> None:
+    def worker_removed(self, rank: int) -> None:
         """A worker is no member any more: its links end with it."""
         self._links.forget(rank)
 
     @property
-    def _survives(self) -> bool:
+    def _survives_losses(self) -> bool:
         """True while the run can go on after a loss: not while the first workers start."""
         return self._elastic.enabled and self._protocol.started
 
@@ -198,7 +198,7 @@ class FailureHandler:
         change = self._protocol.lost(rank, reason)
         if rank in mesh:
             replacement = [Spawn(self._roster.allocate(1))] if self._elastic.replace else []
-            return [Lost(rank, at), *change, *replacement]
+            return [RecordLoss(rank, at), *change, *replacement]
         fields = {
             "ranks": [rank],
             "mesh_epoch": mesh.epoch,
@@ -211,12 +211,12 @@ class FailureHandler:
     def _bug(self, message: m.Failed) -> list[Action] | None:
         """The end of the run, if this report ends it: nothing is survived now, or another worker failed likewise."""
         first = self._crashes.get(message.step, (message.rank, message.report))
-        if self._survives and first[0] == message.rank:
+        if self._survives_losses and first[0] == message.rank:
             return None
         self._ending = _AwaitExits(WorkerError(*first))
         return [ReportExits()]
 
-    def _explain(self, event: WorkerGone) -> list[Action]:
+    def _explain(self, event: WorkerEnded) -> list[Action]:
         """Notes how a member's process ended, which is mostly known some time after that it did."""
         if event.exited is None or (step := self._unexplained.pop(event.rank, None)) is None:
             return []
@@ -238,12 +238,12 @@ class FailureHandler:
         """A worker lives. If it has lost a link, to a worker that lives as well, the link is made again, once."""
         actions: list[Action] = []
         for verdict in self._links.heartbeat(rank):
-            if verdict.evicted is None:
+            if verdict.lost is None:
                 actions += self._protocol.relink(verdict.ends, verdict.reason)
-            elif not self._survives:
-                return [*actions, End(Stopped(RunError(f"worker {verdict.evicted}: {verdict.reason}")))]
+            elif not self._survives_losses:
+                return [*actions, End(Stopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
             else:
-                actions += self._lose(verdict.evicted, verdict.reason, now)
+                actions += self._lose(verdict.lost, verdict.reason, now)
         return actions
 
     # ---- the end of a run
@@ -259,7 +259,7 @@ class FailureHandler:
             case _AwaitReport() as state:
                 return self._await_report(state, event, now)
             case _AwaitExits(error):
-                if isinstance(event, WorkerGone) and (killed := self._killed(event)):
+                if isinstance(event, WorkerEnded) and (killed := self._killed(event)):
                     return killed
                 return [End(Stopped(error))] if isinstance(event, ExitsReported) else []
             case _AwaitCauses():
@@ -273,9 +273,9 @@ class FailureHandler:
         match event:
             case Received(message=m.Failed() as message) if message.rank == state.gone.rank:
                 return self._bug(message) or []
-            case WorkerGone() if killed := self._killed(event):
+            case WorkerEnded() if killed := self._killed(event):
                 return killed
-            case WorkerGone() if event.rank == state.gone.rank and event.exited is not None:
+            case WorkerEnded() if event.rank == state.gone.rank and event.exited is not None:
                 self._ending = _AwaitReport(event, state.until)
             case Tick() if now >= state.until:
                 gone = state.gone
@@ -288,7 +288,7 @@ class FailureHandler:
                 if (bug := self._bug(message)) is not None:
                     return bug
                 self._crashes[message.step] = message.rank, message.report
-            case WorkerGone() if event.rank not in self._roster:
+            case WorkerEnded() if event.rank not in self._roster:
                 if end := self._explain(event):
                     return end
         return self._end_with_causes(now)
@@ -338,13 +338,13 @@ class FailureHandler:
         """The run begins again with the workers that are left, if there is a good checkpoint and they are enough."""
         settings, protocol = self._settings, self._protocol
         left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
-        is_lost = end.runs or not protocol.members
+        is_lost = end.lost or not protocol.members
         # With agents the launcher cannot be started again: they end with it.
         is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
         if checkpoint is None or not is_lost or not is_possible:
             return []
         mesh = mesh_of(left, settings.mesh)
-        pages = sum(replica_set.num_pages for replica_set in end.runs) or "all"
+        pages = sum(replica_set.num_pages for replica_set in end.lost) or "all"
         fields = {
             "step": checkpoint.step,
             "lost_after": protocol.version,
@@ -364,7 +364,7 @@ class FailureHandler:
         )
         return [Record("restart", fields), End(RestartFrom(again, checkpoint.step))]
 
-    def _killed(self, event: WorkerGone) -> list[Action]:
+    def _killed(self, event: WorkerEnded) -> list[Action]:
         """The end of the run, if the worker was killed: that is the cause, and what others report a consequence.
 
         A worker that is known to be lost has been killed by the controller, for certain: it does not count.

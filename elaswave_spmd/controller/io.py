@@ -31,7 +31,7 @@ from elaswave_spmd.controller.events import (
     Received,
     SavedState,
     Tick,
-    WorkerGone,
+    WorkerEnded,
 )
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
@@ -101,7 +101,7 @@ class ControllerIO(Protocol):
         ...
 
     def report_exits(self) -> None:
-        """WorkerGone for all processes that have ended until now, and then ExitsReported, are among the next events."""
+        """Put WorkerEnded of every process that has ended by now, and then ExitsReported, among the next events."""
         ...
 
     def faulted_at(self, rank: int) -> float | None:
@@ -162,7 +162,7 @@ class ProcessIO:
         self._run_dir = run_dir
         self._mailbox = Mailbox()
         self._ready: deque[Event] = deque()  # events that were found and not returned yet
-        self._deaths: deque[WorkerGone] = deque()  # filled by the death watch's threads
+        self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads
         token, host = secrets.token_bytes(16), listen_host(settings.runtime)
         transport = cast(Transport, settings.runtime.transport)
         with contextlib.ExitStack() as undo:
@@ -225,7 +225,7 @@ class ProcessIO:
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
         self._links.connect(rank, address)
         if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
-            self._ready.append(WorkerGone(rank, "its process ended while it started", time.monotonic()))
+            self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
 
     def disconnect(self, rank: int) -> None:
         self._links.drop(rank)
@@ -288,16 +288,16 @@ class ProcessIO:
             return None
         return str(slot.path), slot.position
 
-    def _ended(self) -> list[WorkerGone]:
+    def _ended(self) -> list[WorkerEnded]:
         """Ends of processes that were noticed since the last call."""
         now = time.monotonic()
         exits = self._launcher.poll() if select.select([self._launcher], [], [], 0)[0] else []
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
-        return found + [WorkerGone(exited.rank, str(exited), now, exited) for exited in exits]
+        return found + [WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits]
 
     def _died(self, rank: int) -> None:
         """In the watcher's thread, at the instant of the death."""
-        self._deaths.append(WorkerGone(rank, "its process ended", time.monotonic()))
+        self._deaths.append(WorkerEnded(rank, "its process ended", time.monotonic()))
         self._mailbox.interrupt("a process ended")
 
 

@@ -23,18 +23,18 @@ from elaswave_spmd.controller.events import (
     Finished,
     Kill,
     LinkEnded,
-    Lost,
     ManifestWritten,
     MoveRequested,
     Outcome,
     Received,
     Record,
+    RecordLoss,
     Reply,
     ReportExits,
     Spawn,
     Stopped,
     Tick,
-    WorkerGone,
+    WorkerEnded,
     WriteManifest,
 )
 from elaswave_spmd.controller.failures import FailureHandler, StartDeadline, Stopping
@@ -50,7 +50,7 @@ from elaswave_spmd.recovery.actions import (
     Committed,
     Done,
     EpochBegun,
-    Evict,
+    RemoveMember,
     Save,
     Send,
     Unrecoverable,
@@ -87,7 +87,7 @@ class Controller:
         self._plan = plan
         self._io = io
         self._log = log
-        policy = ReschedulePolicy.of(settings, plan.job.steps)
+        policy = ReschedulePolicy.from_settings(settings, plan.job.steps)
         measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
         self.protocol = ControllerProtocol(
             plan.placement,
@@ -154,8 +154,8 @@ class Controller:
         match event:
             case Received(message):
                 return self._decide_message(message, now)
-            case WorkerGone():
-                return self._failures.gone(event)
+            case WorkerEnded():
+                return self._failures.worker_ended(event)
             case LinkEnded(peer):
                 self._failures.link_closed(peer)
             case Request():
@@ -171,19 +171,19 @@ class Controller:
         match message:
             case m.Ready() if message.rank in self._roster:
                 self._supervision.watch(message.rank, now)
-                return [Connect(message.rank, message.address, message.latched), *protocol.ready(message)]
+                return [Connect(message.rank, message.address, message.holds_mutex), *protocol.ready(message)]
             case m.Heartbeat():
                 self._supervision.heartbeat(message, now)
                 self._start_deadline.heartbeat(message, now)
                 return failures.heartbeat(message.rank, now)
             case m.StepReport():
-                return protocol.status(message)
+                return protocol.report_received(message)
             case m.Applied():
                 return protocol.applied(message)
             case m.Measured():
                 self._rescheduler.report(message)
             case m.CaughtUp():
-                return protocol.learned(message)
+                return protocol.caught_up(message)
             case m.ValidationLoss():
                 return protocol.validation(message)
             case m.Finished():
@@ -191,9 +191,9 @@ class Controller:
             case m.Leaving():
                 self._supervision.wants_to_leave(message.rank)
                 return protocol.drain(message.rank, "asked to leave")
-            case m.Wanted():
+            case m.SpawnRequest():
                 return [Spawn(self._roster.allocate(message.count))]
-            case m.Wrote():
+            case m.ShardWritten():
                 return [*self._checkpoints.wrote(message, now), *self._stopping.check(now)]
             case m.Fingerprints():
                 return failures.fingerprints(message, now)
@@ -213,8 +213,8 @@ class Controller:
         """Deadlines: workers that hang, the start of the first workers, a last checkpoint."""
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
         actions: list[Action] = []
-        for suspect in self._supervision.tick(now, self.protocol.owing, free):
-            actions += self._failures.gone(WorkerGone(suspect.rank, suspect.reason, now))
+        for suspect in self._supervision.tick(now, self.protocol.unanswered, free):
+            actions += self._failures.worker_ended(WorkerEnded(suspect.rank, suspect.reason, now))
         return [*actions, *self._start_deadline.check(now), *self._stopping.check(now)]
 
     # ---- carrying actions out
@@ -243,12 +243,12 @@ class Controller:
                 self._spawn(ranks, newcomers)
             case Connect(rank, address, holds_mutex):
                 io.connect(rank, address, holds_mutex=holds_mutex)
-            case Evict(rank, lost):
+            case RemoveMember(rank, lost):
                 self._evict(rank, lost)
             case Kill(rank):
                 self._supervision.forget(rank)
                 io.kill(rank)
-            case Lost(rank, at):
+            case RecordLoss(rank, at):
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case Committed(applied):
                 self._checkpoints.committed(applied.step)
@@ -286,7 +286,7 @@ class Controller:
 
     def _evict(self, rank: int, lost: bool) -> None:
         self._supervision.forget(rank)
-        self._failures.evicted(rank)
+        self._failures.worker_removed(rank)
         self._roster.remove(rank)
         if lost:  # it may live: a process that is stopped, or cut off
             self._io.kill(rank)

@@ -19,7 +19,7 @@ from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.recovery.messages import Measured
-from elaswave_spmd.recovery.reconfiguration import Stages, deal_evenly
+from elaswave_spmd.recovery.reconfiguration import Stages, assign_evenly
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import LayerSample, ProfileSmoother
@@ -92,7 +92,7 @@ class MeasuredCosts:
     def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """The micro-batches of each worker: as `plan_change` would assign them, where layers stay."""
         if not self._follows_speeds:
-            return deal_evenly(stages, num_microbatches)
+            return assign_evenly(stages, num_microbatches)
         costs, order, cuts = self.costs, old.microbatch_order, old.layer_cuts
         candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs)
         found = [candidate.counts for candidate in candidates]
@@ -119,7 +119,7 @@ class ReschedulePolicy:
     min_workers: int = 1
 
     @classmethod
-    def of(cls, settings: Settings, steps: int) -> ReschedulePolicy:
+    def from_settings(cls, settings: Settings, steps: int) -> ReschedulePolicy:
         """That of a run with these settings; where it is not elastic nothing moves."""
         schedule, elastic = settings.schedule, settings.elastic
         if not elastic.enabled:

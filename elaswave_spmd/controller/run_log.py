@@ -17,7 +17,7 @@ from elaswave_spmd.controller.resume import ResumePoint, run_info
 from elaswave_spmd.controller.summary import RunRecord, make_summary
 from elaswave_spmd.controller.supervision import Sign
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, Evict, ValidationDone
+from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
 
@@ -224,24 +224,24 @@ class DamageLog:
         if message.reason:
             self._device(message)
             return
-        runs = ", ".join(f"layer {layer} pages [{first}, {stop})" for layer, first, stop in message.runs[:4])
+        runs = ", ".join(f"layer {layer} pages [{first}, {stop})" for layer, first, stop in message.page_ranges[:4])
         self._observer.on_event(
             "corruption",
             ranks=[message.rank],
             step=message.step,
-            runs=[list(run) for run in message.runs],
+            runs=[list(run) for run in message.page_ranges],
             message=f"worker {message.rank}: {runs} changed after they were written, before step {message.step}; "
             "other copies take their place",
         )
 
     def _device(self, message: Damaged) -> None:
-        lost = f"; {len(message.runs)} page ranges of state are sent to it again" if message.runs else ""
+        lost = f"; {len(message.page_ranges)} page ranges of state are sent to it again" if message.page_ranges else ""
         self._observer.on_event(
             "device",
             ranks=[message.rank],
             step=message.step,
             reason=message.reason,
-            reloads=bool(message.runs),
+            reloads=bool(message.page_ranges),
             message=f"worker {message.rank}: its device failed in step {message.step} and was brought back "
             f"({message.reason}); the step is done again{lost}",
         )
@@ -357,7 +357,7 @@ class RunLog:
             case EpochBegun():
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
-            case Evict(rank):
+            case RemoveMember(rank):
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
                 self.observer.on_event(kind, **fields)

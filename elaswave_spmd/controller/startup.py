@@ -90,7 +90,7 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
             launcher.ready()
             observer = RunObserver(run_dir, board=settings.run.tensorboard)
             undo.callback(observer.close)
-            frequencies = undo.enter_context(Frequencies.of(settings.schedule, scratch))
+            frequencies = undo.enter_context(Frequencies.open(settings.schedule, scratch))
             controller = make_controller(plan, launcher, observer, scratch, start=start, frequencies=frequencies)
             undo.pop_all()
         with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
@@ -129,7 +129,7 @@ def make_controller(
     """
     run_dir = observer.run_dir.path
     start = start or ResumePoint.fresh(run_dir)
-    checkpoints = CheckpointSpec.of(plan, start, run_dir)
+    checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
     cells = frequencies.cells if frequencies is not None else None
     io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_cells=cells)
     return Controller(plan, io, RunLog(plan, observer, start), checkpoints, frequencies)

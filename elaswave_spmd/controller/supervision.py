@@ -1,7 +1,7 @@
 """Supervision of workers that live: heartbeats, and what silence means. Ends of processes come as events by themselves.
 
 Which detector notices a loss first (the death watch, the fork server or silence) does not matter: all of them become
-the event WorkerGone. A closed link is no loss by itself (recovery/failure_detector.py, BrokenLinks).
+the event WorkerEnded. A closed link is no loss by itself (recovery/failure_detector.py, BrokenLinks).
 """
 
 from __future__ import annotations
@@ -71,14 +71,16 @@ class Supervision:
         """The worker has asked to be let go."""
         self._liveness.wants_to_leave(rank)
 
-    def tick(self, now: float, owing: tuple[int, Collection[int]], free_to_leave: Collection[int]) -> list[Suspect]:
+    def tick(
+        self, now: float, unanswered: tuple[int, Collection[int]], free_to_leave: Collection[int]
+    ) -> list[Suspect]:
         """Workers that are found to hang.
 
         Args:
-            owing: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
+            unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
             free_to_leave: workers that asked to leave and have nothing that nobody else has.
         """
-        self._liveness.owe(*owing)
+        self._liveness.expect_answers(*unanswered)
         suspects = self._liveness.tick(now - self._ticked, free_to_leave)
         self._ticked = now
         return suspects

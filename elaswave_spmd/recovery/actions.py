@@ -29,7 +29,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class Evict:
+class RemoveMember:
     """The worker is no member any more: it must not live on, or was asked to leave and may end."""
 
     rank: int
@@ -99,8 +99,10 @@ class Done:
 class Unrecoverable:
     """Pages of state have no replica left, or no worker is left: only a checkpoint helps."""
 
-    runs: tuple[ReplicaSet, ...]
+    lost: tuple[ReplicaSet, ...]
     reason: str
 
 
-Action: TypeAlias = Send | Broadcast | Evict | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable
+Action: TypeAlias = (
+    Send | Broadcast | RemoveMember | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable
+)

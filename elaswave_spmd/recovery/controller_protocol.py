@@ -22,13 +22,14 @@ from elaswave_spmd.recovery.actions import (
     Committed,
     Done,
     EpochBegun,
-    Evict,
+    RemoveMember,
     Save,
     Send,
     Unrecoverable,
     ValidationDone,
 )
 from elaswave_spmd.recovery.messages import (
+    AT_ONCE,
     Applied,
     CaughtUp,
     Damaged,
@@ -44,7 +45,7 @@ from elaswave_spmd.recovery.messages import (
     ValidationLoss,
 )
 from elaswave_spmd.recovery.partial_step import recovery_plan
-from elaswave_spmd.recovery.reconfiguration import Goal, Stages, deal_evenly, next_stages
+from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, dispensable
@@ -72,7 +73,7 @@ class EvenAssigner:
     """The assignment for workers that are all equally fast."""
 
     def assign(self, old: Placement, stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-        return deal_evenly(stages, num_microbatches)
+        return assign_evenly(stages, num_microbatches)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class _Change:
 
     epoch: int
     after: int
-    statuses: dict[int, StepReport] = field(default_factory=dict)
+    reports: dict[int, StepReport] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,12 +115,12 @@ class ControllerProtocol:
     _validation: dict[int, dict[int, float]] = field(default_factory=dict)
     _validated: int = 0
     _change: _Change | None = None
-    _gone: dict[int, str] = field(default_factory=dict)  # rank -> reason
+    _lost: dict[int, str] = field(default_factory=dict)  # rank -> reason
     _leaving: dict[int, str] = field(default_factory=dict)
     _newcomers: list[int] = field(default_factory=list)
-    _learned: set[int] = field(default_factory=set)
+    _caught_up: set[int] = field(default_factory=set)
     _damaged: dict[int, set[PageRange]] = field(default_factory=dict)
-    _forgot: set[int] = field(default_factory=set)  # members that have nothing of undecided steps any more
+    _recovered: set[int] = field(default_factory=set)  # members that have nothing of undecided steps any more
     _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
     _saving: str = ""  # why the run is about to stop
     _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
@@ -133,7 +134,7 @@ class ControllerProtocol:
     @property
     def members(self) -> tuple[int, ...]:
         """Members of the present epoch that are not known to be lost."""
-        return tuple(rank for rank in self.placement.mesh.members if rank not in self._gone)
+        return tuple(rank for rank in self.placement.mesh.members if rank not in self._lost)
 
     @property
     def started(self) -> bool:
@@ -150,16 +151,16 @@ class ControllerProtocol:
         """Members whose StepReport is waited for."""
         if self._change is None:
             return ()
-        return tuple(rank for rank in self.members if rank not in self._change.statuses)
+        return tuple(rank for rank in self.members if rank not in self._change.reports)
 
     @property
-    def owing(self) -> tuple[int, tuple[int, ...]]:
+    def unanswered(self) -> tuple[int, tuple[int, ...]]:
         """The epoch of the last Prepare, and the members that can answer it by now and have not.
 
         A planned change is answered by whoever has applied its step, after the validation.
         """
         change, validating = self._change, self.validates_at(self.version) and self._validated < self.version
-        if change is None or (change.after >= 0 and validating):
+        if change is None or (change.after != AT_ONCE and validating):
             return self._last_epoch, ()
         return self._last_epoch, tuple(r for r in self.changing if self._applied.get(r, 0) >= change.after)
 
@@ -168,7 +169,7 @@ class ControllerProtocol:
         """Members that are to leave and have nothing that nobody else has. None once the run is about to stop."""
         if not self._leaving or self._saving:
             return ()
-        return dispensable(self._replicas(), self._gone, sorted(self._leaving))
+        return dispensable(self._replicas(), self._lost, sorted(self._leaving))
 
     @property
     def settled(self) -> bool:
@@ -198,12 +199,12 @@ class ControllerProtocol:
         self.addresses.pop(rank, None)
         if rank in self._newcomers:
             self._newcomers.remove(rank)
-            return [Evict(rank, lost=True)]
-        if rank not in self.placement.mesh or rank in self._gone or not self._started:
+            return [RemoveMember(rank, lost=True)]
+        if rank not in self.placement.mesh or rank in self._lost or not self._started:
             return []
-        self._gone[rank] = reason
+        self._lost[rank] = reason
         self._leaving.pop(rank, None)
-        return [Evict(rank, lost=True), *self._begin(after=-1)]
+        return [RemoveMember(rank, lost=True), *self._begin(after=AT_ONCE)]
 
     def drain(self, rank: int, reason: str) -> list[Action]:
         """A member is to leave: at the next boundary between two steps, so that nothing is computed again."""
@@ -220,17 +221,17 @@ class ControllerProtocol:
         if not ends <= set(self.members):
             return []
         self._relinked[ends] = reason
-        return self._begin(after=-1)
+        return self._begin(after=AT_ONCE)
 
-    def learned(self, message: CaughtUp) -> list[Action]:
+    def caught_up(self, message: CaughtUp) -> list[Action]:
         """A learner has caught up. When all have, they are promoted by a planned change."""
         if message.epoch != self.placement.mesh.epoch:
             return []
-        self._learned.add(message.rank)
+        self._caught_up.add(message.rank)
         if self._change is not None:
             return []
         learners = {r for runs in self._replicas().values() for run in runs for r in run.learners}
-        return self._begin(after=self._next_boundary()) if learners <= self._learned else []
+        return self._begin(after=self._next_boundary()) if learners <= self._caught_up else []
 
     def rebalance(self, goal: Goal) -> list[Action]:
         """Micro-batches, layers or workers are to be elsewhere, while training goes on.
@@ -239,7 +240,7 @@ class ControllerProtocol:
         first, and the change comes when all of it is. Ignored while anything else changes.
         """
         assert sorted(r for members in goal.stages for r in members) == sorted(self.placement.mesh.members), goal
-        if not self._started or not self.settled or self._leaving or self._newcomers or self._gone:
+        if not self._started or not self.settled or self._leaving or self._newcomers or self._lost:
             return []
         self._goal = goal
         return self._begin(after=self._next_boundary())
@@ -248,29 +249,29 @@ class ControllerProtocol:
         """A member's copies of some runs are not what it had written: others take over, and it learns them again."""
         if message.rank not in self.members:
             return []
-        self._damaged.setdefault(message.rank, set()).update(message.runs)
+        self._damaged.setdefault(message.rank, set()).update(message.page_ranges)
         if message.reason:
-            self._forgot.add(message.rank)
-        return self._begin(after=-1)
+            self._recovered.add(message.rank)
+        return self._begin(after=AT_ONCE)
 
-    def status(self, message: StepReport) -> list[Action]:
+    def report_received(self, message: StepReport) -> list[Action]:
         """An answer to Prepare; one for another epoch is void (a mutant in tests/simulated breaks this rule)."""
         if self._change is None or message.epoch != self._change.epoch or not self._is_living_member(message.rank):
             return []
-        self._change.statuses[message.rank] = message
-        # Only living members are in `statuses`, and each loss begins the change again: to count them is enough.
-        num_living = self.placement.mesh.num_workers - len(self._gone)
-        return [] if len(self._change.statuses) < num_living else self._finish_change()
+        self._change.reports[message.rank] = message
+        # Only living members are in `reports`, and each loss begins the change again: to count them is enough.
+        num_living = self.placement.mesh.num_workers - len(self._lost)
+        return [] if len(self._change.reports) < num_living else self._finish_change()
 
     def _is_living_member(self, rank: int) -> bool:
-        return rank in self.placement.mesh and rank not in self._gone
+        return rank in self.placement.mesh and rank not in self._lost
 
     def _next_boundary(self) -> int:
         return min(self.version + 1, self.steps)
 
     def _begin(self, after: int) -> list[Action]:
         """Prepare of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
-        if self._saving and after >= 0:
+        if self._saving and after != AT_ONCE:
             return []
         if self._change is not None:
             after = min(after, self._change.after)
@@ -289,15 +290,15 @@ class ControllerProtocol:
         """All have answered: a Reconfigure to each member of the new epoch."""
         change, old = self._change, self.placement
         assert change is not None
-        version = max(s.version for s in change.statuses.values())
-        held = {rank: reconfiguration.of_step(status, version + 1) for rank, status in change.statuses.items()}
-        clean = all(s.version == version for s in change.statuses.values()) and not any(held.values())
+        version = max(s.version for s in change.reports.values())
+        held = {rank: reconfiguration.of_step(status, version + 1) for rank, status in change.reports.items()}
+        clean = all(s.version == version for s in change.reports.values()) and not any(held.values())
         stops = self._stops(version)
-        learned = self._learned - self._gone.keys()
+        learned = self._caught_up - self._lost.keys()
         replicas, alone = reconfiguration.good_replicas(self._replicas(), learned, self._damaged)
-        free = dispensable(replicas, self._gone, () if stops else self._leaving)
+        free = dispensable(replicas, self._lost, () if stops else self._leaving)
         leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
-        gone = {**self._gone, **leaving}
+        gone = {**self._lost, **leaving}
         plan = plan_reshard(self.layout, replicas, lost=gone)  # promotions alone: what is left, where it is
         if lost := (*alone, *plan.lost):
             return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
@@ -321,11 +322,11 @@ class ControllerProtocol:
             old_layers = {r: reconfiguration.layers_of(old, r) for r in old.mesh.members}
             work = None if clean else recovery_plan(version + 1, placement, self.layout, held, old_layers)
         self.placement = placement = replace(placement, replicas=plan.during)
-        kinds, reasons = reconfiguration.what_happens(self._gone, leaving, newcomers, self._relinked)
+        kinds, reasons = reconfiguration.what_happens(self._lost, leaving, newcomers, self._relinked)
         begun = EpochBegun(placement, kinds, reasons, version, reconfiguration.redone(work, held), why, plan)
         self._change, self._newcomers, self._saving = None, [], stops
         place = self._reconfigure_message(version, work)
-        for table in (self._gone, self._learned, self._damaged, self._forgot, self._relinked):
+        for table in (self._lost, self._caught_up, self._damaged, self._recovered, self._relinked):
             table.clear()
         effects: list[Action] = self._send_all(place)
         if stops:
@@ -334,7 +335,7 @@ class ControllerProtocol:
         for rank in leaving:
             del self._leaving[rank]
             self.addresses.pop(rank, None)
-            effects += [Send(rank, Stop()), Evict(rank, lost=False)]
+            effects += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
         if self._plan is not None and not plan.copies:  # all replicas are there, but primaries are not those wanted
             effects += self._begin(after=self._next_boundary())
         return effects
@@ -366,10 +367,10 @@ class ControllerProtocol:
 
     def _reconfigure_message(self, version: int, work: tuple[Recompute, ...] | None) -> Reconfigure:
         again = version and not self._saving and self.validates_at(version) and self._validated < version
-        validate = version if again else -1
-        forgot = tuple(sorted(self._forgot & {*self.placement.mesh.members}))
+        validate = version if again else None
+        recovered = tuple(sorted(self._recovered & {*self.placement.mesh.members}))
         return reconfiguration.reconfigure_message(
-            self.placement, self.addresses, version, work, validate, saves=bool(self._saving), forgot=forgot
+            self.placement, self.addresses, version, work, validate, saves=bool(self._saving), recovered=recovered
         )
 
     def _send_all(self, message: Message) -> list[Action]:

@@ -32,7 +32,7 @@ class _Watched:
     finished: bool = False  # it has finished an action since it is watched
     action: str = ""
     busy_since: float | None = None  # its present action, or the last sign of progress in it; None: it waits
-    owing_since: float | None = None  # its answer to Prepare could have come since then
+    unanswered_since: float | None = None  # its answer to Prepare could have come since then
     leaving_since: float | None = None  # it asked to leave
     suspected: bool = False
 
@@ -62,8 +62,8 @@ class Liveness:
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are gone are skipped
         self._leavers = set[int]()
         self._starting: dict[int, float] = {}  # newcomer -> when it was started, or last said that it gets on
-        self._asked = -1
-        self._owing = frozenset[int]()
+        self._prepare_epoch = -1
+        self._unanswered = frozenset[int]()
         self._busy_seconds = 0.0
         self._num_actions = 0
 
@@ -95,21 +95,21 @@ class Liveness:
         self._workers.pop(rank, None)
         self._leavers.discard(rank)
 
-    def owe(self, epoch: int, ranks: Collection[int]) -> None:
+    def expect_answers(self, epoch: int, ranks: Collection[int]) -> None:
         """These could answer the Prepare of `epoch` by now and have not. Another epoch is another question."""
-        if epoch == self._asked and len(ranks) == len(self._owing) and self._owing.issuperset(ranks):
+        if epoch == self._prepare_epoch and len(ranks) == len(self._unanswered) and self._unanswered.issuperset(ranks):
             return
-        owing = frozenset(ranks)
-        stopped = self._owing if epoch != self._asked else self._owing - owing
+        unanswered = frozenset(ranks)
+        stopped = self._unanswered if epoch != self._prepare_epoch else self._unanswered - unanswered
         for rank in stopped:
             if (worker := self._workers.get(rank)) is not None:
-                worker.owing_since = None
-        for rank in owing:
+                worker.unanswered_since = None
+        for rank in unanswered:
             worker = self._workers.get(rank)
-            if worker is not None and worker.owing_since is None:
-                worker.owing_since = self._clock
-        self._asked = epoch
-        self._owing = owing
+            if worker is not None and worker.unanswered_since is None:
+                worker.unanswered_since = self._clock
+        self._prepare_epoch = epoch
+        self._unanswered = unanswered
 
     def wants_to_leave(self, rank: int) -> None:
         """A worker has asked to leave: `timeouts.leave` runs from now on. Unknown ranks are ignored."""
@@ -203,7 +203,7 @@ class Liveness:
                 "no progress for {:.1f} s in " + (worker.action or "an action") + ", and it waits for nobody",
             ),
             (
-                worker.owing_since,
+                worker.unanswered_since,
                 timeouts.status if worker.busy_since is None else max(longest_action, timeouts.status),
                 "no answer to Prepare for {:.1f} s",
             ),
@@ -228,11 +228,11 @@ class Verdict:
 
     Args:
         ends: the two workers; one worker alone: the link was the controller's.
-        evicted: who has to go; None: they are linked again.
+        lost: the worker to be treated as lost; None if the link is made again.
     """
 
     ends: frozenset[int]
-    evicted: int | None
+    lost: int | None
 
     @property
     def reason(self) -> str:
@@ -240,7 +240,7 @@ class Verdict:
         if len(self.ends) == 1:
             return "its link to the controller was lost"
         first, second = sorted(self.ends)
-        again = " again" if self.evicted is not None else ""
+        again = " again" if self.lost is not None else ""
         return f"the link between workers {first} and {second} was lost{again}"
 
 

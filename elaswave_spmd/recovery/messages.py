@@ -16,14 +16,19 @@ import msgspec
 ReplicaRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
 """(layer, first page, stop page, primary, mirrors, learners): a row of a replica map, as sharding.replicas makes it."""
 
+AT_ONCE = -1
+"""Prepare.after of a change that cannot wait for the end of a step: it is less than every step, so it is the more
+urgent of two changes (their minimum)."""
+
 GROUPED = "grouped"
 """The extension of a vote of a worker that can publish the step through the process group of its stage."""
 
 
-class StepHeld(msgspec.Struct, frozen=True, array_like=True):
-    """Part of StepReport: everything that a worker has of one step that is not decided.
+class PartialStep(msgspec.Struct, frozen=True, array_like=True):
+    """Part of StepReport: everything that a worker keeps of one step that is not decided.
 
-    Everything in it is a pure function of (run, step, id), so it does not matter who made it.
+    It lists ids only; the tensors stay where they are. Every tensor that is listed is a pure function of (run, step,
+    id), so it does not matter which worker made it, or in which mesh.
 
     Args:
         step: the step.
@@ -32,11 +37,11 @@ class StepHeld(msgspec.Struct, frozen=True, array_like=True):
         forwarded: micro-batches with a saved forward whose backward is not done.
         activations: (layer, micro-batch): outgoing activations that it keeps; `layer` is the consumer's first.
         gradients: (layer, micro-batch): outgoing activation gradients that it keeps; `layer` is the consumer's last.
-        nodes: layer -> tree nodes whose partial sum it keeps for the whole layer, except for pages that it is the
+        layer_sums: layer -> tree nodes whose partial sum it keeps for the whole layer, except for pages that it is the
             primary of.
-        trees: (layer, first, stop, use, nodes): for page ranges that it is the primary of, the tree nodes whose partial
-            sums it has in the tree of the layer `use`.
-        entries: page ranges (layer, first, stop) whose reduced gradient it has.
+        page_sums: (layer, first, stop, use, tree nodes): of page ranges that it is the primary of, the tree nodes whose
+            partial sums it has in the tree of the layer `use`. `use` differs from `layer` for tied parameters only.
+        reduced: page ranges (layer, first, stop) whose reduced gradient it has.
     """
 
     step: int
@@ -45,9 +50,9 @@ class StepHeld(msgspec.Struct, frozen=True, array_like=True):
     forwarded: tuple[int, ...] = ()
     activations: tuple[tuple[int, int], ...] = ()
     gradients: tuple[tuple[int, int], ...] = ()
-    nodes: dict[int, tuple[tuple[int, int], ...]] = {}
-    trees: tuple[tuple[int, int, int, int, tuple[tuple[int, int], ...]], ...] = ()
-    entries: tuple[tuple[int, int, int], ...] = ()
+    layer_sums: dict[int, tuple[tuple[int, int], ...]] = {}
+    page_sums: tuple[tuple[int, int, int, int, tuple[tuple[int, int], ...]], ...] = ()
+    reduced: tuple[tuple[int, int, int], ...] = ()
 
 
 class Recompute(msgspec.Struct, frozen=True, array_like=True):
@@ -224,13 +229,13 @@ class Ready(Message, frozen=True):
     """Worker -> controller, once, when it listens at `address` and has compiled its programs.
 
     Args:
-        latched: its death is noticed at once, by a robust mutex that it holds.
+        holds_mutex: it holds the robust mutex of the death watch, by which its death is noticed at once.
         compiled: number of programs that it has compiled, which are all that it will ever need.
     """
 
     rank: int
     address: str
-    latched: bool = False
+    holds_mutex: bool = False
     compiled: int = 0
 
 
@@ -239,13 +244,14 @@ class StepReport(Message, frozen=True):
 
     Args:
         version: the step that it applied last. It votes for nothing and applies nothing in older epochs from now on.
-        held: what it has of steps version + 1 and version + 2, where that is anything.
+        partial_steps: what it keeps of steps version + 1 and version + 2, where that is anything. A worker whose
+            micro-batches are all done by others may have gradients of the second one before it has applied the first.
     """
 
     epoch: int
     rank: int
     version: int
-    held: tuple[StepHeld, ...] = ()
+    partial_steps: tuple[PartialStep, ...] = ()
 
 
 class Heartbeat(Message, frozen=True):
@@ -267,12 +273,12 @@ class Prepare(Message, frozen=True):
     """Controller -> members, when the mesh is about to change to `epoch`. Each answers with a StepReport, once.
 
     Args:
-        after: -1 after a loss: answered at once. For a planned change: answered after this step is applied and before
-            the next is begun, so that nothing is under way; at once by a worker that has begun a later step.
+        after: AT_ONCE after a loss. For a planned change: answered after this step is applied and before the next is
+            begun, so that nothing is under way; at once by a worker that has begun a later step.
     """
 
     epoch: int
-    after: int = -1
+    after: int = AT_ONCE
 
 
 class Reconfigure(Message, frozen=True):
@@ -285,11 +291,11 @@ class Reconfigure(Message, frozen=True):
         addresses: rank -> address, of all members.
         replicas: rows of the replica map; empty: as the mesh without losses has them.
         version: the highest of any member.
-        work: the recovery plan of step version + 1. None: nothing of it was begun, and it runs as placed.
-        validate: the version whose validation is to be run again, or -1.
+        recovery_plan: the recovery plan of step version + 1. None: nothing of it was begun, and it runs as placed.
+        validate: the version whose validation is to be run again, None if none is.
         save: the run is about to stop: write the state of `version` and begin no other step.
-        forgot: members that have recovered from a fault of their device, and with it lost everything of undecided
-            steps: it is sent to them again.
+        recovered: members whose device failed and was brought back, which lost everything that they had of undecided
+            steps: the others send it again.
     """
 
     NUM_OPTIONS = 1
@@ -301,10 +307,10 @@ class Reconfigure(Message, frozen=True):
     addresses: dict[int, str]
     replicas: tuple[ReplicaRow, ...] = ()
     version: int = 0
-    work: tuple[Recompute, ...] | None = None
-    validate: int = -1
+    recovery_plan: tuple[Recompute, ...] | None = None
+    validate: int | None = None
     save: bool = False
-    forgot: tuple[int, ...] = ()
+    recovered: tuple[int, ...] = ()
 
 
 class CaughtUp(Message, frozen=True):
@@ -333,7 +339,7 @@ class Damaged(Message, frozen=True):
     undecided steps is lost too.
 
     Args:
-        runs: page ranges (layer, first, stop).
+        page_ranges: (layer, first, stop) of each.
         reason: of the fault of the device, in words; empty if it was none.
     """
 
@@ -342,7 +348,7 @@ class Damaged(Message, frozen=True):
     rank: int
     epoch: int
     step: int
-    runs: tuple[tuple[int, int, int], ...]
+    page_ranges: tuple[tuple[int, int, int], ...]
     reason: str = ""
 
 
@@ -363,7 +369,7 @@ class Leaving(Message, frozen=True):
     rank: int
 
 
-class Wanted(Message, frozen=True):
+class SpawnRequest(Message, frozen=True):
     """Worker -> controller, in fault injection only: `count` new workers are to be started."""
 
     rank: int
@@ -457,7 +463,7 @@ class Failed(Message, frozen=True):
     step: int = 0
 
 
-class Wrote(Message, frozen=True):
+class ShardWritten(Message, frozen=True):
     """Worker -> controller: its shard of the checkpoint of `step` is on the disk, or `error` says why it is not.
 
     The fields are those of run_dir's ShardInfo.
@@ -473,7 +479,7 @@ class Wrote(Message, frozen=True):
     name: str = ""
     num_bytes: int = 0
     sha256: str = ""
-    runs: tuple[tuple[int, int, int], ...] = ()
+    page_ranges: tuple[tuple[int, int, int], ...] = ()
     copy_ms: float = 0.0
     write_ms: float = 0.0
     error: str = ""
@@ -502,7 +508,7 @@ AnyMessage: TypeAlias = (
     | Damaged
     | LinkClosed
     | Leaving
-    | Wanted
+    | SpawnRequest
     | Heartbeat
     | Applied
     | Measured
@@ -511,7 +517,7 @@ AnyMessage: TypeAlias = (
     | FinalPages
     | Finished
     | Failed
-    | Wrote
+    | ShardWritten
     | Stop
 )
 

@@ -46,7 +46,7 @@ from functools import cached_property, reduce
 from operator import or_
 
 from elaswave_spmd.determinism.reduction_tree import Node
-from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.recovery.messages import PartialStep, Recompute
 from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
@@ -59,7 +59,7 @@ def recovery_plan(
     step: int,
     placement: Placement,
     layout: ModelLayout,
-    held: Mapping[int, StepHeld | None],
+    held: Mapping[int, PartialStep | None],
     old_layers: Mapping[int, tuple[int, int]],
     *,
     boundaries_kept: bool = True,
@@ -132,7 +132,7 @@ class _Survey:
     """The reports of all members, to be asked by stage and micro-batch of the new placement."""
 
     placement: Placement
-    said: Mapping[int, StepHeld]
+    said: Mapping[int, PartialStep]
     old_layers: Mapping[int, tuple[int, int]]
     boundaries_kept: bool
     undisturbed: bool
@@ -203,7 +203,9 @@ class _Survey:
 # ---- what is missing
 
 
-def _missing_microbatches(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld]) -> list[list[int]]:
+def _missing_microbatches(
+    placement: Placement, layout: ModelLayout, said: Mapping[int, PartialStep]
+) -> list[list[int]]:
     """Per stage the micro-batches that are not covered (see the module) for some page range and use, ascending."""
     runs = placement.replica_map(layout)
     reports = _Reports.of(runs, said)
@@ -212,7 +214,7 @@ def _missing_microbatches(placement: Placement, layout: ModelLayout, said: Mappi
     for stage in range(placement.num_stages):
         missing = 0
         for layer in placement.layers_of_stage(stage):
-            local = {rank: mask for rank, report in said.items() if (mask := _mask(report.nodes.get(layer, ())))}
+            local = {rank: mask for rank, report in said.items() if (mask := _mask(report.layer_sums.get(layer, ())))}
             everybody = reduce(or_, local.values(), 0)
             for run in _runs_of_use(layout, runs, layer):
                 if missing == everything:
@@ -254,16 +256,16 @@ class _Reports:
     in_trees: Mapping[tuple[PageRange, int], int]
 
     @classmethod
-    def of(cls, replica_map: ReplicaMap, said: Mapping[int, StepHeld]) -> _Reports:
+    def of(cls, replica_map: ReplicaMap, said: Mapping[int, PartialStep]) -> _Reports:
         with_entry: dict[PageRange, set[int]] = {}
         excluded: dict[PageRange, set[int]] = {}
         in_trees: dict[tuple[PageRange, int], int] = {}
         for rank, report in said.items():
-            for layer, first, stop in report.entries:
+            for layer, first, stop in report.reduced:
                 for key in _keys_inside(replica_map[layer], first, stop):
                     with_entry.setdefault(key, set()).add(rank)
                     excluded.setdefault(key, set()).add(rank)
-            for layer, first, stop, use, nodes in report.trees:
+            for layer, first, stop, use, nodes in report.page_sums:
                 mask = _mask(nodes)
                 for key in _keys_inside(replica_map[layer], first, stop):
                     excluded.setdefault(key, set()).add(rank)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.mesh.topology import Path
-from elaswave_spmd.recovery.messages import Recompute, Reconfigure, StepHeld, StepReport
+from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -16,7 +16,7 @@ from elaswave_spmd.sharding.state_sharding import Stages
 
 
 # What the mesh becomes when workers go or come: pure functions of the mesh and the event.
-def deal_evenly(stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+def assign_evenly(stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches of each worker, by stage, when all are equally fast."""
     return tuple(even_counts(num_microbatches, len(members)) for members in stages)
 
@@ -74,7 +74,7 @@ def next_placement(
     epoch: int,
     stages: Stages,
     domain_of: Callable[[int], Path | None],
-    deal: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = deal_evenly,
+    deal: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = assign_evenly,
 ) -> Placement:
     """The placement on these stages, without replicas.
 
@@ -131,11 +131,11 @@ def reconfigure_message(
     placement: Placement,
     addresses: Mapping[int, str],
     version: int,
-    work: tuple[Recompute, ...] | None,
-    validate: int,
+    plan: tuple[Recompute, ...] | None,
+    validate: int | None,
     *,
     saves: bool,
-    forgot: tuple[int, ...] = (),
+    recovered: tuple[int, ...] = (),
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields."""
     mesh = placement.mesh
@@ -143,12 +143,12 @@ def reconfigure_message(
     known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
     rows = to_rows(placement.replicas) if placement.replicas is not None and not known else ()
     of_mesh = mesh.stages, placement.layer_cuts, placement.microbatch_counts, dict(addresses)
-    return Reconfigure(mesh.epoch, *of_mesh, rows, version, work, validate, saves, forgot)
+    return Reconfigure(mesh.epoch, *of_mesh, rows, version, plan, validate, saves, recovered)
 
 
-def of_step(status: StepReport, step: int) -> StepHeld | None:
+def of_step(status: StepReport, step: int) -> PartialStep | None:
     """What a worker said of a step; None: it has nothing of it."""
-    return next((held for held in status.held if held.step == step), None)
+    return next((part for part in status.partial_steps if part.step == step), None)
 
 
 def layers_of(placement: Placement, rank: int) -> tuple[int, int]:
@@ -157,10 +157,10 @@ def layers_of(placement: Placement, rank: int) -> tuple[int, int]:
     return layers.start, layers.stop
 
 
-def redone(work: tuple[Recompute, ...] | None, held: Mapping[int, StepHeld | None]) -> int:
+def redone(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None]) -> int:
     """Lines of a salvage plan that are not what their worker was to do anyway."""
     normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
-    return sum((line.worker, line.microbatch) not in normal for line in work or ())
+    return sum((line.worker, line.microbatch) not in normal for line in plan or ())
 
 
 def what_happens(

@@ -328,7 +328,7 @@ def _resplit(
     return found
 
 
-def held_runs(replica_map: ReplicaMap, rank: int) -> tuple[ReplicaSet, ...]:
+def held_ranges(replica_map: ReplicaMap, rank: int) -> tuple[ReplicaSet, ...]:
     """The page ranges whose reduced gradients a worker gets, as replica or learner, in layer and page order."""
     return tuple(
         run for _, runs in sorted(replica_map.items()) for run in runs if rank in run.replicas or rank in run.learners

@@ -38,7 +38,7 @@ class Channel(Protocol):
         """Send to a worker, or to the controller. What is sent to one peer arrives in order, or not at all."""
         ...
 
-    def take(self) -> list[Incoming]:
+    def receive_all(self) -> list[Incoming]:
         """Everything that has arrived since the last call, in the order of arrival; never waits."""
         ...
 
@@ -113,7 +113,7 @@ class SocketChannel:
                 del self._leaving[peer]
         return bool(self._leaving)
 
-    def take(self) -> list[Incoming]:
+    def receive_all(self) -> list[Incoming]:
         """Everything that has arrived. The end of the link to the controller is a LinkClosed(peer=CONTROLLER).
 
         Raises:

@@ -1,9 +1,9 @@
 """The worker's side of durable checkpoints.
 
 At a due step each page range is copied to host memory by one of its replicas, its writer (`writers_of`), and written to
-the run's directory by a thread beside training. The controller gathers the reports (`Wrote`) of all writers and then
-commits the checkpoint by its manifest; without a manifest the shards do not count. At the start of a resumed run the
-worker reads the state that it holds from a committed checkpoint.
+the run's directory by a thread beside training. The controller gathers the reports (`ShardWritten`) of all writers and
+then commits the checkpoint by its manifest; without a manifest the shards do not count. At the start of a resumed run
+the worker reads the state that it holds from a committed checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from elaswave_spmd.errors import RunError, UserError
-from elaswave_spmd.recovery.messages import Applied, Wrote
+from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.files import replacing, write_all
 from elaswave_spmd.run_dir.lock import Ballot
@@ -98,8 +98,8 @@ class CheckpointWriter:
         orders: the run's checkpoint settings.
         layout: of the model.
         device: holds the state.
-        send_report: sends a `Wrote` to the controller. It is called by the writing thread, and by the training thread
-            for a skipped checkpoint.
+        send_report: sends a `ShardWritten` to the controller. It is called by the writing thread, and by the training
+            thread for a skipped checkpoint.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CheckpointWriter:
         orders: CheckpointOrders,
         layout: ModelLayout,
         device: Device,
-        send_report: Callable[[Wrote], object],
+        send_report: Callable[[ShardWritten], object],
     ) -> None:
         self._rank = rank
         self._orders = orders
@@ -161,7 +161,7 @@ class CheckpointWriter:
         begin = time.perf_counter()
         epoch = replica.protocol.epoch
         if self._waiting.qsize() >= _MAX_WAITING:
-            self._send_report(Wrote(step, self._rank, epoch, error="those before it are still being written"))
+            self._send_report(ShardWritten(step, self._rank, epoch, error="those before it are still being written"))
             return
         if arrays := self._copy(replica, step):
             self._enqueue(_Copied(step, epoch, arrays, 1e3 * (time.perf_counter() - begin)))
@@ -195,7 +195,7 @@ class CheckpointWriter:
         while (copied := self._waiting.get()) is not None:
             self._send_report(self._write(copied))
 
-    def _write(self, copied: _Copied) -> Wrote:
+    def _write(self, copied: _Copied) -> ShardWritten:
         """Writes one shard. A full disk or a missing directory ends this checkpoint, not the training."""
         begin = time.perf_counter()
         orders = self._orders
@@ -206,10 +206,10 @@ class CheckpointWriter:
         try:
             shard = write_shard(directory, step, ballot, self._rank, copied.arrays, run=orders.run)
         except (RunError, UserError) as error:
-            return Wrote(step, self._rank, epoch, error=str(error))
+            return ShardWritten(step, self._rank, epoch, error=str(error))
         write_ms = 1e3 * (time.perf_counter() - begin)
         content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
-        return Wrote(step, self._rank, epoch, *content, copied.copy_ms, write_ms)
+        return ShardWritten(step, self._rank, epoch, *content, copied.copy_ms, write_ms)
 
 
 def read_reports(directory: Path) -> dict[int, StepRecord]:

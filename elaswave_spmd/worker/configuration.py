@@ -19,14 +19,14 @@ class Configuration:
         version: the highest version of any member when the epoch began.
         recovery_plan: who recomputes what of step version + 1. None: nothing of that step was begun, so that it runs as
             placed. Empty: everything of it is done.
-        validate: the version whose validation has to be run again, or -1.
+        validate: the version whose validation has to be run again; None if none has.
         save: write the state of `version` and begin no other step.
     """
 
     placement: Placement
     version: int = 0
     recovery_plan: tuple[Recompute, ...] | None = None
-    validate: int = -1
+    validate: int | None = None
     save: bool = False
 
     @property
@@ -35,7 +35,7 @@ class Configuration:
         return self.placement.mesh.epoch
 
     @classmethod
-    def of(cls, first: Placement, message: Reconfigure) -> Configuration:
+    def from_message(cls, first: Placement, message: Reconfigure) -> Configuration:
         """The configuration that the controller's message describes.
 
         Args:
@@ -51,4 +51,4 @@ class Configuration:
             microbatch_counts=message.microbatch_counts,
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
-        return cls(placement, message.version, message.work, message.validate, message.save)
+        return cls(placement, message.version, message.recovery_plan, message.validate, message.save)

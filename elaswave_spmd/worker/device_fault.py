@@ -41,10 +41,10 @@ class DeviceRecovery:
 
     def accepts(self, message: m.Reconfigure) -> bool:
         """True unless the configuration was planned with what this worker has lost since. Notes who lost what."""
-        self._recovered |= {*message.forgot}  # even if it is skipped: a later configuration does not name them again
+        self._recovered |= {*message.recovered}  # even if it is skipped: a later configuration does not name them again
         return message.epoch > self._void_epoch
 
-    def take_recovered(self) -> frozenset[int]:
+    def pop_recovered(self) -> frozenset[int]:
         """Members whose devices were recovered since the last call."""
         recovered, self._recovered = self._recovered, frozenset()
         return recovered

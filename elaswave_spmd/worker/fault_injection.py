@@ -80,6 +80,6 @@ class FaultInjector:
         elif event.kind == "raise":
             raise ChaosError(f"chaos: an exception in step {event.step} at {event.point}")
         elif event.kind == "join":
-            self._links.send(CONTROLLER, m.encode(m.Wanted(self._rank, 1)))
+            self._links.send(CONTROLLER, m.encode(m.SpawnRequest(self._rank, 1)))
         elif event.kind == "corrupt":
             state.flip_a_bit()

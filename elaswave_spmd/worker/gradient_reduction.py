@@ -318,14 +318,14 @@ class GradientReducer:
         """True if sums are given up when they are sent."""
         return self._sharded
 
-    def nodes_held(self) -> dict[int, tuple[Node, ...]]:
+    def layer_sums(self) -> dict[int, tuple[Node, ...]]:
         """Layer -> the tree nodes of the step under way whose sums are kept here, each of the whole layer."""
         found: dict[int, list[Node]] = {layer: [node for node, _ in kept] for layer, kept in self._kept.items()}
         for layer, (_, buffers) in self._local.items():
             found.setdefault(layer, []).extend(buffers)
         return {layer: tuple(sorted(nodes)) for layer, nodes in found.items() if nodes}
 
-    def trees_held(self, step: int, *, current: bool) -> tuple[tuple[int, int, int, int, tuple[Node, ...]], ...]:
+    def page_sums(self, step: int, *, current: bool) -> tuple[tuple[int, int, int, int, tuple[Node, ...]], ...]:
         """(layer, first, stop, use, nodes) of the unfinished trees at this primary.
 
         Args:

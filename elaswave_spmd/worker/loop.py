@@ -44,7 +44,7 @@ class Executor:
         self._steps = StepRunner(context, self.commit, self._values, self)
         self._next: Configuration | None = None  # has arrived and is not entered yet
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
-        self._validation_due = -1  # the version to validate, or -1
+        self._validation_due: int | None = None  # the version to validate next
         self._weights_sent = -1  # the epoch in which the final weights were sent
         self.is_orphaned = False
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
@@ -120,7 +120,7 @@ class Executor:
         if self._prepare is not None and self._answers_at_once(self._prepare):
             self._answer(self._prepare)
         yield from self._steps.validate(self.version)
-        self._validation_due = -1
+        self._validation_due = None
 
     @property
     def _is_between_steps(self) -> bool:
@@ -165,12 +165,15 @@ class Executor:
     def _answers_at_once(self, prepare: m.Prepare) -> bool:
         """True if a Prepare is answered where this worker is; else it is answered between two steps.
 
-        A loss (`after` = -1) is answered at once. So is a planned change that this worker is past. A validation would
-        be in vain, if other members may have answered in the step before it and stay there.
+        A loss is answered at once, wherever this worker is. So is a planned change if this worker has begun a later
+        step: the boundary between steps that was meant has passed. During a validation it is answered at once too, if
+        other members may have answered one step earlier: they stay there, and the validation would never end.
         """
         in_vain = self._validation_due == self.version > prepare.after
         begun = self._steps.step_under_way
-        return prepare.after < 0 or begun > max(prepare.after, self.version) or (in_vain and self._next is None)
+        return (
+            prepare.after == m.AT_ONCE or begun > max(prepare.after, self.version) or (in_vain and self._next is None)
+        )
 
     def _answer(self, prepare: m.Prepare) -> None:
         """Report everything that this worker has of steps that are not decided.
@@ -182,10 +185,10 @@ class Executor:
             return
         self._prepare = None
         self._next = None  # of an older epoch, which will not be entered by all
-        self._steps.hold()
-        found = (self._steps.held(self.version + 1), self._steps.held(self.version + 2))
-        held = tuple(h for h in found if h != m.StepHeld(h.step))
-        self._context.channel.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, held))
+        self._steps.keep_all()
+        found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
+        partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
+        self._context.channel.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, partial_steps))
 
     def enter(self, configuration: Configuration) -> None:
         """Become a member of a configuration: a recovery, a planned change, or the first one.
@@ -196,7 +199,7 @@ class Executor:
         """
         self.replica.background.finish()  # copies read and write the buffers that there are now
         if (recovery := self._context.hooks.device_recovery) is not None:
-            for rank in recovery.take_recovered() - {self.rank}:
+            for rank in recovery.pop_recovered() - {self.rank}:
                 # What was sent to a device that failed may not be there: as after a lost link, it is sent again.
                 self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
         self.configuration = configuration
@@ -225,7 +228,7 @@ class Executor:
 
     def handle_messages(self) -> None:
         """Handle everything that has arrived. Deciding and applying a step may happen in here (StepCommit)."""
-        for incoming in self._context.channel.take():
+        for incoming in self._context.channel.receive_all():
             self._handle(incoming)
         self.replica.collect()
 
@@ -257,7 +260,7 @@ class Executor:
         pending = self._next.epoch if self._next is not None else -1
         if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
             self._context.hooks.members_changed(message)
-            self._next = Configuration.of(self._context.placement, message)
+            self._next = Configuration.from_message(self._context.placement, message)
 
     # ---- waiting
 

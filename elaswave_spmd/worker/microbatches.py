@@ -233,14 +233,14 @@ class MicrobatchRunner:
         self._times.add(layer, ended - began, backward=backward)
         self._hooks.layer_ran(step, microbatch, layer, backward, began, ended)
 
-    def take_times(self) -> tuple[Row, ...]:
+    def pop_times(self) -> tuple[Row, ...]:
         """The times of the layer programs that have run since the last call."""
         if self._unasked:
             times = iter(self._device.times([mark for _, *marks in self._unasked for mark in marks]))
             for (program, _, _), began, ended in zip(self._unasked, times, times, strict=True):
                 self._measured(*program, began, ended)
             self._unasked.clear()
-        return self._times.take()
+        return self._times.pop_rows()
 
     def forget(self) -> None:
         """Give up every micro-batch that is under way."""

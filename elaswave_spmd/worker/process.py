@@ -177,7 +177,7 @@ class WorkerProcess:
         if others:
             # Each worker measures the link to the next one in the ring of ranks.
             self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))
-        return Configuration.of(plan.placement, message), early
+        return Configuration.from_message(plan.placement, message), early
 
     def _make_executor(
         self, plan: RunPlan, programs: StagePrograms, first: Configuration, channel: SocketChannel

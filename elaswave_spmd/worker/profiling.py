@@ -32,7 +32,7 @@ class LayerTimes:
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
         self._counts[key] = self._counts.get(key, 0) + 1
 
-    def take(self) -> tuple[Row, ...]:
+    def pop_rows(self) -> tuple[Row, ...]:
         """Returns the measurements since the last call, sorted by layer, and begins anew."""
         seconds = self._seconds
         counts = self._counts
@@ -100,7 +100,7 @@ class LayerMemory:
         self.note(layer, sum(kept.values()), y.nbytes)
         return y
 
-    def take(self) -> tuple[MemoryRow, ...]:
+    def pop_rows(self) -> tuple[MemoryRow, ...]:
         """Returns the layers measured since the last call."""
         new = self._new
         self._new = []

@@ -163,7 +163,7 @@ class WorkerSpec:
             raise ValueError(f"a worker of rank {self.rank}: ranks are 0 or more")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types. An agent replaces `data`, `directory`, `host` and `latch` by those of its machine."""
+        """Plain JSON types. An agent replaces `data`, `directory`, `host` and `death_watch` by those of its machine."""
         run = self.run
         options = {name: value for name, value in vars(run.options).items() if value is not None}
         return {
@@ -176,7 +176,7 @@ class WorkerSpec:
             "host": run.links.host,
             "checkpoints": run.checkpoints.to_dict(),
             "options": options,
-            "latch": None if self.death_watch is None else list(self.death_watch),
+            "death_watch": None if self.death_watch is None else list(self.death_watch),
         }
 
     @classmethod
@@ -196,9 +196,20 @@ class WorkerSpec:
             CheckpointOrders(**fields["checkpoints"]),
             OptionSpec(**fields["options"]),
         )
-        latch = fields["latch"]
-        watch = None if latch is None else (str(latch[0]), int(latch[1]))
+        death_watch = fields["death_watch"]
+        watch = None if death_watch is None else (str(death_watch[0]), int(death_watch[1]))
         return cls(int(fields["rank"]), run, watch, fields.get("life_fd"))
 
 
-_KEYS = {"rank", "settings", "data", "controller", "directory", "token", "host", "checkpoints", "options", "latch"}
+_KEYS = {
+    "rank",
+    "settings",
+    "data",
+    "controller",
+    "directory",
+    "token",
+    "host",
+    "checkpoints",
+    "options",
+    "death_watch",
+}

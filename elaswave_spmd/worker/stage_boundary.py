@@ -83,7 +83,7 @@ class Boundaries:
             self._used[key] = tensor
         return tensor
 
-    def hold(self) -> None:
+    def keep_all(self) -> None:
         """From a StepReport to the configuration after it, keep what is taken.
 
         A peer that has entered the new configuration already may have sent it for the new plan, and does not send it
@@ -91,7 +91,7 @@ class Boundaries:
         """
         self._used = {} if self._used is None else self._used
 
-    def let_go(self) -> None:
+    def restore_used(self) -> None:
         """The new configuration is entered: what was taken since the report is there again."""
         self._received |= self._used or {}
         self._used = None

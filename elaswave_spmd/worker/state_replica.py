@@ -201,7 +201,7 @@ class StateReplica:
             case _:
                 raise AssertionError(f"worker {self.rank} got {message}")
 
-    def take_early(self) -> list[tuple[int, m.Message, Tensor]]:
+    def pop_early(self) -> list[tuple[int, m.Message, Tensor]]:
         """(sender, message, payload) of messages that were for pages which this worker did not hold yet."""
         early, self._early = self._early, []
         return early
@@ -265,7 +265,7 @@ class StateReplica:
     def _loss_in(self, key: PageRange, gradient: Tensor) -> float | None:
         return float(gradient[0]) if key == self._loss_range else None
 
-    def gradients_held(self, step: int) -> tuple[PageRange, ...]:
+    def reduced_gradients(self, step: int) -> tuple[PageRange, ...]:
         """The page ranges whose reduced gradient of this step is here."""
         return tuple(sorted(self._gradients.get(step, {})))
 

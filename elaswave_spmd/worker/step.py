@@ -105,7 +105,7 @@ class StepRunner:
         self._commit.vote(step)
         yield from self._until_applied(step)
         self._boundaries.forget(step)
-        times, memory = self._microbatches.take_times(), self._microbatches.programs.memory.take()
+        times, memory = self._microbatches.pop_times(), self._microbatches.programs.memory.pop_rows()
         self._context.hooks.step_measured(step, times, memory)
 
     def _begin(self, step: int) -> None:
@@ -257,12 +257,12 @@ class StepRunner:
         if message.step > self._commit.version or (isinstance(message, m.Activation) and message.validation):
             self._boundaries.receive(message, payload)
 
-    def hold(self) -> None:
+    def keep_all(self) -> None:
         """From a StepReport to the Reconfigure after it nothing is given up: what was reported must still be here."""
         self._replica.reducer.keep_all()
-        self._boundaries.hold()
+        self._boundaries.keep_all()
 
-    def held(self, step: int) -> m.StepHeld:
+    def partial_step(self, step: int) -> m.PartialStep:
         """Everything that this worker has of a step that is not decided."""
         reducer = self._replica.reducer
         mine = self._under_way if self._under_way is not None and self._under_way.number == step else None
@@ -274,16 +274,16 @@ class StepRunner:
             # The sums of some layers of a micro-batch in the middle of its backward may have been given up already.
             given_up = {self._microbatches.backward_of} if reducer.gives_up else set()
             mine.reported = frozenset(mine.computed | given_up)
-        return m.StepHeld(
+        return m.PartialStep(
             step,
             tuple(sorted(mine.assigned)) if mine else (),
             tuple(sorted(mine.computed)) if mine else (),
             tuple(sorted(self._microbatches.programs.forwarded - input_only)) if mine else (),
             self._boundaries.kept(ACTIVATION, step),
             self._boundaries.kept(GRADIENT, step),
-            reducer.nodes_held() if current else {},
-            reducer.trees_held(step, current=current),
-            self._replica.gradients_held(step),
+            reducer.layer_sums() if current else {},
+            reducer.page_sums(step, current=current),
+            self._replica.reduced_gradients(step),
         )
 
     def enter(self, configuration: Configuration) -> None:
@@ -292,7 +292,7 @@ class StepRunner:
         self._stage = placement.mesh.stage_of(self._context.rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
-        self._boundaries.let_go()
+        self._boundaries.restore_used()
         moved = self._microbatches.enter(placement, self._stage)
         if moved or configuration.recovery_plan is None:
             # Its micro-batches went through other layers. Or no member had anything of the step: it is assigned anew.
@@ -307,7 +307,7 @@ class StepRunner:
         if lines is not None:
             self._boundaries.send_again(step, lines, configuration.placement)
         # Sharded parameters that were dropped after this worker's last micro-batch stay dropped if nothing is left.
-        needed = self._remaining is None or self._remaining or configuration.validate >= 0
+        needed = self._remaining is None or self._remaining or configuration.validate is not None
         version = configuration.version
         wanted = [layer for layer in self._layers if needed or self._values[layer].dropped_at != version]
         self._replica.parameters.refresh(wanted, version)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_runs
+from elaswave_spmd.recovery.worker_protocol import Apply, Effect, Install, SendVote, WorkerProtocol, held_ranges
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap
@@ -59,7 +59,7 @@ class StepCommit:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
             highest_version: of any member.
         """
-        held = held_runs(replica_map, self._context.rank)
+        held = held_ranges(replica_map, self._context.rank)
         previous_epoch = self.protocol.epoch
         loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
         self.protocol.enter(placement.mesh.epoch, placement.mesh.members, held, loss_range, highest_version)
@@ -71,7 +71,7 @@ class StepCommit:
         Votes of an older epoch are void. Whoever has not applied the step that others have completes it by the new
         votes, by the normal rule.
         """
-        for sender, message, payload in self.replica.take_early():
+        for sender, message, payload in self.replica.pop_early():
             self.handle(sender, message, payload)
         self.replica.parameters.answer()
         self._perform(self.protocol.votes_again())

@@ -46,6 +46,6 @@ class TracedChannel:
         if payload is not None:
             self._part.send(peer, type(message).__name__, payload.nbytes, began, perf_counter())
 
-    def take(self) -> list[Incoming]:
-        """Returns the messages that have arrived; see `Channel.take`."""
-        return self._channel.take()
+    def receive_all(self) -> list[Incoming]:
+        """Returns the messages that have arrived; see `Channel.receive_all`."""
+        return self._channel.receive_all()

@@ -21,7 +21,7 @@ from elaswave_spmd.recovery.actions import (
     Committed,
     Done,
     EpochBegun,
-    Evict,
+    RemoveMember,
     Save,
     Send,
     Unrecoverable,
@@ -181,7 +181,7 @@ class LocalCluster:
             worker.port,
             self._hooks_of(worker),
         )
-        worker.executor = Executor(context, Configuration.of(self._healthy, place))
+        worker.executor = Executor(context, Configuration.from_message(self._healthy, place))
         worker.running = worker.executor.train()
 
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
@@ -295,9 +295,9 @@ class LocalCluster:
                 self._applied[message.rank] = message.step
                 self._perform(controller.applied(message))
             case m.StepReport():
-                self._perform(controller.status(message))
+                self._perform(controller.report_received(message))
             case m.CaughtUp():
-                self._perform(controller.learned(message))
+                self._perform(controller.caught_up(message))
             case m.Damaged():
                 self._perform(controller.damaged(message))
             case m.Fingerprints():
@@ -321,7 +321,7 @@ class LocalCluster:
                 case Broadcast(ranks, message):
                     for rank in ranks:
                         self._send(rank, message)
-                case Evict(rank, lost):
+                case RemoveMember(rank, lost):
                     if not lost:
                         self._workers.pop(rank, None)
                 case Committed(applied):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from elaswave_spmd.controller.events import Event, Finished, MoveRequested, Received, Stopped, WorkerGone
+from elaswave_spmd.controller.events import Event, Finished, MoveRequested, Received, Stopped, WorkerEnded
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel
@@ -59,7 +59,13 @@ from tests.cluster.simulated_io import (
 from tests.cluster.stories import draw_goal
 from tests.cluster.wires import Link, SimulatedChannel, Wires
 
-_CHANGES = (m.Leaving, m.Wanted, m.Failed, m.Damaged, m.LinkClosed)  # messages that may begin a change of the mesh
+_CHANGES = (
+    m.Leaving,
+    m.SpawnRequest,
+    m.Failed,
+    m.Damaged,
+    m.LinkClosed,
+)  # messages that may begin a change of the mesh
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
 
 
@@ -208,7 +214,7 @@ class ControlledCluster:
     def _exits_later(self, rank: int) -> None:
         exited = Exited(rank, 1000 + rank, None, 9)
         at = self.turn + self._random.randint(0, 60)
-        self._notices.append((at, lambda: WorkerGone(rank, "killed", self.turn * TURN_S, exited)))
+        self._notices.append((at, lambda: WorkerEnded(rank, "killed", self.turn * TURN_S, exited)))
 
     def check(self, message: m.AnyMessage) -> None:
         """What must hold of every message that the controller takes."""
@@ -265,7 +271,7 @@ class ControlledCluster:
             worker.port,
             self._hooks_of(worker),
         )
-        worker.executor = Executor(context, Configuration.of(self._healthy, place))
+        worker.executor = Executor(context, Configuration.from_message(self._healthy, place))
         worker.running = worker.executor.train()
 
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
@@ -285,7 +291,7 @@ class ControlledCluster:
         keys = tuple(sorted(part.run.key for part in replica.state if writers.get(part.run.key) == worker.rank))
         if keys:
             name = shard_name(worker.rank, Ballot(1, epoch))
-            worker.port.send(CONTROLLER, m.Wrote(version, worker.rank, epoch, name, 1, "0" * 64, keys))
+            worker.port.send(CONTROLLER, m.ShardWritten(version, worker.rank, epoch, name, 1, "0" * 64, keys))
 
     def _group_of(self, rank: int) -> StageGroup | None:
         """The group of a worker's stage, for new parameters; none: links alone."""
@@ -336,7 +342,7 @@ class ControlledCluster:
         if kind in ("kill", "replace", "term"):
             self._window.append(rank)
         if kind in ("join", "replace"):
-            self._io.events.append(Received(m.Wanted(rank, 1)))
+            self._io.events.append(Received(m.SpawnRequest(rank, 1)))
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
             executor.replica.state.flip_a_bit()
         if kind == "rebalance":

@@ -440,7 +440,7 @@ def test_damage_is_found_before_it_is_used(order: int) -> None:
     had written, gives the page up, and learns it again from another replica."""
     run = training("dp3", steps=6).worker(1, "corrupt", step=3, at="backward").run(order, verify_every=1)
     (damaged,) = run.messages(m.Damaged)
-    assert (damaged.rank, damaged.step, len(damaged.runs)) == (1, 3, 1)
+    assert (damaged.rank, damaged.step, len(damaged.page_ranges)) == (1, 3, 1)
     repaired = [sent for sent in run.sent if isinstance(sent.message, m.PageState)]
     assert repaired and all(sent.receiver == 1 for sent in repaired)
 

@@ -137,7 +137,7 @@ class SimulatedChannel:
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         self._cluster.send(self._rank, peer, message, payload)
 
-    def take(self) -> list[Incoming]:
+    def receive_all(self) -> list[Incoming]:
         self._cluster.deliver_some(self._rank)
         found = []
         while self.then is None and self.inbox:

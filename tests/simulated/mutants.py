@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Publish, StepReport, Vote
+from elaswave_spmd.recovery.messages import AT_ONCE, Publish, StepReport, Vote
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.state import HeldState
@@ -37,20 +37,20 @@ def _applies_after_prepare() -> Patches:
 
 def _reuses_a_report() -> Patches:
     """The controller takes a worker's last StepReport for its answer to every later Prepare."""
-    begin, status = ControllerProtocol._begin, ControllerProtocol.status
+    begin, status = ControllerProtocol._begin, ControllerProtocol.report_received
 
     def _begin(self: ControllerProtocol, after: int) -> list[Any]:
         effects = begin(self, after)
-        if self._change is not None and after < 0:
+        if self._change is not None and after == AT_ONCE:
             reports: dict[int, StepReport] = vars(self).get("reports", {})
-            self._change.statuses |= {rank: status for rank, status in reports.items() if rank in self.members}
+            self._change.reports |= {rank: status for rank, status in reports.items() if rank in self.members}
         return effects
 
     def _status(self: ControllerProtocol, message: StepReport) -> list[Any]:
         vars(self).setdefault("reports", {})[message.rank] = message
         return status(self, message)
 
-    return {(ControllerProtocol, "_begin"): _begin, (ControllerProtocol, "status"): _status}
+    return {(ControllerProtocol, "_begin"): _begin, (ControllerProtocol, "report_received"): _status}
 
 
 def _votes_before_mirrored_gradients() -> Patches:

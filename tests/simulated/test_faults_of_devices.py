@@ -134,7 +134,7 @@ def test_the_step_is_done_again(
     (said,) = damaged
     assert (said.rank, said.step, said.reason) == (1, 3, TEXT)
     held = [part for part in executors[1].replica.state]
-    assert bool(said.runs) == (remedy is Remedy.RELOAD and bool(held))
+    assert bool(said.page_ranges) == (remedy is Remedy.RELOAD and bool(held))
     assert all(part.version != LEARNING for part in held)
 
 

@@ -25,7 +25,7 @@ from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import ControllerProtocol
-from elaswave_spmd.recovery.actions import Broadcast, Evict
+from elaswave_spmd.recovery.actions import Broadcast, RemoveMember
 from elaswave_spmd.recovery.messages import Applied, Prepare, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
@@ -206,7 +206,7 @@ def test_no_more_are_added_than_open_files_allow(world: World, monkeypatch: pyte
 def test_drain_asks_for_a_boundary(world: World) -> None:
     assert world.ask(command="drain", ranks=[2, 0]) == {"leaving": [0, 2]}
     assert world.effects[-1:] == [Broadcast((0, 1, 2), Prepare(2, 1))]
-    assert not any(isinstance(effect, Evict) for effect in world.effects)
+    assert not any(isinstance(effect, RemoveMember) for effect in world.effects)
 
 
 def test_draining_twice_changes_nothing_more(world: World) -> None:

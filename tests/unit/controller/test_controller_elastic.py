@@ -94,7 +94,7 @@ def test_a_run_goes_on_after_one_loss(told: Callable[..., Told]) -> None:
         story.kill(1)
         place = story.until_epoch(0, {0})
         assert (place.stages, place.microbatch_counts) == (((0,),), ((2,),)) and place.addresses.keys() == {0}
-        assert story.prepares(0)[0] == m.Prepare(1, -1), "at once"
+        assert story.prepares(0)[0] == m.Prepare(1, m.AT_ONCE), "at once"
         story.workers.end(Exited(rank=1, pid=71, code=None, signal=9))  # said twice, it is one loss
         the_rest(story, layout, 0)
 
@@ -228,7 +228,7 @@ def write(story: Story, rank: int, layout: ModelLayout, place: m.Reconfigure) ->
     ballot = Ballot(orders["incarnation"], place.epoch)
     shard = write_shard(folder, place.version, ballot, rank, arrays, run=orders["run"])
     content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
-    story.workers.say(m.Wrote(place.version, rank, place.epoch, *content))
+    story.workers.say(m.ShardWritten(place.version, rank, place.epoch, *content))
 
 
 def test_too_few_workers_write_a_checkpoint_and_stop(told: Callable[..., Told]) -> None:
@@ -236,7 +236,7 @@ def test_too_few_workers_write_a_checkpoint_and_stop(told: Callable[..., Told]) 
         one_step(story)
         story.kill(1)
         place = story.until_epoch(0, {0})
-        assert place.save and (place.version, place.work) == (1, ())
+        assert place.save and (place.version, place.recovery_plan) == (1, ())
         write(story, 0, layout, place)
         story.until(lambda: False)
 
@@ -255,10 +255,10 @@ def test_too_few_workers_write_a_checkpoint_and_stop(told: Callable[..., Told]) 
 def test_what_went_wrong_with_an_earlier_attempt_at_the_same_step_does_not_count(told: Callable[..., Told]) -> None:
     def tell(story: Story, layout: ModelLayout) -> None:
         one_step(story)
-        story.workers.say(m.Wrote(1, 1, 0, error="those before it are still being written"))
+        story.workers.say(m.ShardWritten(1, 1, 0, error="those before it are still being written"))
         story.kill(1)
         place = story.until_epoch(0, {0})
-        story.workers.say(m.Wrote(1, 0, 0, error="those before it are still being written"))
+        story.workers.say(m.ShardWritten(1, 0, 0, error="those before it are still being written"))
         write(story, 0, layout, place)
         story.until(lambda: False)
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(told: Callable[..., Told]) 
         one_step(story)
         story.kill(1)
         place = story.until_epoch(0, {0})
-        story.workers.say(m.Wrote(1, 0, place.epoch, error="the disk is full"))
+        story.workers.say(m.ShardWritten(1, 0, place.epoch, error="the disk is full"))
         story.until(lambda: False)
 
     run = told(tell, min_workers=2)
@@ -366,7 +366,7 @@ def test_a_worker_that_asked_to_leave_and_is_not_let_go_has_failed(told: Callabl
         one_step(story)
         story.workers.say(m.Leaving(1))
         story.mute.add(0)
-        story.until(lambda: story.prepares(0) and story.prepares(0)[-1].after == -1)
+        story.until(lambda: story.prepares(0) and story.prepares(0)[-1].after == m.AT_ONCE)
         story.dead.add(1)
         story.workers.say(m.StepReport(story.prepares(0)[-1].epoch, 0, 1))
         story.mute.clear()

@@ -18,14 +18,14 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     FindCheckpoint,
     Kill,
-    Lost,
     Received,
     Record,
+    RecordLoss,
     ReportExits,
     Spawn,
     Stopped,
     Tick,
-    WorkerGone,
+    WorkerEnded,
 )
 from elaswave_spmd.controller.failures import FailureHandler, SaveEnded
 from elaswave_spmd.controller.roster import Roster
@@ -88,11 +88,11 @@ class World:
         else:
             self.do(self.losses.failed(message, self.now))
 
-    def gone(self, event: WorkerGone) -> None:
+    def gone(self, event: WorkerEnded) -> None:
         if self.losses.is_ending:
             self.happens(event)
         else:
-            self.do(self.losses.gone(event))
+            self.do(self.losses.worker_ended(event))
 
     def live(self, *ranks: int) -> None:
         for rank in (*ranks, *ranks):
@@ -100,7 +100,7 @@ class World:
 
     def exits(self, rank: int, code: int | None = None, signal: int | None = None) -> None:
         exited = Exited(rank, 70 + rank, code, signal)
-        self.gone(WorkerGone(rank, str(exited), self.now, exited))
+        self.gone(WorkerEnded(rank, str(exited), self.now, exited))
 
     def time_passes(self) -> None:
         """Long enough for everything that is waited for."""
@@ -113,7 +113,7 @@ class World:
 
     @property
     def reported(self) -> list[int]:
-        return [action.rank for action in self.actions if isinstance(action, Lost)]
+        return [action.rank for action in self.actions if isinstance(action, RecordLoss)]
 
     @property
     def ended(self) -> list[int]:
@@ -257,7 +257,7 @@ def test_giving_up_waits_for_the_cause_of_an_end() -> None:
     nobody = Unrecoverable((), "no worker is left")
     for is_crash in (True, False):
         world = World()
-        world.gone(WorkerGone(0, "its process ended", 1.0))
+        world.gone(WorkerEnded(0, "its process ended", 1.0))
         world.do(world.losses.end(nobody, world.now))
         assert world.losses.is_ending and not any(isinstance(action, End) for action in world.actions)
         with pytest.raises(RunError, match="SIGSEGV" if is_crash else "no worker is left"):
@@ -269,9 +269,9 @@ def test_giving_up_waits_for_the_cause_of_an_end() -> None:
 
 def test_a_crash_counts_when_its_cause_is_known_after_its_end() -> None:
     world = World()
-    world.gone(WorkerGone(0, "its process ended", 1.0))
+    world.gone(WorkerEnded(0, "its process ended", 1.0))
     world.exits(0, signal=6)
-    world.gone(WorkerGone(1, "its process ended", 1.1))
+    world.gone(WorkerEnded(1, "its process ended", 1.1))
     with pytest.raises(RunError, match=r"SIGABRT.*as worker 0 did in the same step 5"):
         world.exits(1, signal=6)
 

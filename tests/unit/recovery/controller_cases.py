@@ -9,7 +9,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.actions import Action, Broadcast, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import Message, Prepare, Ready, Reconfigure, StepHeld, StepReport
+from elaswave_spmd.recovery.messages import Message, PartialStep, Prepare, Ready, Reconfigure, StepReport
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -63,12 +63,12 @@ def prepares(effects: Iterable[Action]) -> dict[int, Prepare]:
     return {rank: message for rank, message in messages(effects) if isinstance(message, Prepare)}
 
 
-def answer(protocol: ControllerProtocol, version: int = 0, *held: StepHeld) -> list[Action]:
+def answer(protocol: ControllerProtocol, version: int = 0, *held: PartialStep) -> list[Action]:
     """All members answer the Prepare under way, with the same; the effects of the last answer."""
     effects: list[Action] = []
     for rank in protocol.changing:
         assert not places(effects)
-        effects = protocol.status(StepReport(protocol._last_epoch, rank, version, held))
+        effects = protocol.report_received(StepReport(protocol._last_epoch, rank, version, held))
     return effects
 
 

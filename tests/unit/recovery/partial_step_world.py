@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes
-from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.recovery.messages import PartialStep, Recompute
 from elaswave_spmd.recovery.partial_step import executor_view, peer_of
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -269,7 +269,7 @@ class Worker:
 
     # ---- StepReport
 
-    def status(self) -> StepHeld:
+    def status(self) -> PartialStep:
         for u in [u for u, task in self.tasks.items() if task.started]:
             while u in self.tasks and self.tasks[u].layers:
                 self.run(u)  # it answers between two actions
@@ -292,7 +292,7 @@ class Worker:
                     ]
                     if found := set.intersection(*common) | own:
                         trees.append((*run.key, use, tuple(sorted(found))))
-        return StepHeld(
+        return PartialStep(
             STEP,
             tuple(sorted(self.assigned)),
             tuple(sorted(self.computed)),

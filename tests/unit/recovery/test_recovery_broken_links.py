@@ -54,7 +54,7 @@ def test_pairs_are_counted_apart() -> None:
     for ends in ((0, 1), (1, 2), (0, 2)):
         links.closed(*ends)
     verdicts = beats(links, 0, 1, 2, 0, 1, 2)
-    assert [v.evicted for v in verdicts] == [None] * 3 and len({v.ends for v in verdicts}) == 3
+    assert [v.lost for v in verdicts] == [None] * 3 and len({v.ends for v in verdicts}) == 3
 
 
 def test_who_has_lost_the_link_to_the_controller_goes_at_once() -> None:
@@ -90,6 +90,6 @@ def test_nobody_is_judged_without_two_heartbeats_of_each_end(story: list[tuple[s
             for verdict in links.heartbeat(a):
                 seen = reported.pop(verdict.ends)
                 assert all(seen.count(rank) >= 2 for rank in verdict.ends)
-                assert verdict.evicted == (max(verdict.ends) if verdict.ends in judged else None)
+                assert verdict.lost == (max(verdict.ends) if verdict.ends in judged else None)
                 judged.append(verdict.ends)
             assert not any(all(seen.count(rank) >= 2 for rank in ends) for ends, seen in reported.items())

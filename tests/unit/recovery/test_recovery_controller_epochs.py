@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.recovery.actions import Done, EpochBegun, Evict, Send, Unrecoverable
+from elaswave_spmd.recovery.actions import Done, EpochBegun, RemoveMember, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
+    AT_ONCE,
     Applied,
     CaughtUp,
     Damaged,
     Finished,
+    PartialStep,
     Ready,
-    StepHeld,
     StepReport,
     Stop,
     ValidationLoss,
@@ -50,8 +51,8 @@ def test_a_loss_is_answered_at_once() -> None:
     protocol = started()
     commit(protocol, 3)
     effects = protocol.lost(1, "killed")
-    assert effects[0] == Evict(1, lost=True) and protocol.members == (0, 2)
-    assert {rank: (p.epoch, p.after) for rank, p in prepares(effects).items()} == {0: (1, -1), 2: (1, -1)}
+    assert effects[0] == RemoveMember(1, lost=True) and protocol.members == (0, 2)
+    assert {rank: (p.epoch, p.after) for rank, p in prepares(effects).items()} == {0: (1, AT_ONCE), 2: (1, AT_ONCE)}
     assert protocol.lost(1, "again") == [], "a worker is lost once"
     assert protocol.lost(77, "unknown") == []
 
@@ -76,7 +77,7 @@ def test_the_place_after_a_loss_says_everything() -> None:
         (0, 1, 3),
         ((5,), (5,)),
     )
-    assert place.addresses == {0: "at 0", 2: "at 2"} and (place.version, place.work) == (3, None)
+    assert place.addresses == {0: "at 0", 2: "at 2"} and (place.version, place.recovery_plan) == (3, None)
     replicas = from_rows(place.replicas)
     assert {run.primary for run in replicas[0]} == {0} and all(1 not in run.receivers for run in replicas[0])
     event = begun(effects)
@@ -87,39 +88,43 @@ def test_the_place_after_a_loss_says_everything() -> None:
 def test_the_highest_version_counts_and_what_was_begun_is_planned() -> None:
     protocol = started()
     protocol.lost(1, "killed")
-    protocol.status(StepReport(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2), computed=(0,)),)))
-    effects = protocol.status(StepReport(1, 2, 4, (StepHeld(5),)))
+    protocol.report_received(StepReport(1, 0, 3, (PartialStep(4, assigned=(0, 1, 2), computed=(0,)),)))
+    effects = protocol.report_received(StepReport(1, 2, 4, (PartialStep(5),)))
     place = places(effects)[0]
-    assert place.version == 4 and place.work is not None, "a worker behind has entries of a step that is decided"
-    assert {(w.stage, w.microbatch) for w in place.work} == {(s, u) for s in (0, 1) for u in range(5)}, "all of step 5"
-    assert {w.worker for w in place.work if w.stage == 0} == {0}
+    assert place.version == 4 and place.recovery_plan is not None, (
+        "a worker behind has entries of a step that is decided"
+    )
+    assert {(w.stage, w.microbatch) for w in place.recovery_plan} == {(s, u) for s in (0, 1) for u in range(5)}, (
+        "all of step 5"
+    )
+    assert {w.worker for w in place.recovery_plan if w.stage == 0} == {0}
 
 
 def test_microbatches_of_a_lost_worker_are_counted_as_redone_and_those_of_survivors_are_not() -> None:
     protocol = started()
     protocol.lost(1, "killed")
-    protocol.status(StepReport(1, 0, 3, (StepHeld(4, assigned=(0, 1, 2)),)))
-    effects = protocol.status(StepReport(1, 2, 3, (StepHeld(4, assigned=(0, 1, 2, 3, 4)),)))
+    protocol.report_received(StepReport(1, 0, 3, (PartialStep(4, assigned=(0, 1, 2)),)))
+    effects = protocol.report_received(StepReport(1, 2, 3, (PartialStep(4, assigned=(0, 1, 2, 3, 4)),)))
     assert begun(effects).microbatches_redone == 2, "micro-batches 3 and 4 of stage 0"
 
 
 def test_answers_to_another_prepare_and_of_the_lost_are_void() -> None:
     protocol = started()
-    assert protocol.status(StepReport(0, 0, 0)) == [], "nobody asked"
+    assert protocol.report_received(StepReport(0, 0, 0)) == [], "nobody asked"
     protocol.lost(1, "killed")
-    assert protocol.status(StepReport(0, 0, 0)) == [] and protocol.changing == (0, 2)
-    assert protocol.status(StepReport(1, 1, 0)) == []
-    assert protocol.status(StepReport(1, 0, 0)) == [] and protocol.changing == (2,)
+    assert protocol.report_received(StepReport(0, 0, 0)) == [] and protocol.changing == (0, 2)
+    assert protocol.report_received(StepReport(1, 1, 0)) == []
+    assert protocol.report_received(StepReport(1, 0, 0)) == [] and protocol.changing == (2,)
 
 
 def test_a_loss_while_the_mesh_changes_begins_again_with_the_next_number() -> None:
     protocol = started(3, 1)
     protocol.lost(1, "killed")
-    protocol.status(StepReport(1, 0, 0))
+    protocol.report_received(StepReport(1, 0, 0))
     effects = protocol.lost(2, "killed too")
     assert {rank: p.epoch for rank, p in prepares(effects).items()} == {0: 2, 3: 2}
     assert protocol.changing == (0, 3), "whoever had answered answers again"
-    assert protocol.status(StepReport(1, 3, 0)) == []
+    assert protocol.report_received(StepReport(1, 3, 0)) == []
     effects = answer(protocol)
     assert places(effects)[0].stages == ((0,), (3,)) and begun(effects).kinds == {1: "fail", 2: "fail"}
 
@@ -127,11 +132,11 @@ def test_a_loss_while_the_mesh_changes_begins_again_with_the_next_number() -> No
 def test_a_planned_change_does_not_make_a_loss_less_urgent() -> None:
     protocol = started()
     protocol.lost(1, "killed")
-    assert {p.after for p in prepares(protocol.ready(Ready(3, "new"))).values()} == {-1}
+    assert {p.after for p in prepares(protocol.ready(Ready(3, "new"))).values()} == {AT_ONCE}
     protocol = started()
     commit(protocol, 3)
     protocol.ready(Ready(3, "new"))
-    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
+    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {AT_ONCE}
 
 
 def test_pages_without_a_replica_end_the_run() -> None:
@@ -139,7 +144,7 @@ def test_pages_without_a_replica_end_the_run() -> None:
     protocol.lost(2, "killed")
     effects = answer(protocol)
     (end,) = effects
-    assert isinstance(end, Unrecoverable) and {run.layer for run in end.runs} == {1, 2}
+    assert isinstance(end, Unrecoverable) and {run.layer for run in end.lost} == {1, 2}
     assert "all replicas" in end.reason and not places(effects)
 
 
@@ -159,7 +164,7 @@ def test_a_worker_that_leaves_does_so_between_two_steps() -> None:
     assert {rank: p.after for rank, p in prepares(effects).items()} == {0: 4, 1: 4, 2: 4}, "the leaver answers too"
     assert protocol.drain(1, "again") == [] and protocol.drain(9, "no member") == []
     effects = answer(protocol, 4)
-    assert sorted(places(effects)) == [0, 2] and effects[-2:] == [Send(1, Stop()), Evict(1, lost=False)]
+    assert sorted(places(effects)) == [0, 2] and effects[-2:] == [Send(1, Stop()), RemoveMember(1, lost=False)]
     assert begun(effects).kinds == {1: "leave"} and 1 not in protocol.addresses
 
 
@@ -172,7 +177,7 @@ def test_no_boundary_lies_behind_the_last_step() -> None:
 def test_a_worker_that_dies_while_it_leaves_is_a_loss() -> None:
     protocol = started()
     protocol.drain(1, "asked to leave")
-    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
+    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {AT_ONCE}
     effects = answer(protocol)
     assert begun(effects).kinds == {1: "fail"} and Send(1, Stop()) not in effects
 
@@ -195,7 +200,7 @@ def test_a_newcomer_gets_its_place_between_two_steps() -> None:
 def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:
     protocol = started()
     protocol.ready(Ready(3, "at 3"))
-    assert protocol.lost(3, "killed") == [Evict(3, lost=True)]
+    assert protocol.lost(3, "killed") == [RemoveMember(3, lost=True)]
     assert places(answer(protocol))[0].stages == ((0, 1), (2,))
 
 
@@ -214,9 +219,9 @@ def test_learners_are_promoted_when_all_have_caught_up() -> None:
     answer(protocol, 1)
     assert {rank for run in replicas_of(protocol) for rank in run.learners} == {3, 4}
     epoch = protocol.placement.mesh.epoch
-    assert protocol.learned(CaughtUp(3, epoch)) == []
-    assert protocol.learned(CaughtUp(4, epoch - 1)) == [], "of an older epoch"
-    effects = protocol.learned(CaughtUp(4, epoch))
+    assert protocol.caught_up(CaughtUp(3, epoch)) == []
+    assert protocol.caught_up(CaughtUp(4, epoch - 1)) == [], "of an older epoch"
+    effects = protocol.caught_up(CaughtUp(4, epoch))
     assert {p.after for p in prepares(effects).values()} == {protocol.version + 1}, "a planned change"
     effects = answer(protocol, 2)
     assert not any(run.learners for run in replicas_of(protocol)) and not begun(effects).kinds
@@ -229,7 +234,7 @@ def test_what_is_learned_while_the_mesh_changes_counts_in_the_next_epoch() -> No
     protocol.ready(Ready(3, "at 3"))
     answer(protocol, 1)
     protocol.lost(1, "killed")
-    assert protocol.learned(CaughtUp(3, protocol.placement.mesh.epoch)) == []
+    assert protocol.caught_up(CaughtUp(3, protocol.placement.mesh.epoch)) == []
 
 
 def test_a_learner_is_no_replica() -> None:
@@ -250,7 +255,7 @@ def test_mirrors_are_made_again_after_a_loss() -> None:
     answer(protocol, 1)
     for _ in range(2):  # learned, then promoted
         for rank in {rank for run in replicas_of(protocol) for rank in run.learners}:
-            protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
+            protocol.caught_up(CaughtUp(rank, protocol.placement.mesh.epoch))
         answer(protocol, 2)
     assert all(len(run.replicas) == 2 and not run.learners for run in replicas_of(protocol))
     effects = protocol.lost(0, "killed")
@@ -262,8 +267,8 @@ def test_mirrors_are_made_again_after_a_loss() -> None:
 # ---- validation and the end
 
 
-@pytest.mark.parametrize(("reported", "again"), [((0,), 2), ((0, 1), -1)])
-def test_a_validation_that_was_not_complete_is_run_again(reported: tuple[int, ...], again: int) -> None:
+@pytest.mark.parametrize(("reported", "again"), [((0,), 2), ((0, 1), None)])
+def test_a_validation_that_was_not_complete_is_run_again(reported: tuple[int, ...], again: int | None) -> None:
     protocol = started(num_validation_microbatches=2, validates_at=lambda step: step % 2 == 0)
     commit(protocol, 2)
     protocol.validation(ValidationLoss(2, 2, reported, (1.0,) * len(reported)))
@@ -301,7 +306,7 @@ def test_a_move_is_made_once_its_learners_have_the_state() -> None:
     assert learners and not prepares(effects)
     for rank in learners:
         commit(protocol, 4)
-        effects = protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
+        effects = protocol.caught_up(CaughtUp(rank, protocol.placement.mesh.epoch))
     assert {p.after for p in prepares(effects).values()} == {5}, "the next step was begun"
     assert all(place.layer_cuts == (0, 2, 3) for place in places(answer(protocol, 5)).values())
 
@@ -310,7 +315,7 @@ def test_a_loss_is_answered_at_once_while_a_move_waits_for_its_learners() -> Non
     protocol = started(zero=1)
     protocol.rebalance(Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts))
     answer(protocol, 1)
-    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {-1}
+    assert {p.after for p in prepares(protocol.lost(1, "killed")).values()} == {AT_ONCE}
 
 
 # ---- devices that failed and came back
@@ -322,23 +327,23 @@ def test_a_worker_that_lost_what_it_had_is_named_in_the_next_place_alone(runs: o
     commit(protocol, 3)
     own = tuple(run.key for run in replicas_of(protocol) if run.primary == 1)
     effects = protocol.damaged(Damaged(1, 0, 4, own if runs == "all" else (), "UCE ERROR"))
-    assert {p.after for p in prepares(effects).values()} == {-1} and len(prepares(effects)) == 3
+    assert {p.after for p in prepares(effects).values()} == {AT_ONCE} and len(prepares(effects)) == 3
     found = places(answer(protocol, 3))
-    assert {place.forgot for place in found.values()} == {(1,)}
+    assert {place.recovered for place in found.values()} == {(1,)}
     if runs == "all":
         assert not any(1 in run.replicas for run in replicas_of(protocol) if run.key in own)
     protocol.lost(2, "killed")
-    assert {place.forgot for place in places(answer(protocol, 3)).values()} == {()}
+    assert {place.recovered for place in places(answer(protocol, 3)).values()} == {()}
 
 
 def test_who_forgot_and_is_lost_before_the_place_is_not_named() -> None:
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, (), "FORCE STOP"))
     protocol.lost(1, "killed")
-    assert {place.forgot for place in places(answer(protocol)).values()} == {()}
+    assert {place.recovered for place in places(answer(protocol)).values()} == {()}
 
 
 def test_copies_that_are_damaged_are_no_reason_to_send_again() -> None:
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, ()))
-    assert {place.forgot for place in places(answer(protocol)).values()} == {()}
+    assert {place.recovered for place in places(answer(protocol)).values()} == {()}

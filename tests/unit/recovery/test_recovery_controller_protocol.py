@@ -24,7 +24,15 @@ def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
     assert [rank for rank, _ in messages(effects)] == [0, 1, 2] and len(effects) == 1, "encoded once"
     assert places(effects)[0] == places(effects)[1] == places(effects)[2]
     assert places(effects)[0] == Reconfigure(
-        0, ((0, 1), (2,)), (0, 1, 3), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}, (), version=0, work=None, validate=-1
+        0,
+        ((0, 1), (2,)),
+        (0, 1, 3),
+        ((3, 2), (5,)),
+        {0: "a", 1: "b", 2: "c"},
+        (),
+        version=0,
+        recovery_plan=None,
+        validate=None,
     )
 
 

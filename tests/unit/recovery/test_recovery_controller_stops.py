@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.recovery.actions import Action, EpochBegun, Evict, Save, Send, Unrecoverable
+from elaswave_spmd.recovery.actions import Action, EpochBegun, RemoveMember, Save, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
+    AT_ONCE,
     Applied,
     CaughtUp,
     Damaged,
     Finished,
+    PartialStep,
     Ready,
     Reconfigure,
-    StepHeld,
     StepReport,
     Stop,
     ValidationLoss,
@@ -22,7 +23,7 @@ from elaswave_spmd.sharding.replicas import from_rows
 from tests.unit.recovery.controller_cases import STEPS, answer, places, prepares, replicas_of, started
 
 TWO = Policy(mirror_count=1, min_workers=2)
-HALF_DONE = StepHeld(5, assigned=(0, 1, 2), computed=(0,))
+HALF_DONE = PartialStep(5, assigned=(0, 1, 2), computed=(0,))
 
 
 def commit(protocol: ControllerProtocol, step: int) -> None:
@@ -48,12 +49,12 @@ def test_with_too_few_left_the_newest_version_is_saved_and_nothing_is_computed()
     protocol.lost(0, "killed")
     assert not saves(answer(protocol, 4)), "two are enough"
     effects = protocol.lost(1, "killed")
-    assert {p.after for p in prepares(effects).values()} == {-1}, "at that moment"
+    assert {p.after for p in prepares(effects).values()} == {AT_ONCE}, "at that moment"
     effects = answer(protocol, 4, HALF_DONE)
     (save,) = saves(effects)
     assert save == Save(4, protocol.placement.mesh.epoch, "1 workers are left, elastic.min_workers is 2")
     place = places(effects)[2]
-    assert place.save and (place.version, place.work, place.stages) == (4, (), ((2,),))
+    assert place.save and (place.version, place.recovery_plan, place.stages) == (4, (), ((2,),))
     assert {row[3] for row in place.replicas} == {2} and not any(row[5] for row in place.replicas)
     assert begun(effects).kinds == {1: "fail"} and begun(effects).microbatches_redone == 0
     assert not any(isinstance(effect, Unrecoverable) for effect in effects)
@@ -63,8 +64,8 @@ def test_the_newest_version_is_that_of_any_member() -> None:
     """Whoever is behind has voted for it, and completes it with the others' votes."""
     protocol = started(3, policy=Policy(min_workers=3))
     protocol.lost(0, "killed")
-    protocol.status(StepReport(1, 1, 6, ()))
-    effects = protocol.status(StepReport(1, 2, 5, (StepHeld(6),)))
+    protocol.report_received(StepReport(1, 1, 6, ()))
+    effects = protocol.report_received(StepReport(1, 2, 5, (PartialStep(6),)))
     assert saves(effects)[0].version == 6 and places(effects)[1].version == 6
 
 
@@ -84,14 +85,14 @@ def test_state_that_nobody_has_cannot_be_saved() -> None:
     commit(protocol, 4)
     protocol.lost(2, "killed")
     (end,) = answer(protocol, 4)
-    assert isinstance(end, Unrecoverable) and end.runs
+    assert isinstance(end, Unrecoverable) and end.lost
 
 
 def test_before_the_first_step_there_is_nothing_to_save() -> None:
     protocol = started(2, policy=TWO)
     protocol.lost(0, "killed")
     (end,) = answer(protocol, 0)
-    assert isinstance(end, Unrecoverable) and not end.runs
+    assert isinstance(end, Unrecoverable) and not end.lost
     assert end.reason == "1 workers are left, elastic.min_workers is 2, and no step is applied yet"
 
 
@@ -119,7 +120,7 @@ def test_while_the_state_is_saved_nothing_else_changes() -> None:
     protocol.lost(0, "killed")
     epoch = saves(answer(protocol, 4))[0].epoch
     assert protocol.ready(Ready(3, "at 3")) == [] and protocol.drain(1, "asked to leave") == []
-    assert protocol.learned(CaughtUp(1, epoch)) == [] and protocol.free_to_leave == ()
+    assert protocol.caught_up(CaughtUp(1, epoch)) == [] and protocol.free_to_leave == ()
     protocol.lost(2, "killed")
     effects = answer(protocol, 4)
     assert saves(effects) and places(effects).keys() == {1}, "a newcomer has nothing to save"
@@ -129,7 +130,7 @@ def test_a_validation_is_left_to_whoever_goes_on() -> None:
     protocol = started(2, policy=TWO, num_validation_microbatches=2, validates_at=lambda step: step == 4)
     commit(protocol, 4)
     protocol.lost(0, "killed")
-    assert places(answer(protocol, 4))[1].validate == -1
+    assert places(answer(protocol, 4))[1].validate is None
 
 
 def test_the_last_worker_that_leaves_saves_the_run_and_stays_for_it() -> None:
@@ -140,7 +141,7 @@ def test_the_last_worker_that_leaves_saves_the_run_and_stays_for_it() -> None:
     effects = answer(protocol, 5)
     assert saves(effects)[0].reason == "worker 0 leaves, 0 stay, elastic.min_workers is 1"
     assert places(effects)[0].save and Send(0, Stop()) not in effects
-    assert not any(isinstance(effect, EpochBegun | Evict) for effect in effects)
+    assert not any(isinstance(effect, EpochBegun | RemoveMember) for effect in effects)
 
 
 def test_all_that_leave_at_once_save_the_run() -> None:
@@ -160,10 +161,12 @@ def test_a_link_is_made_again_by_an_epoch_with_the_same_members() -> None:
     protocol = started(3, 1, policy=Policy(mirror_count=0))
     commit(protocol, 4)
     effects = protocol.relink(frozenset((0, 2)), "the link was lost")
-    assert {rank: p.after for rank, p in prepares(effects).items()} == dict.fromkeys((0, 1, 2, 3), -1)
+    assert {rank: p.after for rank, p in prepares(effects).items()} == dict.fromkeys((0, 1, 2, 3), AT_ONCE)
     effects = answer(protocol, 4, HALF_DONE)
     place = places(effects)[0]
-    assert (place.epoch, place.stages) == (1, ((0, 1, 2), (3,))) and place.work, "what is under way is salvaged"
+    assert (place.epoch, place.stages) == (1, ((0, 1, 2), (3,))) and place.recovery_plan, (
+        "what is under way is salvaged"
+    )
     assert begun(effects).kinds == {0: "link", 2: "link"} and begun(effects).reasons[2] == "the link was lost"
     assert not any(run.learners for run in replicas_of(protocol))
     protocol.relink(frozenset((1, 2)), "another")
@@ -184,33 +187,33 @@ def test_a_link_that_ends_with_a_worker_is_not_made_again() -> None:
 
 def test_after_a_loss_everybody_owes_an_answer_at_once() -> None:
     protocol = started(3)
-    assert protocol.owing == (0, ())
+    assert protocol.unanswered == (0, ())
     protocol.lost(0, "killed")
-    assert protocol.owing == (1, (1, 2))
-    protocol.status(StepReport(1, 1, 0))
-    assert protocol.owing == (1, (2,))
-    protocol.status(StepReport(1, 2, 0))
-    assert protocol.owing[1] == ()
+    assert protocol.unanswered == (1, (1, 2))
+    protocol.report_received(StepReport(1, 1, 0))
+    assert protocol.unanswered == (1, (2,))
+    protocol.report_received(StepReport(1, 2, 0))
+    assert protocol.unanswered[1] == ()
 
 
 def test_a_planned_change_is_owed_after_its_step_and_its_validation() -> None:
     protocol = started(2, num_validation_microbatches=2, validates_at=lambda step: step == 5)
     commit(protocol, 4)
     protocol.ready(Ready(2, "at 2"))
-    assert protocol.owing == (1, ())
+    assert protocol.unanswered == (1, ())
     commit(protocol, 5)
-    assert protocol.owing == (1, ()), "the validation is under way"
+    assert protocol.unanswered == (1, ()), "the validation is under way"
     protocol.validation(ValidationLoss(5, 0, (0, 1), (1.0, 1.0)))
-    assert protocol.owing == (1, (0,)), "the other one has not said that it has applied the step"
+    assert protocol.unanswered == (1, (0,)), "the other one has not said that it has applied the step"
     protocol.applied(Applied(5, 0, 1, 1.0, 1.0, True))
-    assert protocol.owing == (1, (0, 1))
+    assert protocol.unanswered == (1, (0, 1))
 
 
 def test_a_loss_does_not_wait_for_a_validation() -> None:
     protocol = started(2, num_validation_microbatches=2, validates_at=lambda step: step == 5)
     commit(protocol, 5)
     protocol.lost(0, "killed")
-    assert protocol.owing == (1, (1,))
+    assert protocol.unanswered == (1, (1,))
 
 
 @pytest.mark.parametrize(("zero", "free"), [(0, (1, 2)), (1, ())])
@@ -229,7 +232,7 @@ def test_two_that_have_the_only_copies_together_are_not_both_free() -> None:
     answer(protocol, 1)
     for _ in range(2):
         for rank in {rank for run in replicas_of(protocol) for rank in run.learners}:
-            protocol.learned(CaughtUp(rank, protocol.placement.mesh.epoch))
+            protocol.caught_up(CaughtUp(rank, protocol.placement.mesh.epoch))
         if protocol.changing:
             answer(protocol, 2)
     assert all(len(run.replicas) == 2 for run in replicas_of(protocol))

@@ -58,7 +58,7 @@ def test_a_newcomer_stands_where_it_was_started(host: str) -> None:
     effects = protocol.ready(Ready(2, "at 2"))
     (epoch,) = {prepare.epoch for prepare in prepares(effects).values()}
     for rank in (0, 1):
-        effects = protocol.status(StepReport(epoch, rank, 0, ()))
+        effects = protocol.report_received(StepReport(epoch, rank, 0, ()))
     assert places(effects)
     assert protocol.placement.mesh.members == (0, 1, 2)
     assert protocol.placement.mesh.topology.path(2) == (host,)

@@ -216,7 +216,7 @@ def test_who_waits_and_does_not_answer_is_suspect_however_its_heart_beats() -> N
         liveness.heartbeat(1, 1, True)
         liveness.heartbeat(0, 1, True)
         assert liveness.tick(BEAT) == []
-    liveness.owe(7, (1,))
+    liveness.expect_answers(7, (1,))
     assert all_beating_until_suspect(liveness, 0, 1) == (W.status, [Suspect(1, "no answer to Prepare for 2.0 s")])
 
 
@@ -224,13 +224,13 @@ def test_another_prepare_is_another_question_and_an_answer_ends_the_wait() -> No
     liveness = watching(0, timeouts=W)
     for epoch in (3, 4, 5):
         for _ in range(7):
-            liveness.owe(epoch, (0,))
+            liveness.expect_answers(epoch, (0,))
             liveness.heartbeat(0, 1, True)
             assert liveness.tick(BEAT) == []
-    liveness.owe(5, ())
+    liveness.expect_answers(5, ())
     liveness.heartbeat(0, 1, True)
     assert liveness.tick(BEAT) == []
-    liveness.owe(5, (0,))
+    liveness.expect_answers(5, (0,))
     assert ticks_until_suspect(liveness, rank=0, progress=1, waiting=True)[0] * BEAT == W.status
 
 
@@ -242,7 +242,7 @@ def test_an_answer_may_take_many_usual_actions_of_one_that_computes(seconds: flo
         for _ in range(int(seconds / BEAT)):
             assert liveness.tick(BEAT) == []
         liveness.heartbeat(0, progress, False)
-    liveness.owe(1, (0,))
+    liveness.expect_answers(1, (0,))
     count, suspect = ticks_until_suspect(liveness, rank=0, progress=8, waiting=False)
     assert count * BEAT == limit == max(W.status, W.progress_factor * seconds) and "Prepare" in suspect.reason
 
@@ -250,7 +250,7 @@ def test_an_answer_may_take_many_usual_actions_of_one_that_computes(seconds: flo
 def test_an_answer_may_take_as_long_as_a_first_action() -> None:
     liveness = watching(0, timeouts=W)
     liveness.heartbeat(0, 0, False, "start")
-    liveness.owe(1, (0,))
+    liveness.expect_answers(1, (0,))
     count, _ = ticks_until_suspect(liveness, rank=0, progress=0, waiting=False)
     assert count * BEAT >= W.start - BEAT
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.recovery import messages as m
 
 numbers, ints = st.floats(allow_nan=False), st.integers(0, 2**40)
-HELD = m.StepHeld(
+HELD = m.PartialStep(
     8,
     (0, 1, 4),
     (0,),
@@ -39,7 +39,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Ready(3, "tcp://127.0.0.1:5", True),
     m.Prepare(4),
     m.Prepare(4, 17),
-    m.StepReport(4, 1, 7, (HELD, m.StepHeld(9))),
+    m.StepReport(4, 1, 7, (HELD, m.PartialStep(9))),
     m.StepReport(4, 1, 7),
     m.Reconfigure(0, ((0, 1), (2,)), (0, 2, 4), ((3, 2), (5,)), {0: "a", 1: "b", 2: "c"}),
     m.Reconfigure(
@@ -58,14 +58,14 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Fingerprints(3, 8, ((0, 0, 3, b"\0\xff"), (1, 4, 5, b""))),
     m.Damaged(3, 5, 8, ((0, 0, 3), (1, 4, 5))),
     m.Damaged(3, 5, 8, (), "UCE ERROR"),
-    m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), -1, False, (1,)),
+    m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), None, False, (1,)),
     m.LinkClosed(3, 1),
     m.GroupLost(3, 1),
     m.GroupLost(3, 1, "Connection closed by peer"),
     m.Vote(7, 3, 1, (0.5, 2.0**-60), 1.25, m.GROUPED),
     m.Applied(9, 0, 1, 0.1, 0.2, True, m.GROUPED),
     m.Leaving(3),
-    m.Wanted(3, 2),
+    m.SpawnRequest(3, 2),
     m.Heartbeat(3, 2**40, True, "votes of step 7"),
     m.Applied(9, 0, 1, 0.1, 0.2, False),
     m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4), (1, 0.0, 0.5, 0, 4)), ((0, 4096, 1024),), 4, (1e-4, 2e9)),
@@ -75,8 +75,8 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Finished(1, 3, {"params": 10, "optim": 2**40}, {"rss": 2**33}),
     m.Failed(0, "Traceback ...\n"),
     m.Failed(0, "Traceback ...\n", 12),
-    m.Wrote(20, 1, 3, "shard_1_1-3.safetensors", 2**33, "ab" * 32, ((0, 0, 3), (2, 1, 2)), 1.5, 20.25),
-    m.Wrote(20, 1, 3, error="the disk is full"),
+    m.ShardWritten(20, 1, 3, "shard_1_1-3.safetensors", 2**33, "ab" * 32, ((0, 0, 3), (2, 1, 2)), 1.5, 20.25),
+    m.ShardWritten(20, 1, 3, error="the disk is full"),
     m.Stop(),
 ]
 
@@ -90,8 +90,10 @@ def test_a_message_survives_its_encoding(message: m.AnyMessage) -> None:
 
 def test_no_plan_and_an_empty_plan_are_two_things() -> None:
     """None: nothing of the step was begun. Empty: all of it was done, and nobody has anything left to do."""
-    places = [m.decode(m.encode(m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {}, work=work))) for work in (None, ())]
-    assert [place.work for place in places if isinstance(place, m.Reconfigure)] == [None, ()]
+    places = [
+        m.decode(m.encode(m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {}, recovery_plan=plan))) for plan in (None, ())
+    ]
+    assert [place.recovery_plan for place in places if isinstance(place, m.Reconfigure)] == [None, ()]
 
 
 OPTIONS_OFF: list[tuple[m.Message, int]] = [

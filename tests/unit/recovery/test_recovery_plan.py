@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.recovery.messages import PartialStep, Recompute
 from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
 from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding import Shardings
@@ -38,14 +38,14 @@ def run(layer: int, first: int, stop: int, primary: int, *mirrors: int) -> Repli
     return ReplicaSet(layer, first, stop, primary, frozenset((primary, *mirrors)))
 
 
-def has(assigned: tuple[int, ...] = (), computed: tuple[int, ...] = (), **more: object) -> StepHeld:
-    return StepHeld(STEP, assigned, computed, **more)  # pyright: ignore[reportArgumentType]
+def has(assigned: tuple[int, ...] = (), computed: tuple[int, ...] = (), **more: object) -> PartialStep:
+    return PartialStep(STEP, assigned, computed, **more)  # pyright: ignore[reportArgumentType]
 
 
 def plan_of(
     placement: Placement,
     layout: ModelLayout,
-    held: Mapping[int, StepHeld | None],
+    held: Mapping[int, PartialStep | None],
     old_layers: Mapping[int, tuple[int, int]] | None = None,
     *,
     kept: bool = True,
@@ -82,7 +82,7 @@ def test_nobody_has_anything() -> None:
 def test_all_entries_somewhere_is_an_empty_plan() -> None:
     runs = {0: (run(0, 0, 1, 0, 1), run(0, 1, 2, 1, 2), run(0, 2, 3, 2, 0))}
     p = placed(((0, 1, 2),), (0, 1), ((2, 2, 2),), runs)
-    assert plan_of(p, layers(1), {1: has(entries=((0, 0, 2),)), 2: has(entries=((0, 2, 3),))}) == []
+    assert plan_of(p, layers(1), {1: has(reduced=((0, 0, 2),)), 2: has(reduced=((0, 2, 3),))}) == []
 
 
 def test_a_stage_without_parameters_runs_what_others_need() -> None:
@@ -100,8 +100,13 @@ LOST_ONE = {0: (run(0, 0, 1, 0, 2), run(0, 1, 2, 0, 2), run(0, 2, 3, 2, 0))}
 def test_a_lost_workers_microbatches_are_dealt_contiguously() -> None:
     p = placed(((0, 2),), (0, 1), ((5, 5),), LOST_ONE)
     held = {
-        0: has((0, 1, 2, 3), (0, 1, 2, 3), nodes={0: ((0, 4),)}, trees=((0, 0, 1, 0, ((0, 4), (8, 10))),)),
-        2: has((7, 8, 9), (7, 8, 9), nodes={0: ((7, 8), (8, 10))}, trees=((0, 2, 3, 0, ((0, 4), (7, 8), (8, 10))),)),
+        0: has((0, 1, 2, 3), (0, 1, 2, 3), layer_sums={0: ((0, 4),)}, page_sums=((0, 0, 1, 0, ((0, 4), (8, 10))),)),
+        2: has(
+            (7, 8, 9),
+            (7, 8, 9),
+            layer_sums={0: ((7, 8), (8, 10))},
+            page_sums=((0, 2, 3, 0, ((0, 4), (7, 8), (8, 10))),),
+        ),
     }
     assert plan_of(p, layers(1), held) == ["0: 4FB by 0", "0: 5FB by 0", "0: 6FB by 2"]
 
@@ -109,8 +114,8 @@ def test_a_lost_workers_microbatches_are_dealt_contiguously() -> None:
 def test_whoever_has_less_left_gets_more() -> None:
     p = placed(((0, 2),), (0, 1), ((5, 5),), LOST_ONE)
     held = {
-        0: has((0, 1, 2, 3), (0, 1), forwarded=(2,), nodes={0: ((0, 2),)}, trees=((0, 0, 1, 0, ((0, 2),)),)),
-        2: has((7, 8, 9), (7, 8, 9), nodes={0: ((7, 8), (8, 10))}, trees=((0, 2, 3, 0, ((7, 8), (8, 10))),)),
+        0: has((0, 1, 2, 3), (0, 1), forwarded=(2,), layer_sums={0: ((0, 2),)}, page_sums=((0, 0, 1, 0, ((0, 2),)),)),
+        2: has((7, 8, 9), (7, 8, 9), layer_sums={0: ((7, 8), (8, 10))}, page_sums=((0, 2, 3, 0, ((7, 8), (8, 10))),)),
     }
     # What is worker 0's stays with it; then loads are 2 and 0, and the three lost micro-batches make them 3 and 2.
     assert plan_of(p, layers(1), held) == [
@@ -123,18 +128,18 @@ def test_time_major_microbatches_are_dealt_in_turn() -> None:
     p = placed(((0, 2),), (0, 1), ((5, 5),), LOST_ONE, zero=2)
     mine, other = (0, 3, 6, 9), (2, 5, 8)
     nodes = {rank: {0: tuple((u, u + 1) for u in microbatches)} for rank, microbatches in ((0, mine), (2, other))}
-    held = {0: has(mine, mine, nodes=nodes[0]), 2: has(other, other, nodes=nodes[2])}
+    held = {0: has(mine, mine, layer_sums=nodes[0]), 2: has(other, other, layer_sums=nodes[2])}
     assert plan_of(p, layers(1), held) == ["0: 1FB by 0", "0: 4FB by 2", "0: 7FB by 0"]
 
 
 def test_a_node_that_the_lost_worker_delivered_to_all_is_not_computed_again() -> None:
     p = placed(((0, 2),), (0, 1), ((2, 2),), {0: (run(0, 0, 2, 0, 2), run(0, 2, 3, 2, 0))})
     held = {
-        0: has((0, 1), (0, 1), nodes={0: ((0, 2),)}, trees=((0, 0, 2, 0, ((0, 2), (2, 3))),)),
-        2: has((3,), (3,), nodes={0: ((3, 4),)}, trees=((0, 2, 3, 0, ((2, 4),)),)),
+        0: has((0, 1), (0, 1), layer_sums={0: ((0, 2),)}, page_sums=((0, 0, 2, 0, ((0, 2), (2, 3))),)),
+        2: has((3,), (3,), layer_sums={0: ((3, 4),)}, page_sums=((0, 2, 3, 0, ((2, 4),)),)),
     }
     assert plan_of(p, layers(1), held) == []
-    held[2] = has((3,), (3,), nodes={0: ((3, 4),)}, trees=((0, 2, 3, 0, ((3, 4),)),))
+    held[2] = has((3,), (3,), layer_sums={0: ((3, 4),)}, page_sums=((0, 2, 3, 0, ((3, 4),)),))
     assert plan_of(p, layers(1), held) == ["0: 2FB by 0"]
 
 
@@ -144,24 +149,27 @@ def test_a_node_that_the_lost_worker_delivered_to_all_is_not_computed_again() ->
 def test_a_lost_primarys_trees_are_made_again_of_kept_sums() -> None:
     """Worker 2, its mirror, is the primary now: its own sums and the others' count, they are whole for these pages."""
     p = placed(((0, 2),), (0, 1), ((2, 2),), {0: (run(0, 0, 3, 2, 0),)})
-    held = {0: has((0, 1), (0, 1), nodes={0: ((0, 2),)}), 2: has((2, 3), (2, 3), nodes={0: ((2, 3), (3, 4))})}
+    held = {0: has((0, 1), (0, 1), layer_sums={0: ((0, 2),)}), 2: has((2, 3), (2, 3), layer_sums={0: ((2, 3), (3, 4))})}
     assert plan_of(p, layers(1), held) == []
 
 
 def test_sums_that_went_with_a_primary_are_computed_again_by_the_same_workers() -> None:
     p = placed(((0, 2),), (0, 1), ((2, 2),), {0: (run(0, 0, 3, 2, 0),)}, zero=2)
-    held = {0: has((0, 2), (0, 2)), 2: has((1, 3), (1,), forwarded=(3,), nodes={0: ((1, 2),)})}
+    held = {0: has((0, 2), (0, 2)), 2: has((1, 3), (1,), forwarded=(3,), layer_sums={0: ((1, 2),)})}
     assert plan_of(p, layers(1), held) == ["0: 0FB by 0", "0: 2FB by 0", "0: 3B by 2"]
 
 
 def test_a_mirrors_entry_covers_all_of_it() -> None:
     p = placed(((0, 2),), (0, 1), ((2, 2),), {0: (run(0, 0, 3, 2, 0),)}, zero=2)
-    assert plan_of(p, layers(1), {0: has((0, 2), (0, 2), entries=((0, 0, 3),)), 2: has((1, 3), (1, 3))}) == []
+    assert plan_of(p, layers(1), {0: has((0, 2), (0, 2), reduced=((0, 0, 3),)), 2: has((1, 3), (1, 3))}) == []
 
 
 def test_an_entry_at_nobody_who_holds_the_run_does_not_count() -> None:
     p = placed(((0, 2),), (0, 1), ((1, 1),), {0: (run(0, 0, 3, 2),)})
-    held = {0: has((0,), (0,), nodes={0: ((0, 1),)}, entries=((0, 0, 3),)), 2: has((1,), (1,), nodes={0: ((1, 2),)})}
+    held = {
+        0: has((0,), (0,), layer_sums={0: ((0, 1),)}, reduced=((0, 0, 3),)),
+        2: has((1,), (1,), layer_sums={0: ((1, 2),)}),
+    }
     assert plan_of(p, layers(1), held) == ["0: 0FB by 0"]
 
 
@@ -169,7 +177,7 @@ def test_local_sums_of_somebody_with_trees_of_the_run_do_not_count_for_it() -> N
     """It was the primary: what its trees do not name it has not."""
     p = placed(((0, 2),), (0, 1), ((2, 2),), {0: (run(0, 0, 3, 0),)})
     held = {
-        0: has((0, 1), (0, 1), nodes={0: ((0, 1), (1, 2))}, trees=((0, 0, 3, 0, ((0, 1), (2, 4))),)),
+        0: has((0, 1), (0, 1), layer_sums={0: ((0, 1), (1, 2))}, page_sums=((0, 0, 3, 0, ((0, 1), (2, 4))),)),
         2: has((2, 3), (2, 3)),
     }
     assert plan_of(p, layers(1), held) == ["0: 1FB by 0"]
@@ -178,11 +186,11 @@ def test_local_sums_of_somebody_with_trees_of_the_run_do_not_count_for_it() -> N
 def test_reports_of_older_runs_count_for_their_parts_and_never_the_other_way_round() -> None:
     whole = {0: (run(0, 0, 2, 0), run(0, 2, 3, 0))}
     parts = {0: (run(0, 0, 1, 0), run(0, 1, 2, 0), run(0, 2, 3, 0))}
-    entry = has(entries=((0, 0, 2), (0, 2, 3)))
-    tree = has(trees=((0, 0, 2, 0, ((0, 2),)), (0, 2, 3, 0, ((0, 2),))))
+    entry = has(reduced=((0, 0, 2), (0, 2, 3)))
+    tree = has(page_sums=((0, 0, 2, 0, ((0, 2),)), (0, 2, 3, 0, ((0, 2),))))
     assert plan_of(placed(((0, 2),), (0, 1), ((1, 1),), parts), layers(1), {0: entry}) == []
     assert plan_of(placed(((0, 2),), (0, 1), ((1, 1),), parts), layers(1), {0: tree}) == []
-    halves = has(entries=((0, 0, 1), (0, 2, 3)), trees=((0, 1, 2, 0, ((0, 2),)),))
+    halves = has(reduced=((0, 0, 1), (0, 2, 3)), page_sums=((0, 1, 2, 0, ((0, 2),)),))
     assert plan_of(placed(((0, 2),), (0, 1), ((1, 1),), parts), layers(1), {0: halves}) == []
     redone = ["0: 0FB by 0", "0: 1FB by 2"]
     assert plan_of(placed(((0, 2),), (0, 1), ((1, 1),), whole), layers(1), {0: halves}) == redone
@@ -190,7 +198,7 @@ def test_reports_of_older_runs_count_for_their_parts_and_never_the_other_way_rou
 
 def test_trees_of_two_members_add_up() -> None:
     p = placed(((0, 2),), (0, 1), ((1, 2),), {0: (run(0, 0, 3, 0, 2),)})
-    held = {rank: has(trees=((0, 0, 3, 0, (node,)),)) for rank, node in ((0, (0, 1)), (2, (1, 2)))}
+    held = {rank: has(page_sums=((0, 0, 3, 0, (node,)),)) for rank, node in ((0, (0, 1)), (2, (1, 2)))}
     assert plan_of(p, layers(1), held) == ["0: 2FB by 0"]
 
 
@@ -199,7 +207,7 @@ def test_trees_of_two_members_add_up() -> None:
 
 def test_only_members_count() -> None:
     p = placed(((0, 2),), (0, 1), ((1, 1),), {0: (run(0, 0, 3, 0, 2),)})
-    held = {1: has((0, 1), (0, 1), nodes={0: ((0, 2),)}, trees=((0, 0, 3, 0, ((0, 2),)),))}
+    held = {1: has((0, 1), (0, 1), layer_sums={0: ((0, 2),)}, page_sums=((0, 0, 3, 0, ((0, 2),)),))}
     assert plan_of(p, layers(1), held, {0: (0, 1), 1: (0, 1), 2: (0, 1)}) == ["0: 0FB by 0", "0: 1FB by 2"]
 
 
@@ -217,7 +225,7 @@ def test_a_newcomer_takes_its_share() -> None:
 def test_a_report_of_another_step_is_a_mistake() -> None:
     p = placed(((0,),), (0, 1), ((1,),))
     with pytest.raises(AssertionError):
-        plan_of(p, layers(1), {0: StepHeld(STEP + 1)})
+        plan_of(p, layers(1), {0: PartialStep(STEP + 1)})
 
 
 # ---- stages: micro-batches 0 and 1 went 0 -> 2 -> 4, micro-batches 2 and 3 went 1 -> 3 -> 5; all pages are held by 1,
@@ -232,25 +240,31 @@ def pipeline(stages: Stages) -> Placement:
     return placed(stages, (0, 1, 2, 3), tuple((4,) if len(s) == 1 else (2, 2) for s in stages), PIPELINE)
 
 
-def survivors(**of_two: object) -> dict[int, StepHeld]:
+def survivors(**of_two: object) -> dict[int, PartialStep]:
     """Workers 1, 3, 5 have done micro-batches 2 and 3; worker 2 as said."""
     microbatches = (2, 3)
     return {
-        1: has(microbatches, microbatches, nodes={0: ((2, 4),)}, activations=((1, 2), (1, 3))),
+        1: has(microbatches, microbatches, layer_sums={0: ((2, 4),)}, activations=((1, 2), (1, 3))),
         3: has(
-            microbatches, microbatches, nodes={1: ((2, 4),)}, activations=((2, 2), (2, 3)), gradients=((0, 2), (0, 3))
+            microbatches,
+            microbatches,
+            layer_sums={1: ((2, 4),)},
+            activations=((2, 2), (2, 3)),
+            gradients=((0, 2), (0, 3)),
         ),
-        5: has(microbatches, microbatches, nodes={2: ((2, 4),)}, gradients=((1, 2), (1, 3))),
+        5: has(microbatches, microbatches, layer_sums={2: ((2, 4),)}, gradients=((1, 2), (1, 3))),
         2: has((0, 1), **of_two),  # pyright: ignore[reportArgumentType]
     }
 
 
 def test_both_neighbours_of_microbatches_are_lost_and_the_one_between_has_done_them() -> None:
     p = pipeline(((1,), (2, 3), (5,)))
-    held = survivors(computed=(0, 1), nodes={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1)))
+    held = survivors(
+        computed=(0, 1), layer_sums={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1))
+    )
     assert plan_of(p, layers(3), held) == ["0: 0FB by 1", "0: 1FB by 1", "2: 0FB by 5", "2: 1FB by 5"]
     # Boundaries not kept: its input's gradients and its outputs once more, but none of its own gradients.
-    held = survivors(computed=(0, 1), nodes={1: ((0, 2),)})
+    held = survivors(computed=(0, 1), layer_sums={1: ((0, 2),)})
     for undisturbed in (True, False):
         assert plan_of(p, layers(3), held, kept=False, undisturbed=undisturbed) == [
             *("0: 0FB by 1", "0: 1FB by 1"),
@@ -273,8 +287,8 @@ def test_both_neighbours_are_lost_halfway() -> None:
 def test_activations_are_computed_again_down_to_one_that_is_kept() -> None:
     """Only the last stage lost something; on the way to it outputs are made again without any gradient."""
     p = pipeline(((0, 1), (2, 3), (5,)))
-    held = survivors(computed=(0, 1), nodes={1: ((0, 2),)}, gradients=((0, 0), (0, 1)))
-    held[0] = has((0, 1), (0, 1), nodes={0: ((0, 2),)}, activations=((1, 1),))
+    held = survivors(computed=(0, 1), layer_sums={1: ((0, 2),)}, gradients=((0, 0), (0, 1)))
+    held[0] = has((0, 1), (0, 1), layer_sums={0: ((0, 2),)}, activations=((1, 1),))
     assert plan_of(p, layers(3), held) == [
         "0: 0F by 0",
         *("1: 0F by 2", "1: 1F by 2"),
@@ -285,9 +299,11 @@ def test_activations_are_computed_again_down_to_one_that_is_kept() -> None:
 def test_outputs_alone_go_to_whoever_has_the_least_to_do() -> None:
     p = placed(((0, 7), (2, 3), (5,)), (0, 1, 2, 3), ((2, 2), (2, 2), (4,)), PIPELINE)
     p = placed(p.mesh.stages, p.layer_cuts, p.microbatch_counts, {**PIPELINE, 0: (run(0, 0, 2, 0),)})
-    held = survivors(computed=(0, 1), nodes={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1)))
+    held = survivors(
+        computed=(0, 1), layer_sums={1: ((0, 2),)}, activations=((2, 0), (2, 1)), gradients=((0, 0), (0, 1))
+    )
     del held[1], held[3]
-    held[0] = has((0, 1), forwarded=(0, 1), trees=((0, 0, 2, 0, ((2, 4),)),))
+    held[0] = has((0, 1), forwarded=(0, 1), page_sums=((0, 0, 2, 0, ((2, 4),)),))
     # Worker 1 delivered its sums of micro-batches 2 and 3, but its outputs, which stage 1 needs again, went with it.
     assert plan_of(p, layers(3), held)[:4] == ["0: 0B by 0", "0: 1B by 0", "0: 2F by 7", "0: 3F by 7"]
 
@@ -297,14 +313,14 @@ def test_an_unfinished_microbatch_waits_for_what_its_survivor_already_sent() -> 
     between.
     """
     p = pipeline(((0, 1), (2, 3), (4, 5)))
-    held = survivors(computed=(0, 1), nodes={1: ((0, 2),)})
+    held = survivors(computed=(0, 1), layer_sums={1: ((0, 2),)})
     held[0] = has((0, 1), forwarded=(0, 1))
-    held[4] = has((0, 1), (0, 1), nodes={2: ((0, 2),)})
+    held[4] = has((0, 1), (0, 1), layer_sums={2: ((0, 2),)})
     assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == ["0: 0B by 0", "0: 1B by 0"]
     again = [f"{s}: {u}F{g} by {w}" for s, g, w in ((0, "B", 0), (1, "b", 2), (2, "b", 4)) for u in (0, 1)]
     assert plan_of(p, layers(3), held, kept=False) == again
     # The sender may have meant somebody else: two claim micro-batch 0.
-    held[1] = has((0, 2, 3), (2, 3), nodes={0: ((2, 4),)}, forwarded=(0,))
+    held[1] = has((0, 2, 3), (2, 3), layer_sums={0: ((2, 4),)}, forwarded=(0,))
     redone = [line for line in again if " 0F" in line]
     assert plan_of(p, layers(3), held, kept=False, undisturbed=True) == [redone[0], "0: 1B by 0", *redone[1:]]
 
@@ -324,14 +340,14 @@ def test_a_stage_goes_to_its_neighbour() -> None:
     p = placed(((0, 1),), (0, 2), ((2, 2),), {0: (run(0, 0, 2, 0, 1),), 1: (run(1, 0, 2, 1), run(1, 2, 3, 0))})
     old = {0: (0, 1), 1: (0, 1)}
     held = {
-        0: has((0, 1), (0,), forwarded=(1,), nodes={0: ((0, 1),)}, activations=((1, 0), (1, 1))),
-        1: has((2, 3), (2, 3), nodes={0: ((2, 4),)}, trees=((1, 0, 2, 1, ((0, 1), (2, 4))),)),
+        0: has((0, 1), (0,), forwarded=(1,), layer_sums={0: ((0, 1),)}, activations=((1, 0), (1, 1))),
+        1: has((2, 3), (2, 3), layer_sums={0: ((2, 4),)}, page_sums=((1, 0, 2, 1, ((0, 1), (2, 4))),)),
     }
     # Of layer 1 only worker 1 has trees, and of its loss page nobody: all micro-batches, dealt anew, with their
     # forwards.
     everything = [f"0: {u}FB by {u // 2}" for u in range(4)]
     assert plan_of(p, layers(2), held, old) == everything
-    held[0] = has((0, 1), (0,), forwarded=(1,), nodes={0: ((0, 1),)}, trees=((1, 2, 3, 1, ((0, 1), (2, 4))),))
+    held[0] = has((0, 1), (0,), forwarded=(1,), layer_sums={0: ((0, 1),)}, page_sums=((1, 2, 3, 1, ((0, 1), (2, 4))),))
     assert plan_of(p, layers(2), held, old) == ["0: 1FB by 0"]
 
 
@@ -341,8 +357,10 @@ def test_kept_boundaries_are_found_by_layer_under_other_cuts() -> None:
     p = placed(((1,), (2,)), (0, 2, 3), ((2,), (2,)), runs)
     old = {1: (1, 2), 2: (2, 3)}
     held = {
-        1: has((0, 1), (0,), activations=((2, 0), (2, 1)), gradients=((0, 0),), nodes={1: ((0, 1),)}),
-        2: has((0, 1), (0, 1), gradients=((1, 0), (1, 1)), trees=((2, 0, 2, 2, ((0, 2),)), (2, 2, 3, 2, ((0, 2),)))),
+        1: has((0, 1), (0,), activations=((2, 0), (2, 1)), gradients=((0, 0),), layer_sums={1: ((0, 1),)}),
+        2: has(
+            (0, 1), (0, 1), gradients=((1, 0), (1, 1)), page_sums=((2, 0, 2, 2, ((0, 2),)), (2, 2, 3, 2, ((0, 2),)))
+        ),
     }
     assert plan_of(p, layers(3), held, old) == ["0: 0FB by 1", "0: 1FB by 1"]
 
@@ -358,27 +376,31 @@ def test_a_lost_reader_is_computed_again_and_the_owner_is_not() -> None:
     owners = {0: ((0, 2),), 1: ((0, 2),)}
     held = {
         0: has(
-            (0,), (0,), nodes=owners, activations=((2, 0),), trees=((0, 0, 2, 0, ((0, 2),)), (0, 0, 2, 2, ((0, 1),)))
+            (0,),
+            (0,),
+            layer_sums=owners,
+            activations=((2, 0),),
+            page_sums=((0, 0, 2, 0, ((0, 2),)), (0, 0, 2, 2, ((0, 1),))),
         ),
-        1: has((1,), (1,), nodes={0: ((1, 2),), 1: ((1, 2),)}, activations=((2, 1),), entries=((1, 0, 2),)),
-        2: has((0,), (0,), entries=((2, 0, 2), (2, 4, 5))),
+        1: has((1,), (1,), layer_sums={0: ((1, 2),), 1: ((1, 2),)}, activations=((2, 1),), reduced=((1, 0, 2),)),
+        2: has((0,), (0,), reduced=((2, 0, 2), (2, 4, 5))),
     }
     # Worker 3's micro-batch 1 is in the entries of layer 2's own pages, but its part of the tied weight was not
     # delivered.
     assert plan_of(p, layers(3, tied=True), held) == ["1: 1FB by 2"]
-    held[2] = has((0, 1), (0, 1), entries=((2, 0, 2), (2, 4, 5)), nodes={2: ((0, 2),)})
+    held[2] = has((0, 1), (0, 1), reduced=((2, 0, 2), (2, 4, 5)), layer_sums={2: ((0, 2),)})
     assert plan_of(p, layers(3, tied=True), held) == []
-    held[1] = has((1,), (1,), entries=((0, 0, 2), (1, 0, 2)))
-    held[2] = has((0,), (0,), entries=((2, 0, 2), (2, 4, 5)))
+    held[1] = has((1,), (1,), reduced=((0, 0, 2), (1, 0, 2)))
+    held[2] = has((0,), (0,), reduced=((2, 0, 2), (2, 4, 5)))
     assert plan_of(p, layers(3, tied=True), held) == [], "a mirror has the entry, of all uses"
 
 
 def test_trees_of_one_use_say_nothing_of_another() -> None:
     p = placed(((0, 1), (2,)), (0, 2, 3), ((1, 1), (2,)), TIED)
     held = {
-        0: has((0,), (0,), trees=((0, 0, 2, 2, ((0, 2),)),)),
-        1: has((1,), (1,), entries=((1, 0, 2),)),
-        2: has((0, 1), (0, 1), entries=((2, 0, 2), (2, 4, 5)), gradients=((1, 0), (1, 1))),
+        0: has((0,), (0,), page_sums=((0, 0, 2, 2, ((0, 2),)),)),
+        1: has((1,), (1,), reduced=((1, 0, 2),)),
+        2: has((0, 1), (0, 1), reduced=((2, 0, 2), (2, 4, 5)), gradients=((1, 0), (1, 1))),
     }
     assert plan_of(p, layers(3, tied=True), held) == ["0: 0FB by 0", "0: 1FB by 1"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.recovery.messages import Recompute, StepHeld
+from elaswave_spmd.recovery.messages import PartialStep, Recompute
 from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -43,7 +43,7 @@ class Story:
         assert not any(worker.tasks for worker in self.world.workers.values()), "a line is left"
 
     def _change(self, *, undisturbed: bool) -> None:
-        held: dict[int, StepHeld | None] = {}
+        held: dict[int, PartialStep | None] = {}
         while not held or self.draw.random() < 0.2:  # the change is overtaken by another one
             self._lose_some()
             held = self._ask()
@@ -68,8 +68,8 @@ class Story:
         living = sorted(self.world.workers)
         self.world.kill(self.draw.sample(living, self.draw.randrange(min(3, len(living)))))
 
-    def _ask(self) -> dict[int, StepHeld | None]:
-        held: dict[int, StepHeld | None] = {}
+    def _ask(self) -> dict[int, PartialStep | None]:
+        held: dict[int, PartialStep | None] = {}
         for rank in self.draw.sample(sorted(self.world.workers), len(self.world.workers)):
             worker = self.world.workers[rank]
             held[rank] = worker.status()
@@ -86,7 +86,7 @@ class Need:
 
     placement: Placement
     layout: ModelLayout
-    held: Mapping[int, StepHeld | None]
+    held: Mapping[int, PartialStep | None]
     old_layers: Mapping[int, tuple[int, int]]
     kept: bool
     undisturbed: bool
@@ -146,7 +146,9 @@ class Need:
                 assert line in executor_view(plan, stage, line.worker)
 
 
-def lacks(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld], stage: int, microbatch: int) -> bool:
+def lacks(
+    placement: Placement, layout: ModelLayout, said: Mapping[int, PartialStep], stage: int, microbatch: int
+) -> bool:
     """Whether the micro-batch's contribution to some page of the stage's layers is nowhere."""
     return any(
         not covered(placement, said, page, use, microbatch)
@@ -155,17 +157,17 @@ def lacks(placement: Placement, layout: ModelLayout, said: Mapping[int, StepHeld
     )
 
 
-def covered(placement: Placement, said: Mapping[int, StepHeld], page: Page, use: int, microbatch: int) -> bool:
+def covered(placement: Placement, said: Mapping[int, PartialStep], page: Page, use: int, microbatch: int) -> bool:
     run = next(r for r in runs_of(placement)[page[0]] if page in pages_of(r))
 
     def of_run(layer: int, first: int, stop: int) -> bool:
         return layer == run.layer and first <= run.first and run.stop <= stop
 
     for rank, report in said.items():
-        has_entry = any(of_run(*key) for key in report.entries)
-        trees = [(each, nodes) for *key, each, nodes in report.trees if of_run(*key)]
+        has_entry = any(of_run(*key) for key in report.reduced)
+        trees = [(each, nodes) for *key, each, nodes in report.page_sums if of_run(*key)]
         in_tree = any(lo <= microbatch < hi for each, nodes in trees if each == use for lo, hi in nodes)
-        in_node = any(lo <= microbatch < hi for lo, hi in report.nodes.get(use, ()))
+        in_node = any(lo <= microbatch < hi for lo, hi in report.layer_sums.get(use, ()))
         if in_tree or (has_entry and rank in run.replicas) or (in_node and not has_entry and not trees):
             return True
     return False

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elaswave_spmd.recovery.messages import Publish, Vote
-from elaswave_spmd.recovery.worker_protocol import Apply, Install, SendVote, WorkerProtocol, held_runs
+from elaswave_spmd.recovery.worker_protocol import Apply, Install, SendVote, WorkerProtocol, held_ranges
 from elaswave_spmd.sharding.replicas import ReplicaSet
 
 ME, OTHER, THIRD = 1, 0, 2
@@ -239,7 +239,7 @@ def test_norm_values_are_kept_for_two_versions() -> None:
 
 def test_held_runs_are_in_layer_and_page_order() -> None:
     first, second = ReplicaSet(0, 0, 1, 5, frozenset({5})), ReplicaSet(1, 0, 1, 4, frozenset({4, 5}))
-    found = held_runs({1: (second,), 0: (first, ReplicaSet(0, 1, 2, 4, frozenset({4})))}, 5)
+    found = held_ranges({1: (second,), 0: (first, ReplicaSet(0, 1, 2, 4, frozenset({4})))}, 5)
     assert found == (first, second)
     keys = [run.key for run in found]
     assert keys == [(0, 0, 1), (1, 0, 1)]

@@ -108,9 +108,9 @@ def test_taking_messages_sends_what_is_copied() -> None:
     device = PinnedDouble()
     port, links, _ = port_on(device)
     port.send(1, PUBLISH, torch.arange(4.0))
-    assert port.take() == [] and not links.sent
+    assert port.receive_all() == [] and not links.sent
     device.copies[0].complete = True
-    assert port.take() == [] and links.told == [(1, "Publish")]
+    assert port.receive_all() == [] and links.told == [(1, "Publish")]
 
 
 def test_sums_come_to_the_device_and_other_payloads_stay_in_host_memory() -> None:
@@ -124,6 +124,6 @@ def test_sums_come_to_the_device_and_other_payloads_stay_in_host_memory() -> Non
         m.PageState(1, 0, 0, 1, b""),
     ):
         mailbox.put(Envelope(1, m.encode(message), (payload,)))
-    taken = [incoming.payload for incoming in port.take()]
+    taken = [incoming.payload for incoming in port.receive_all()]
     assert [any(t is p for p in device.placed) for t in taken] == [True, True, False, False]
     assert all(t is not None and t.tolist() == [0, 1, 2] for t in taken)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
-from elaswave_spmd.recovery.messages import StepHeld
+from elaswave_spmd.recovery.messages import PartialStep
 from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
 from elaswave_spmd.scheduling.placement import Placement
@@ -21,7 +21,7 @@ from tests.unit.scheduling.planning_cases import assigned, costs_of
 STEP = 7
 
 
-def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> StepHeld:
+def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> PartialStep:
     """What a survivor would report: its micro-batches, what it has done of them, and all that it has sent, which it
     keeps.
     """
@@ -29,14 +29,14 @@ def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> St
     forward = [microbatch for microbatch in mine if Action(stage, FORWARD, microbatch) in done]
     computed = [microbatch for microbatch in mine if Action(stage, BACKWARD, microbatch) in done]
     first, stop = assignment.layer_cuts[stage : stage + 2]
-    return StepHeld(
+    return PartialStep(
         STEP,
         tuple(mine),
         tuple(computed),
         forwarded=tuple(microbatch for microbatch in forward if microbatch not in computed),
         activations=tuple((stop, microbatch) for microbatch in forward if stage < assignment.num_stages - 1),
         gradients=tuple((first - 1, microbatch) for microbatch in computed if stage > 0),
-        nodes={
+        layer_sums={
             layer: tuple((microbatch, microbatch + 1) for microbatch in computed)
             for layer in range(first, stop)
             if computed

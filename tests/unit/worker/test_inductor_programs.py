@@ -154,7 +154,7 @@ def test_equal_layers_share_programs_and_steps_compile_none(checkpointing: bool,
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     assert programs.num_compiled == number
-    assert [row[0] for row in programs.memory.take()] == [0, 1, 2, 3, 4]
+    assert [row[0] for row in programs.memory.pop_rows()] == [0, 1, 2, 3, 4]
 
 
 def test_a_worker_that_is_bound_to_other_layers_compiles_nothing() -> None:

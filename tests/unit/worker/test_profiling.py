@@ -30,24 +30,24 @@ def test_a_layer_keeps_its_input_and_what_autograd_saves_but_neither_parameters_
     block, memory, x = Block(), LayerMemory(), microbatch(1)
     y = memory.measure(5, x, block.values, lambda: block(x))
     # exp and the matmul save the same tensor, counted once; relu saves the layer's output, the next layer's input.
-    assert memory.take() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
-    assert 5 in memory and 4 not in memory and memory.take() == ()
+    assert memory.pop_rows() == ((5, 4 * ROWS * WIDTH + 4 * ROWS * HIDDEN, y.nbytes),)
+    assert 5 in memory and 4 not in memory and memory.pop_rows() == ()
 
 
 def test_without_a_graph_only_the_input_is_kept() -> None:
     block, memory, x = Block(), LayerMemory(), microbatch(1)
     with torch.no_grad():
         memory.measure(0, x, block.values, lambda: block(x))
-    assert memory.take() == ((0, x.nbytes, 4 * ROWS * WIDTH),)
+    assert memory.pop_rows() == ((0, x.nbytes, 4 * ROWS * WIDTH),)
 
 
 def test_a_layer_is_reported_once() -> None:
     memory = LayerMemory()
     memory.note(1, 10, 20)
     memory.note(1, 11, 21)
-    assert memory.take() == ((1, 10, 20),)
+    assert memory.pop_rows() == ((1, 10, 20),)
     memory.note(1, 12, 22)
-    assert memory.take() == ()
+    assert memory.pop_rows() == ()
 
 
 def test_measuring_changes_no_bit() -> None:

@@ -134,13 +134,13 @@ def test_what_was_taken_between_status_and_place_is_there_again() -> None:
     boundaries.receive(activation(0), tensor(1).reshape(-1))
     boundaries.receive(activation(1), tensor(2).reshape(-1))
     boundaries.pop(key(ACTIVATION, 0, 1))
-    boundaries.hold()
+    boundaries.keep_all()
     boundaries.pop(key(ACTIVATION, 1, 1))
-    boundaries.hold()  # a second Prepare, before the Reconfigure of the first
-    boundaries.let_go()
+    boundaries.keep_all()  # a second Prepare, before the Reconfigure of the first
+    boundaries.restore_used()
     assert key(ACTIVATION, 0, 1) not in boundaries and key(ACTIVATION, 1, 1) in boundaries
     boundaries.pop(key(ACTIVATION, 1, 1))
-    boundaries.let_go()
+    boundaries.restore_used()
     assert key(ACTIVATION, 1, 1) not in boundaries, "only between StepReport and Reconfigure"
 
 
