@@ -21,12 +21,12 @@ STAMP := $(VENV)/.installed
 train: $(STAMP)
 	$(BIN)/python train.py $(TRAIN_ARGS)
 
-# Side by side: types are checked by one process. Layers that are compiled, and what starts a compiler, are left to `make test`.
+# Side by side: types are checked by one process. Tests that start a compiler are left to `make test`.
 check: $(STAMP)
 	$(MAKE) -j 3 --output-sync=target lint check-units check-schedules
 
 check-units: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m units -k "not compiled" --hypothesis-profile=check $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "units and not compiler" --hypothesis-profile=check $(TEST_ARGS)
 
 check-schedules: $(STAMP)
 	$(BIN)/python -m tests.cluster.schedules --count 200

@@ -70,8 +70,8 @@ class MadeUpGroup:
         return self._epoch if self._met else None
 
     @property
-    def failure(self) -> BaseException | None:
-        return RuntimeError("Timed out") if not self._met and self._fails else None
+    def failure(self) -> str | None:
+        return "Timed out" if not self._met and self._fails else None
 
     def broadcast(self, values: Tensor, root: int) -> MadeUpWork:
         assert self._met and root in self._made.members

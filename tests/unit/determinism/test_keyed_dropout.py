@@ -114,6 +114,7 @@ def test_rows_and_sample_ids_must_match() -> None:
         keep_mask_torch((3, 4), 0.1, keys, 0, CPU)
 
 
+@pytest.mark.compiler
 def test_a_compiled_program_gives_the_same_bits_and_is_traced_once() -> None:
     from torch._dynamo.testing import CompileCounter
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from elaswave_spmd.runtime.devices import Island, device_of
@@ -63,6 +64,7 @@ def on_a_made_up_device(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.compiler
 def test_the_made_up_device() -> None:
     """Layer programs give the bits of the CPU; but for attention, which has another kernel where no fused one is."""
     models = "differences('mlp', 0), differences('gpt', 1e-6), differences('llama', 1e-6)"

@@ -130,6 +130,7 @@ def test_a_process_is_a_world_of_its_own(module: Any) -> None:
     assert module.NpuPlugin().requires_xla_coordinator() is False
 
 
+@pytest.mark.compiler
 def test_it_installs_and_registers_under_the_name_of_the_device(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(FOLDER, source)  # a build writes into its folder

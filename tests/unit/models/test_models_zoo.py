@@ -109,6 +109,7 @@ def test_annotations_name_real_parameters(name: str) -> None:
     assert model.shardings.zero_level == 2
 
 
+@pytest.mark.compiler
 @every_model
 def test_layers_are_compiled_whole_and_once_for_all_blocks(name: str) -> None:
     from torch._dynamo.testing import CompileCounter

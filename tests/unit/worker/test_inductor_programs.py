@@ -27,6 +27,9 @@ VOCABULARY = 11
 CPU = torch.device("cpu")
 
 
+pytestmark = pytest.mark.compiler
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Gives each test new programs and settings of torch.compile, which are global to the process."""
