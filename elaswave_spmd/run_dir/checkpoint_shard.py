@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd.errors import CheckpointError
-from elaswave_spmd.run_dir.files import replacing, write_all, writing
+from elaswave_spmd.run_dir.json_lines import replacing, write_all, writing
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.sharding.replicas import PageRange
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
-from elaswave_spmd.run_dir.files import sync_directory, writing
+from elaswave_spmd.run_dir.json_lines import sync_directory, writing
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet

@@ -16,7 +16,7 @@ import numpy as np
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.run_dir.files import JsonLines, plain, read_json_lines, writing
+from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines, writing
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.weights import save_weights
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.run_dir.files import sync_directory, write_all, writing
+from elaswave_spmd.run_dir.json_lines import sync_directory, write_all, writing
 
 LOCK, EPOCHS = "controller.lock", "epochs.jsonl"
 

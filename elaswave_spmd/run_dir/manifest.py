@@ -18,7 +18,7 @@ from typing import Any
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
-from elaswave_spmd.run_dir.files import replacing, sync_directory, write_all, writing
+from elaswave_spmd.run_dir.json_lines import replacing, sync_directory, write_all, writing
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, all_runs

@@ -14,7 +14,7 @@ import numpy as np
 from elaswave_spmd.errors import RunError, WorkerError, headline_of
 from elaswave_spmd.run_dir.directory import RunDir
 from elaswave_spmd.run_dir.display import Display, Pace, RunInfo, make_display
-from elaswave_spmd.run_dir.files import plain, writing
+from elaswave_spmd.run_dir.json_lines import plain, writing
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.tensorboard import Board
 

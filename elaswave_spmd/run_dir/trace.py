@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from elaswave_spmd.run_dir.files import read_json_lines
+from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
 PARTS = "trace-*.jsonl"

@@ -24,7 +24,7 @@ import numpy as np
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
-from elaswave_spmd.run_dir.files import replacing, write_all
+from elaswave_spmd.run_dir.json_lines import replacing, write_all
 from elaswave_spmd.run_dir.lock import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST, writers_of
 from elaswave_spmd.runtime.devices import Device, HostCopy

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from elaswave_spmd.errors import CheckpointError, FilesError
-from elaswave_spmd.run_dir import files
+from elaswave_spmd.run_dir import json_lines
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards, read_shard, shard_name, write_shard
 from elaswave_spmd.run_dir.lock import Ballot
 from tests.unit.run_dir.checkpoint_cases import BALLOT, flip
@@ -168,8 +168,8 @@ def test_data_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    with files.replacing(tmp_path / "a") as file:
-        files.write_all(file, b"content")
+    with json_lines.replacing(tmp_path / "a") as file:
+        json_lines.write_all(file, b"content")
     assert done == ["fsync .a.tmp", "rename a", f"fsync {tmp_path.name}"]
 
 

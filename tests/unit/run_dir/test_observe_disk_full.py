@@ -14,7 +14,7 @@ from rich.console import Console
 
 from elaswave_spmd.errors import FilesError, RunError
 from elaswave_spmd.run_dir import PlainDisplay, RunDir, RunObserver, observer, read_events, read_summary, save_weights
-from elaswave_spmd.run_dir.files import JsonLines, read_json_lines
+from elaswave_spmd.run_dir.json_lines import JsonLines, read_json_lines
 from elaswave_spmd.run_dir.tensorboard import Board
 
 

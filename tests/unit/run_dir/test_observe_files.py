@@ -26,7 +26,7 @@ from elaswave_spmd.run_dir import (
     save_weights,
     weights_sha256,
 )
-from elaswave_spmd.run_dir.files import JsonLines, plain, read_json_lines
+from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)
 
