@@ -18,7 +18,7 @@ from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
 from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
 
@@ -148,7 +148,7 @@ class CheckpointCoordinator:
         )
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)
-        pages = {page_range for shard in pending.shards.values() for page_range in shard.runs}
+        pages = {page_range for shard in pending.shards.values() for page_range in shard.pages}
         if pending.is_queued or sum(stop - first for _, first, stop in pages) < self._spec.num_pages:
             return []
         return self._complete(message.step, pending)

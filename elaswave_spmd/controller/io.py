@@ -39,7 +39,7 @@ from elaswave_spmd.recovery.messages import Prepare, decode
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_manifest
 from elaswave_spmd.run_dir.directory import METRICS
-from elaswave_spmd.run_dir.lock import Journal
+from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
 from elaswave_spmd.runtime.devices.process_group import GroupStore
 from elaswave_spmd.runtime.processes import death_watch

@@ -23,8 +23,10 @@ from elaswave_spmd.run_dir.checkpoints import (
     write_manifest,
 )
 from elaswave_spmd.run_dir.directory import SUMMARY
-from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, next_incarnation, read_journal
-from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, check_identity, layout_fingerprint
+from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
+from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir
+from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
+from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.sharding.replicas import unsurvived_text
 from elaswave_spmd.worker.checkpoint_writer import read_reports
 

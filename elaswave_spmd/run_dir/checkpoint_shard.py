@@ -1,8 +1,9 @@
 """Shards: the state pages that one worker writes for a durable checkpoint (docs/run_files.md).
 
 A shard is a safetensors file of flat fp32 arrays, one for each page range and each kind of state, named
-`<layer>.<first>.<stop>.<kind>`: any page of it can be read alone. Its metadata says whose it is and carries the sha256
-of the file with that hash written as 64 zeros; so a shard is written and hashed in one pass, and proves itself.
+`<layer>.<first page>.<stop page>.<kind>`, so that any part of it can be read alone. Its metadata names the run, the
+step and the worker, and holds the sha256 of the file, computed while the hash itself is 64 zeros. So a shard is written
+and hashed in one pass, and can be verified without anything beside it.
 """
 
 from __future__ import annotations
@@ -16,34 +17,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from elaswave_spmd.errors import CheckpointError
-from elaswave_spmd.run_dir.json_lines import replacing, write_all, writing
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.atomic_write import replacing, write_all, writing
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.sharding.replicas import PageRange
 
 CHECKPOINTS = "checkpoints"
 _ZEROS = b"0" * 64
 _OPENING = b'{"__metadata__":{"sha256":"'
-_HASH_AT = 8 + len(_OPENING)
+_LENGTH = 8  # a safetensors file begins with the length of its header, as a 64-bit number
+_HASH_AT = _LENGTH + len(_OPENING)
 _CHUNK = 4 * 2**20
-_MAX_HEADER = 100 * 2**20
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What a worker reports of a shard that it has written, and what a manifest says of it.
+    """A shard as the worker that wrote it reports it, and as a manifest lists it.
 
     Args:
-        name: of the file, in the checkpoint's directory.
+        name: name of the file, in the checkpoint's directory.
         run: id of the run.
         step: version of the state.
         ballot: incarnation and mesh epoch in which it was written.
-        rank: of the worker that wrote it.
-        num_bytes: of the file.
-        sha256: of the file with this hash in it as 64 zeros.
-        runs: (layer, first, stop) that it holds, ascending.
+        rank: the worker that wrote it.
+        num_bytes: size of the file.
+        sha256: hash of the file with this hash in it replaced by 64 zeros.
+        pages: the page ranges in it, (layer, first, stop), ascending.
     """
 
     name: str
@@ -53,47 +55,49 @@ class ShardInfo:
     rank: int
     num_bytes: int
     sha256: str
-    runs: tuple[PageRange, ...]
+    pages: tuple[PageRange, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON's own types; what all shards of a checkpoint share is left out."""
+        """The fields in JSON's own types, without those that all shards of a checkpoint share."""
         return {
             "name": self.name,
             "rank": self.rank,
             "epoch": self.ballot.epoch,
             "bytes": self.num_bytes,
             "sha256": self.sha256,
-            "runs": [list(run) for run in self.runs],
+            "pages": [list(page_range) for page_range in self.pages],
         }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, run: str, step: int, incarnation: int) -> ShardInfo:
         """Inverse of `to_dict`."""
-        runs = tuple((int(layer), int(first), int(stop)) for layer, first, stop in fields["runs"])
+        pages = tuple((int(layer), int(first), int(stop)) for layer, first, stop in fields["pages"])
         ballot = Ballot(incarnation, fields["epoch"])
-        return cls(fields["name"], run, step, ballot, fields["rank"], fields["bytes"], fields["sha256"], runs)
+        return cls(fields["name"], run, step, ballot, fields["rank"], fields["bytes"], fields["sha256"], pages)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard's file with its header read.
+    """A shard's file whose header was read. Its arrays stay on the disk.
 
     Args:
-        arrays: (run, kind of state) -> (offset in the file, elements).
+        arrays: (page range, kind of state) -> (offset in the file in bytes, number of elements).
     """
 
     path: Path
     info: ShardInfo
     arrays: Mapping[tuple[PageRange, str], tuple[int, int]]
 
-    def read_into(self, target: np.ndarray, run: PageRange, kind: str, start: int) -> None:
-        """Fill `target`, fp32, flat, with elements [start, start + target.size) of one array.
+    def read_into(self, target: np.ndarray, page_range: PageRange, kind: str, start: int) -> None:
+        """Fill `target`, fp32 and flat, with the elements [start, start + target.size) of one array.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter.
         """
-        offset, size = self.arrays[run, kind]
-        assert start >= 0 and start + target.size <= size, (run, kind, start, target.size, size)
+        offset, size = self.arrays[page_range, kind]
+        assert start >= 0 and start + target.size <= size, (page_range, kind, start, target.size, size)
+        # Plain reads straight into the target, not slices of safe_open: a mapped file that cannot be read ends the
+        # process by SIGBUS in place of an error, and its backend without a mapping reads a whole array for each slice.
         left, at = target.data.cast("B"), offset + 4 * start
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -106,7 +110,7 @@ class Shard:
             raise _unreadable(self.path, error) from error
 
     def verify(self) -> None:
-        """Compare the file with its hash.
+        """Compare the whole file with its hash.
 
         Raises:
             CheckpointError: it does not match, or cannot be read.
@@ -114,7 +118,7 @@ class Shard:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         try:
             with open(self.path, "rb", buffering=0) as file:
-                start = file.read(_HASH_AT + 64)
+                start = file.read(_HASH_AT + len(_ZEROS))
                 digest.update(start[:_HASH_AT] + _ZEROS)
                 while count := file.readinto(buffer):
                     digest.update(buffer[:count])
@@ -130,7 +134,7 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
 
 
 def shard_name(rank: int, ballot: Ballot) -> str:
-    """The name of a worker's shard: no two of a run are the same within one step."""
+    """The file name of a worker's shard. Within one step no two shards of a run have the same name."""
     return f"shard_{rank}_{ballot.incarnation}-{ballot.epoch}.safetensors"
 
 
@@ -143,24 +147,24 @@ def write_shard(
     *,
     run: str,
 ) -> ShardInfo:
-    """Write a worker's shard, whole or not at all, and flush it to the disk. May run beside the training thread.
+    """Write a worker's shard, whole or not at all, and flush it to the disk.
 
-    Arrays are written from where they lie, in pieces; only one that is not contiguous is copied, alone. They must not
-    change meanwhile.
+    May be called in a thread beside the training thread. Arrays are written in pieces from the memory where they are
+    (only one that is not contiguous is copied, alone), so they must not change meanwhile.
 
     Args:
-        directory: `checkpoint_path(...)`; made if missing, its run's directory is not.
+        directory: `checkpoint_path(...)`; created if missing, but the run's directory is not.
         step: version of the state.
-        arrays: (layer, first page, stop page) -> kind of state -> fp32 [elements]; the same kinds for every run.
+        arrays: page range -> kind of state -> fp32 [elements]; the same kinds for every page range.
         run: id of the run.
 
     Raises:
-        FilesError: the disk is full, or the run's directory is gone.
+        FilesError: the disk is full, or the run's directory is missing.
     """
     ordered = [(key, kind, arrays[key][kind]) for key in sorted(arrays) for kind in sorted(arrays[key])]
     for key, kind, values in ordered:
         assert values.dtype == np.float32 and values.ndim == 1 and values.size, (key, kind, values.dtype, values.shape)
-        assert arrays[key].keys() == arrays[ordered[0][0]].keys(), "every run has the same kinds of state"
+        assert arrays[key].keys() == arrays[ordered[0][0]].keys(), "every page range has the same kinds of state"
         assert values.size == arrays[key][ordered[0][1]].size, (key, kind, values.size)
     path = directory / shard_name(rank, ballot)
     with writing(path):
@@ -175,7 +179,7 @@ def write_shard(
     }
     header = _header(metadata, [(f"{k[0]}.{k[1]}.{k[2]}.{kind}", values.size) for k, kind, values in ordered])
     digest = hashlib.sha256(header)
-    with replacing(path) as file:
+    with replacing(path, durable=True) as scratch, open(scratch, "wb", buffering=0) as file:
         write_all(file, header)
         for _, _, values in ordered:
             for piece in _pieces(values):
@@ -189,33 +193,50 @@ def write_shard(
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard's header. That the rest matches its hash is for `Shard.verify`.
+    """Read a shard's header. The arrays are not compared with their hash; `Shard.verify` does that.
 
     Raises:
-        CheckpointError: the file is missing, too short, too long, or no shard.
+        CheckpointError: the file is missing, too short, too long, or not a shard.
     """
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if length <= min(_MAX_HEADER, size) else b""
+            num_bytes = os.fstat(file.fileno()).st_size
+            offset = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
+        # safe_open checks that the header is well-formed and that its arrays cover the rest of the file exactly.
+        with safe_open(path, "np") as opened:
+            metadata = opened.metadata()
+            arrays: dict[tuple[PageRange, str], tuple[int, int]] = {}
+            for name in opened.offset_keys():  # in the order in which they follow each other in the file
+                layer, first, stop, kind = name.split(".", 3)
+                array = opened.get_slice(name)
+                (elements,) = array.get_shape()
+                if array.get_dtype() != "F32":
+                    raise ValueError(name)
+                arrays[(int(layer), int(first), int(stop)), kind] = (offset, elements)
+                offset += 4 * elements
+        info = ShardInfo(
+            path.name,
+            metadata["run"],
+            int(metadata["step"]),
+            Ballot(int(metadata["incarnation"]), int(metadata["epoch"])),
+            int(metadata["rank"]),
+            num_bytes,
+            metadata["sha256"],
+            tuple(sorted({page_range for page_range, _ in arrays})),
+        )
     except OSError as error:
         raise _unreadable(path, error) from error
-    if len(header) < length or not header.startswith(_OPENING):
-        raise CheckpointError(f"{path.name} is torn, or is not a shard")
-    try:
-        shard, end = _parse(path, 8 + length, json.loads(header))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path.name} has a damaged header") from error
-    if end != size:
-        raise CheckpointError(f"{path.name} has {size} bytes and should have {end}")
-    return shard
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} is torn or damaged ({error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name} is not a shard: its header names other arrays or metadata") from error
+    return Shard(path, info, arrays)
 
 
 def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, str]]]:
-    """All good shards that lie in a checkpoint's directory, hashes verified, and (path, reason) of the others.
+    """All good shards in a checkpoint's directory, with verified hashes, and (path, reason) of the others.
 
-    For a controller that completes a checkpoint whose own controller died before the manifest.
+    Called by a controller that completes a checkpoint whose own controller died before it wrote the manifest.
     """
     good: list[ShardInfo] = []
     bad: list[tuple[Path, str]] = []
@@ -230,48 +251,19 @@ def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, str]
 
 
 def _header(metadata: Mapping[str, str], sizes: list[tuple[str, int]]) -> bytes:
-    """A safetensors header, its length in front, padded so that the arrays begin at a multiple of 64 bytes."""
+    """A safetensors header with its length in front, padded so that the arrays begin at a multiple of 64 bytes.
+
+    Written here, since the library writes header and arrays in one call, and the hash is known only after the arrays.
+    """
     fields: dict[str, Any] = {"__metadata__": {"sha256": _ZEROS.decode(), **metadata}}
     offset = 0
     for name, size in sizes:
         fields[name] = {"dtype": "F32", "shape": [size], "data_offsets": [offset, offset + 4 * size]}
         offset += 4 * size
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)
     assert text.startswith(_OPENING + _ZEROS)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _parse(path: Path, start: int, header: dict[str, Any]) -> tuple[Shard, int]:
-    """What a header says, and how many bytes the file must have.
-
-    Args:
-        start: where the arrays begin.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: not a header of ours.
-    """
-    metadata = header.pop("__metadata__")
-    arrays: dict[tuple[PageRange, str], tuple[int, int]] = {}
-    end = start
-    for name, entry in header.items():
-        layer, first, stop, kind = name.split(".", 3)
-        (elements,) = entry["shape"]
-        if entry["dtype"] != "F32" or entry["data_offsets"] != [end - start, end - start + 4 * elements]:
-            raise ValueError(name)
-        arrays[(int(layer), int(first), int(stop)), kind] = (end, elements)
-        end += 4 * elements
-    info = ShardInfo(
-        path.name,
-        metadata["run"],
-        int(metadata["step"]),
-        Ballot(int(metadata["incarnation"]), int(metadata["epoch"])),
-        int(metadata["rank"]),
-        end,
-        metadata["sha256"],
-        tuple(sorted({run for run, _ in arrays})),
-    )
-    return Shard(path, info, arrays), end
+    return len(text).to_bytes(_LENGTH, "little") + text
 
 
 def _pieces(values: np.ndarray) -> Iterator[memoryview]:
@@ -281,6 +273,7 @@ def _pieces(values: np.ndarray) -> Iterator[memoryview]:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a shard whose file cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path.name} is missing")
     return CheckpointError(f"cannot read {path.name} ({error.strerror or error})")

@@ -1,10 +1,10 @@
-"""Durable checkpoints of a run: written, found, read at any cut, and removed (docs/run_files.md).
+"""The durable checkpoints of a run: writing, finding, reading for any mesh, and removing them (docs/run_files.md).
 
     <run dir>/checkpoints/step_00000020/shard_<rank>_<incarnation>-<epoch>.safetensors ...
                                         manifest.json          written last: before it there is no checkpoint
 
-Workers write shards of the pages that they hold; the controller, which alone knows that all are there, writes the
-manifest. Nothing in a checkpoint depends on the mesh that wrote it.
+Workers write shards of the pages that they hold. The controller writes the manifest, since it alone knows when all
+shards are complete. Nothing in a checkpoint depends on the mesh that wrote it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.run_dir.atomic_write import sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import CHECKPOINTS, Shard, checkpoint_path, read_shard
-from elaswave_spmd.run_dir.json_lines import sync_directory, writing
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
@@ -31,14 +31,15 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint, open for reading; nothing is kept in memory but names and offsets.
+    """A complete checkpoint, open for reading. Only names and offsets are in memory.
 
-    To read one is to reshard: from its shards to the replicas of a mesh, by the same plans by which a running mesh
-    changes. Shards stand in for workers; shard i is worker -1 - i, so that none is taken for a worker of the mesh.
+    Reading is resharding: from the shards to the replicas of a mesh, with the same plans by which a running mesh
+    changes. Shards take the part of workers; shard i is worker -1 - i, so that it is never taken for a worker of the
+    mesh.
 
     Args:
-        path: its directory.
-        shards: in the order of the manifest.
+        path: the checkpoint's directory.
+        shards: the shards, in the order of the manifest.
     """
 
     path: Path
@@ -52,7 +53,7 @@ class Checkpoint:
 
     @cached_property
     def replicas(self) -> ReplicaMap:
-        """The shard that each page range is read from. The loss page is no state and is in no checkpoint."""
+        """The shard that each page range is read from. The loss page is not state and is in no checkpoint."""
         found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(len(self.manifest.layers))}
         numbers = {shard.info.name: -1 - number for number, shard in enumerate(self.shards)}
         for pages, info in sorted(self.manifest.sources.items()):
@@ -64,22 +65,25 @@ class Checkpoint:
         """The plan by which the replicas of a mesh get the state.
 
         Args:
-            replicas: of all layers. Their page ranges may be cut anywhere.
+            replicas: replica sets of all layers. Their page ranges may begin and end at any page.
         """
         num_pages = [saved.num_pages for saved in self.manifest.layers]
-        target = {layer: tuple(p for p in of if p.first < num_pages[layer]) for layer, of in replicas.items()}
+        target = {
+            layer: tuple(pages for pages in of_layer if pages.first < num_pages[layer])
+            for layer, of_layer in replicas.items()
+        }
         return plan_reshard(layout, self.replicas, to=target)
 
     def read(self, plan: ReshardPlan, rank: int, pages: PageRange, kind: str) -> np.ndarray:
-        """The state of a page range of one worker, put together from the shards that `plan` copies it from.
+        """Read the state of one page range of one worker from the shards that `plan` copies it from.
 
         Args:
             plan: made by `plan_to`.
-            pages: a page range of which `rank` is to be a replica.
-            kind: of state, one of `manifest.kinds`.
+            pages: a page range that `rank` is a replica of in the plan's target.
+            kind: kind of state, one of `manifest.kinds`.
 
         Returns:
-            fp32 [elements], a new array; only its bytes are read.
+            fp32 [elements], a new array. Nothing else is read from the disk.
 
         Raises:
             CheckpointError: a shard cannot be read.
@@ -102,12 +106,12 @@ class Checkpoint:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Finish a checkpoint: flushed to the disk and in place when this returns, or not at all.
+    """Complete a checkpoint. When this returns, it is on the disk; if it raises, there is no checkpoint.
 
     Raises:
         CheckpointError: a shard is missing, has another size, or does not hold what the manifest says. (That the
-            shards hold every page once is the manifest's own rule.)
-        FilesError: the disk is full, or the directory is gone.
+            shards hold every page once was checked when the manifest was constructed.)
+        FilesError: the disk is full, or the directory is missing.
     """
     assert directory.name == checkpoint_path("", manifest.step).name, (directory, manifest.step)
     _open_shards(directory, manifest)
@@ -115,11 +119,11 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def open_checkpoint(directory: Path, *, verify: bool) -> Checkpoint:
-    """A checkpoint whose manifest, shards and their headers are in order.
+    """Open a checkpoint, and check its manifest, its shards and their headers.
 
     Args:
-        verify: compare every shard with its sha256, which reads all of it. A worker that reads its part of a
-            checkpoint that the controller has verified need not.
+        verify: compare every shard with its sha256 as well, which reads all of it. Workers leave this out: the
+            controller has verified the checkpoint before they read their parts of it.
 
     Raises:
         CheckpointError: it is unfinished, torn or corrupted.
@@ -133,16 +137,19 @@ def open_checkpoint(directory: Path, *, verify: bool) -> Checkpoint:
 
 
 def find_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The directories of a run's checkpoints, finished or not, newest first."""
+    """The directories of a run's checkpoints, complete or not, newest first."""
     found = [(int(match[1]), path) for path in _entries(run_dir) if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, str]]]:
-    """The newest checkpoint that is whole and matches its hashes, and (path, reason) of the newer ones that do not.
+    """Open the newest checkpoint that is complete and matches its hashes.
+
+    Returns:
+        The checkpoint, and (path, reason) of the newer ones that are not good.
 
     Raises:
-        CheckpointError: none does; names each and why.
+        CheckpointError: no checkpoint is good; names each of them and the reason.
     """
     bad: list[tuple[Path, str]] = []
     for path in find_checkpoints(run_dir):
@@ -154,15 +161,16 @@ def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, 
         f"{run_dir} has no good checkpoint",
         where=str(run_dir),
         exists="; ".join(f"{path.name}: {reason}" for path, reason in bad) or f"nothing in {CHECKPOINTS}/",
-        fix="the directory of a run with a good one, or start anew; checkpoint.every=N makes them",
+        fix="name the directory of a run that has one, or start anew; checkpoint.every=N writes checkpoints",
     )
 
 
 def prune(run_dir: str | Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` good checkpoints, and whatever is unfinished or bad between and before them.
+    """Remove all but the newest `keep` good checkpoints, and unfinished or bad ones between and before them.
 
-    Nothing newer than the newest good one is touched: it may be under way. Reads all of those that it keeps, to
-    compare them with their hashes; never removes a good one without having found `keep` newer ones.
+    Checkpoints newer than the newest good one are left alone, since workers may be writing them. The checkpoints that
+    are kept are read as a whole and compared with their hashes: a good one is removed only after `keep` newer ones were
+    found to be good.
 
     Returns:
         The directories removed.
@@ -172,23 +180,23 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
     """
     assert keep >= 1, keep
     num_good = 0
-    doomed: list[Path] = []
+    removed: list[Path] = []
     for path in find_checkpoints(run_dir):
         if num_good < keep and _is_good(path):
             num_good += 1
         elif num_good:
-            doomed.append(path)
-    for path in doomed:
+            removed.append(path)
+    for path in removed:
         with writing(path):
-            # First the manifest: half a removal leaves an unfinished checkpoint, never a corrupted one.
+            # The manifest first: a removal that is interrupted leaves an unfinished checkpoint, not a corrupted one.
             (path / MANIFEST).unlink(missing_ok=True)
             sync_directory(path)
             shutil.rmtree(path)
-    return doomed
+    return removed
 
 
 def remove_unfinished(run_dir: str | Path) -> None:
-    """Remove the directories without a manifest, when nobody writes any more. What cannot be removed stays."""
+    """Remove the directories without a manifest. Called when no worker writes any more; errors are ignored."""
     for path in find_checkpoints(run_dir):
         if not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -208,7 +216,7 @@ def _entries(run_dir: str | Path) -> list[Path]:
 
 
 def _open_shards(directory: Path, manifest: Manifest) -> Mapping[str, Shard]:
-    """The shards of a checkpoint by name, their headers read and compared with the manifest.
+    """Read the headers of a checkpoint's shards, and compare them with the manifest. Returns the shards by name.
 
     Raises:
         CheckpointError: a shard is missing, damaged, or holds something else.
@@ -218,9 +226,10 @@ def _open_shards(directory: Path, manifest: Manifest) -> Mapping[str, Shard]:
         shard = read_shard(directory / info.name)
         if shard.info != info:
             raise CheckpointError(f"{info.name} is not the shard that the manifest names")
-        for run in info.runs:
-            start, stop = manifest.layers[run[0]].span(run[1], run[2])
-            if any(shard.arrays.get((run, kind), (0, 0))[1] != stop - start for kind in manifest.kinds):
+        for page_range in info.pages:
+            layer, first, last = page_range
+            start, stop = manifest.layers[layer].span(first, last)
+            if any(shard.arrays.get((page_range, kind), (0, 0))[1] != stop - start for kind in manifest.kinds):
                 raise CheckpointError(f"{info.name} does not hold all state of its pages")
         shards[info.name] = shard
     return shards

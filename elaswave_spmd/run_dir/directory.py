@@ -1,4 +1,4 @@
-"""The directory of a run: made whole or not at all, and its stable files (docs/run_files.md)."""
+"""The directory of a run, created whole or not at all, and its stable files (docs/run_files.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import numpy as np
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines, writing
+from elaswave_spmd.run_dir.atomic_write import replacing
+from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.weights import save_weights
 
@@ -28,9 +29,10 @@ _NAME_TRIES = 100
 
 
 class RunDir:
-    """A run's directory, open for writing. Made by `RunDir.create`; `close` it, or `discard` it if nothing started.
+    """A run's directory, open for writing. Made by `RunDir.create` or `RunDir.reopen`.
 
-    Every method that writes raises FilesError when the disk is full or the directory is gone.
+    Call `close` at the end, or `discard` if the run was refused before it started. Every method that writes raises
+    FilesError when the disk is full or the directory is missing.
     """
 
     def __init__(self, path: Path, made_folders: tuple[Path, ...] = (), *, is_new: bool = True) -> None:
@@ -54,13 +56,13 @@ class RunDir:
         mesh: str,
         now: Callable[[], datetime] = datetime.now,
     ) -> RunDir:
-        """Make the directory and its config.yaml, and open its logs. If that fails, nothing is left behind.
+        """Create the directory and its config.yaml, and open its logs. If that fails, nothing is left behind.
 
         Args:
             path: `run.dir`; None means `runs/<model>-<mesh>-<time>` below the working directory.
-            config_yaml: the settings, as config.yaml holds them after its first line, which is the format version.
+            config_yaml: the settings, as they stand in config.yaml after its first line, which is the format version.
             model, mesh: names for the default directory.
-            now: clock of the default name.
+            now: clock for the default name.
 
         Raises:
             ConfigError: the directory holds a run already, is not a directory, or cannot be written.
@@ -77,7 +79,7 @@ class RunDir:
             _refuse_occupied(folder)
             with contextlib.ExitStack() as undo, _directory_errors(candidate):
                 made = _make_folders(folder, undo)
-                if path is None and folder not in made:  # another run took the name meanwhile
+                if path is None and folder not in made:  # another run has taken the name meanwhile
                     continue
                 _claim(folder / CONFIG, f"{FORMAT_FIELD}: {FORMAT_VERSION}\n{config_yaml}", undo)
                 undo.callback(_remove_files, folder, (METRICS, EVENTS))
@@ -88,7 +90,7 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
-        """Open the directory of a run that is to go on. Only the holder of its lock may.
+        """Open the directory of a run that is resumed. Only the process that has locked it (lock.py) may do so.
 
         Raises:
             ConfigError: it cannot be written.
@@ -98,15 +100,15 @@ class RunDir:
 
     @property
     def board_path(self) -> Path:
-        """Where TensorBoard's files go."""
+        """The folder of TensorBoard's files."""
         return self.path / BOARD
 
     def write_metrics(self, line: MetricsLine) -> None:
-        """Append to metrics.jsonl."""
+        """Append a line to metrics.jsonl."""
         self._metrics.append(line.to_dict())
 
     def write_event(self, kind: str, time: float, fields: Mapping[str, object]) -> None:
-        """Append to events.jsonl: {"event": kind, "time": seconds since 1970, ...fields}."""
+        """Append a line to events.jsonl: {"event": kind, "time": seconds since 1970, ...fields}."""
         if clash := {"event", "time"} & fields.keys():
             raise ValueError(f"an event's own fields cannot be called {sorted(clash)}")
         self._events.append({"event": kind, "time": round(time, 6), **fields})
@@ -114,17 +116,17 @@ class RunDir:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json, whole or not at all."""
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        with writing(self.path / SUMMARY), _replacing(self.path / SUMMARY) as scratch:
+        with replacing(self.path / SUMMARY, durable=False) as scratch:
             scratch.write_text(text, encoding="utf-8")
 
     def write_costs(self, text: str) -> None:
         """Write costs.json, whole or not at all."""
-        with writing(self.path / COSTS), _replacing(self.path / COSTS) as scratch:
+        with replacing(self.path / COSTS, durable=False) as scratch:
             scratch.write_text(text + "\n", encoding="utf-8")
 
     def write_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Write weights.safetensors, whole or not at all."""
-        with writing(self.path / WEIGHTS), _replacing(self.path / WEIGHTS) as scratch:
+        with replacing(self.path / WEIGHTS, durable=False) as scratch:
             save_weights(scratch, weights)
 
     def close(self) -> None:
@@ -133,9 +135,9 @@ class RunDir:
         self._events.close()
 
     def discard(self) -> None:
-        """Remove every file of the run and the folders that `create` made: for a run refused before it started.
+        """Remove the run's files and the folders that `create` made. Called if the run is refused before it starts.
 
-        One that was opened again keeps its files.
+        A directory that was opened by `reopen` keeps its files.
         """
         self.close()
         if not self._is_new:
@@ -151,7 +153,7 @@ class RunDir:
 
 
 def read_metrics(path: str | Path) -> list[MetricsLine]:
-    """Lines of a run's metrics.jsonl; `path` is the run's directory. A torn last line is left out.
+    """The lines of a run's metrics.jsonl; `path` is the run's directory. A torn last line is left out.
 
     Raises:
         DataError: the file is missing or malformed.
@@ -160,7 +162,7 @@ def read_metrics(path: str | Path) -> list[MetricsLine]:
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """Events of a run's events.jsonl, in order; `path` is the run's directory. A torn last line is left out.
+    """The events of a run's events.jsonl, in order; `path` is the run's directory. A torn last line is left out.
 
     Raises:
         DataError: the file is missing or malformed.
@@ -219,13 +221,13 @@ def _directory_errors(folder: Path) -> Iterator[None]:
 
 
 def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:
-    """Make `folder` and its missing parents; returns those made, outermost first."""
+    """Create `folder` and its missing parents. Returns the folders that were created, outermost first."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     made: list[Path] = []
     for parent in reversed(missing):
         try:
             parent.mkdir()
-        except FileExistsError:  # another run made it meanwhile
+        except FileExistsError:  # another run has created it meanwhile
             continue
         made.append(parent)
         undo.callback(_remove_if_empty, parent)
@@ -233,23 +235,13 @@ def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:
 
 
 def _claim(path: Path, text: str, undo: contextlib.ExitStack) -> None:
-    """Create config.yaml exclusively: of two runs that start in one directory, one is refused."""
+    """Create config.yaml exclusively, so that of two runs that start in one directory one is refused."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError as error:
         raise _holds_a_run(path.parent, path.name) from error
     undo.callback(_remove_files, path.parent, (path.name,))
     path.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    scratch = path.with_name(f".{path.name}.tmp")
-    try:
-        yield scratch
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _remove_files(folder: Path, names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a rich bar on a terminal, plain lines everywhere else."""
+"""The display of a run for people: a progress bar on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from rich.text import Text
 
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
-LINE_SECONDS = 1.0
-BAR_SECONDS = 0.1
-_WINDOW_STEPS = 20
+LINE_SECONDS = 1.0  # at least this long between two plain lines of steps
+BAR_SECONDS = 0.1  # at least this long between two redraws of the bar
+_WINDOW_STEPS = 20  # steps that the shown speed is averaged over
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known when a run starts. `total_steps` counts from step 1, `first_step` is the first one to come.
+    """The facts that are known when a run starts.
 
-    `unsurvived` says, in a line, what losses at the same instant would cost state.
+    Args:
+        params: number of parameters.
+        total_steps: the last step, counted from step 1.
+        workers: workers of the first mesh.
+        corpus: name of the data, or "".
+        run_dir: the run's directory, or "".
+        first_step: the first step to be computed; above 1 if the run is resumed.
+        unsurvived: a line about the workers whose simultaneous loss would lose state, or "".
 
     Raises:
         ValueError: counts out of range.
@@ -54,22 +61,22 @@ class RunInfo:
 
 
 class Display(Protocol):
-    """Shows a run as it goes; driven by one thread."""
+    """A display of a run while it trains. One thread calls it."""
 
     def start(self, info: RunInfo) -> None: ...
     def step(self, line: MetricsLine) -> None: ...
     def say(self, text: str) -> None:
-        """One line that is always shown."""
+        """Show one line. It is never left out, unlike lines of steps."""
         ...
 
     def finish(self, summary: Mapping[str, object]) -> None: ...
     def close(self) -> None:
-        """Give the terminal back; closing again is allowed."""
+        """Restore the terminal; closing again is allowed."""
         ...
 
 
 class Pace:
-    """Speed over the last steps: tokens per second and seconds left."""
+    """The speed over the last steps, as tokens per second and seconds left."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -92,18 +99,21 @@ class Pace:
 
 
 class PlainDisplay:
-    """Lines of text: the first step, the last, every event, and otherwise one step per `every` seconds."""
+    """A display as lines of text: the first step, the last, every event, and one step per `every` seconds."""
 
     def __init__(
         self, console: Console, clock: Callable[[], float] = time.monotonic, every: float = LINE_SECONDS
     ) -> None:
-        self._console, self._clock, self._every = console, clock, every
+        self._console = console
+        self._clock = clock
+        self._every = every
         self._pace = Pace(1)
         self._total_steps = 1
         self._shown_at: float | None = None
 
     def start(self, info: RunInfo) -> None:
-        self._total_steps, self._pace = info.total_steps, Pace(info.total_steps)
+        self._total_steps = info.total_steps
+        self._pace = Pace(info.total_steps)
         self.say(str(info))
         if info.run_dir:
             self.say(f"run directory {info.run_dir}")
@@ -124,7 +134,8 @@ class PlainDisplay:
         )
 
     def say(self, text: str) -> None:
-        # soft_wrap: a line of a log is one line, however long; no markup: it may hold a user's text.
+        # soft_wrap: a line of a log stays one line, however long it is. No markup: the text may come from a user, and
+        # brackets in it are not meant for rich.
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def finish(self, summary: Mapping[str, object]) -> None:
@@ -138,10 +149,11 @@ class PlainDisplay:
 
 
 class BarDisplay:
-    """A progress bar that the calling thread redraws at most ten times a second; events scroll above it."""
+    """A display as a progress bar, redrawn by the calling thread; events scroll above it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+        self._console = console
+        self._clock = clock
         self._plain = PlainDisplay(console, clock)
         self._pace = Pace(1)
         self._total_steps = 1
@@ -150,8 +162,9 @@ class BarDisplay:
 
     def start(self, info: RunInfo) -> None:
         self._plain.start(info)
-        self._total_steps, self._pace = info.total_steps, Pace(info.total_steps)
-        # auto_refresh would start a thread; the controller forks, so it keeps to one.
+        self._total_steps = info.total_steps
+        self._pace = Pace(info.total_steps)
+        # auto_refresh would start a thread, and the controller must have only one when it forks workers.
         bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -159,7 +172,7 @@ class BarDisplay:
             TextColumn("{task.fields[figures]}"),
             console=self._console,
             auto_refresh=False,
-            redirect_stderr=sys.stderr.isatty(),  # stderr that goes to a file stays there
+            redirect_stderr=sys.stderr.isatty(),  # otherwise stderr goes to a file, and must stay there
         )
         bar.add_task("train", total=info.total_steps, completed=info.first_step - 1, figures="starting")
         bar.start()
@@ -198,14 +211,14 @@ class BarDisplay:
 
 
 def make_display(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Display:
-    """A bar if the console (default: stdout) is a terminal that can move its cursor, plain lines otherwise."""
+    """Choose the display: a bar if the console (default: stdout) is a terminal with a cursor, else plain lines."""
     console = console if console is not None else Console()
     fancy = console.is_terminal and not console.is_dumb_terminal
     return BarDisplay(console, clock) if fancy else PlainDisplay(console, clock)
 
 
 def summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Rows of the final table, in the summary's order. Nested values stay in summary.json, but for the corpus."""
+    """The rows of the final table, in the summary's order. Nested values other than the corpus are left out."""
     rows: list[tuple[str, str]] = []
     for name, value in summary.items():
         if name == "corpus" and isinstance(value, Mapping):
@@ -224,12 +237,12 @@ def summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def clock_text(seconds: float) -> str:
-    """`0:07`, `12:30`, `1:02:03`."""
+    """A duration as `0:07`, `12:30` or `1:02:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
+    """A number with its noun: `1 worker`, `2 workers`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

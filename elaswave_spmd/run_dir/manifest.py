@@ -1,14 +1,13 @@
 """The manifest of a durable checkpoint: what was saved, of which run, in which shards (docs/run_files.md).
 
-It is written last, so a checkpoint exists from the moment that its manifest does; and it is refused unless its shards
-hold every page of state once.
+It is written last, so a checkpoint exists from the moment when its manifest does. A manifest whose shards do not hold
+every page of state exactly once cannot be constructed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,24 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION, version_mismatch
-from elaswave_spmd.errors import CheckpointError, ConfigError
+from elaswave_spmd.errors import CheckpointError
+from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
-from elaswave_spmd.run_dir.json_lines import replacing, sync_directory, write_all, writing
-from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, all_runs
+from elaswave_spmd.run_dir.journal import Ballot
+from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import PageRange
 
 MANIFEST = "manifest.json"
-_MAX_LISTED = 40
 
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """How one layer's state was cut in pages.
+    """The pages of one layer's state, as they were when it was saved.
 
     Args:
-        page_size: elements.
-        blocks: (first page, pages, first element, stop element), ascending and without gaps.
+        page_size: elements of a page; the last page of a block may be shorter.
+        blocks: (first page, number of pages, first element, stop element), ascending and without gaps.
     """
 
     page_size: int
@@ -44,7 +42,7 @@ class SavedLayer:
         return sum(pages for _, pages, _, _ in self.blocks)
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
-        """Elements [start, stop) of the state pages [first, stop), of any blocks."""
+        """The elements [start, stop) that the state pages [first, stop) hold; the pages may lie in several blocks."""
         return self._start(first), self._start(stop)
 
     def _start(self, page: int) -> int:
@@ -57,7 +55,7 @@ class SavedLayer:
 
 
 def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
-    """What of a layout decides where each parameter's state lies and how it is updated; JSON's own types."""
+    """The parts of a layout that decide where each parameter's state lies and how it is updated, as plain JSON."""
     return {
         "page_size": layout.page_size,
         "layers": [
@@ -84,22 +82,22 @@ def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint in words.
+    """The description of a checkpoint.
 
     Args:
         run: id of the run.
         step: version of the state.
-        ballot: incarnation and mesh epoch of the checkpoint. Shards are of this incarnation and of no later epoch.
+        ballot: incarnation and mesh epoch of the checkpoint. Its shards have this incarnation and no later epoch.
         last_committed: step of the last metrics line when it was written, at least `step`.
-        identity: the settings and versions that are part of the run's bits; see `check_identity`.
+        identity: the settings and versions that the run's bits depend on; see run_identity.py.
         layout: see `layout_fingerprint`.
-        kinds: of state, "master" and the optimizer's.
-        shards: a page range may lie in several; the first serves.
-        validation: what is known of a validation, or None.
+        kinds: kinds of state: "master" and those of the optimizer.
+        shards: the shards. A page range may be in several of them; it is read from the first.
+        validation: results of the validation after this step as far as they were known, or None.
 
     Raises:
-        CheckpointError: a shard of another run, step, incarnation, or of a later epoch; pages missing, or in two
-            different runs.
+        CheckpointError: a shard of another run, step or incarnation, or of a later epoch; pages that are missing, or
+            that are in two different page ranges.
         TypeError, ValueError: `identity`, `layout` or `validation` are not plain JSON.
     """
 
@@ -115,6 +113,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         assert 0 <= self.step <= self.last_committed, (self.step, self.last_committed)
+        # Through JSON and back, so that a manifest that was just made equals the one that is read from its file.
         for name in ("identity", "layout", "validation"):
             object.__setattr__(self, name, json.loads(_compact(getattr(self, name))))
         for shard in self.shards:
@@ -133,17 +132,17 @@ class Manifest:
 
     @cached_property
     def layers(self) -> tuple[SavedLayer, ...]:
-        """How each layer's state was cut."""
+        """The pages of each layer's state."""
         size = self.layout["page_size"]
         return tuple(SavedLayer(size, tuple(tuple(b) for b in layer["blocks"])) for layer in self.layout["layers"])
 
     @cached_property
     def sources(self) -> Mapping[PageRange, ShardInfo]:
-        """Run of pages -> the shard to read it from."""
-        return {run: shard for shard in reversed(self.shards) for run in shard.runs}
+        """Page range -> the shard to read it from."""
+        return {page_range: shard for shard in reversed(self.shards) for page_range in shard.pages}
 
     def to_json(self) -> str:
-        """One field a line; the last is the sha256 of the others."""
+        """The manifest as JSON with one field a line; the last field is the sha256 of the others."""
         fields = {
             FORMAT_FIELD: FORMAT_VERSION,
             "run": self.run,
@@ -164,19 +163,20 @@ class Manifest:
         """Inverse of `to_json`.
 
         Raises:
-            CheckpointError: torn, damaged, of a format that this version does not know, or not complete.
+            CheckpointError: the text is torn or damaged, has another format version, or names shards that do not make a
+                checkpoint.
         """
         try:
             fields = json.loads(text)
             sha256 = fields.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError("the manifest is torn, or none") from error
-        # First, since another version may also hash differently.
+            raise CheckpointError("the manifest is torn, or is not a manifest") from error
+        # Before the hash, since another version may also compute the hash differently.
         if mismatch := version_mismatch(fields.get(FORMAT_FIELD)):
             raise CheckpointError(f"the manifest {mismatch}")
         if sha256 != _hash(fields):
             raise CheckpointError("the manifest does not match its sha256")
-        of = {"run": fields["run"], "step": fields["step"], "incarnation": fields["incarnation"]}
+        shared = {"run": fields["run"], "step": fields["step"], "incarnation": fields["incarnation"]}
         return cls(
             fields["run"],
             fields["step"],
@@ -185,30 +185,30 @@ class Manifest:
             fields["identity"],
             fields["layout"],
             tuple(fields["kinds"]),
-            tuple(ShardInfo.from_dict(shard, **of) for shard in fields["shards"]),
+            tuple(ShardInfo.from_dict(shard, **shared) for shard in fields["shards"]),
             fields["validation"],
         )
 
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
-    """Put a manifest in place. `checkpoints.write_manifest` checks the shards first.
+    """Write a manifest into a checkpoint's directory. `checkpoints.write_manifest` checks the shards first.
 
     Raises:
         FilesError: the disk is full, or the directory is gone.
     """
     path = directory / MANIFEST
-    with writing(path):  # the directories' own names, before what makes them count
+    with writing(path):  # the directories' own names must be on the disk before the manifest is
         sync_directory(directory.parent)
         sync_directory(directory.parent.parent)
-    with replacing(path) as file:
-        write_all(file, manifest.to_json().encode())
+    with replacing(path, durable=True) as scratch:
+        scratch.write_bytes(manifest.to_json().encode())
 
 
 def load_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint's directory.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another step than the directory.
+        CheckpointError: there is none, it is damaged, or it belongs to another step than the directory.
     """
     try:
         manifest = Manifest.from_json((directory / MANIFEST).read_bytes())
@@ -221,57 +221,17 @@ def load_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def check_identity(saved: Mapping[str, Any], present: Mapping[str, Any], *, where: str = "train.resume") -> None:
-    """Refuse to resume a run that would not have the same bits.
-
-    Args:
-        saved: plain values, nested as one likes: a manifest's `identity`, or its `layout`.
-        present: the same of the run that is to go on.
-        where: what asked for it, for the message.
-
-    Raises:
-        ConfigError: lists every difference with both values.
-    """
-    old, new = dict(_leaves(saved)), dict(_leaves(present))
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if not names:
-        return
-    lines = [f"{name}: saved {old.get(name, 'nothing')}, now {new.get(name, 'nothing')}" for name in names]
-    more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
-    raise ConfigError(
-        "the run was saved with other values:" + "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more),
-        rule="the bits of a run depend on these values, so they must not change when it is resumed",
-        where=where,
-        fix="use the saved values, or start another run",
-    )
-
-
-def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, JSON of the value): by text, so that 1, 1.0 and true differ, and tuples equal lists.
-
-    An empty mapping is as good as none.
-    """
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _leaves(item, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{prefix}[{number}]")
-    else:
-        yield prefix, _compact(value)
-
-
-def _uncovered(layers: tuple[SavedLayer, ...], runs: Mapping[PageRange, ShardInfo]) -> Iterator[str]:
-    """What keeps runs from holding every state page once, in words."""
-    at = dict.fromkeys(range(len(layers)), 0)
-    for layer, first, stop in sorted(runs):
+def _uncovered(layers: tuple[SavedLayer, ...], page_ranges: Mapping[PageRange, ShardInfo]) -> Iterator[str]:
+    """The reasons why page ranges do not hold every state page exactly once; none if they do."""
+    at = dict.fromkeys(range(len(layers)), 0)  # layer -> the first page that no page range held so far
+    for layer, first, stop in sorted(page_ranges):
         if not (layer in at and 0 <= first < stop <= layers[layer].num_pages):
             yield f"layer {layer} has no pages [{first}, {stop})"
             continue
         if first > at[layer]:
             yield f"layer {layer}: pages [{at[layer]}, {first}) are missing"
         elif first < at[layer]:
-            yield f"layer {layer}: pages [{first}, {min(stop, at[layer])}) are in two different runs"
+            yield f"layer {layer}: pages [{first}, {min(stop, at[layer])}) are in two different page ranges"
         at[layer] = max(at[layer], stop)
     for layer, saved in enumerate(layers):
         if at[layer] < saved.num_pages:
@@ -283,24 +243,6 @@ def _compact(value: object) -> str:
 
 
 def _hash(fields: Mapping[str, Any]) -> str:
-    """sha256 of the fields as JSON without spaces, names sorted."""
+    """The sha256 of the fields as JSON without spaces, with sorted names."""
     text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# Who writes which pages of a durable checkpoint: a pure function of the replica map.
-def writers_of(replicas: ReplicaMap, layout: ModelLayout) -> dict[PageRange, int]:
-    """Run of state pages -> the worker that writes it: a mirror where there is one, else the primary.
-
-    Pages are spread evenly: the largest runs first, each to whoever has the fewest pages so far. The loss page is no
-    state. Whoever knows the map of a mesh epoch knows the writers, without a word.
-    """
-    loads: Counter[int] = Counter()
-    found: dict[PageRange, int] = {}
-    for run in sorted(all_runs(replicas), key=lambda r: (-r.num_pages, r.key)):
-        if layout.layers[run.layer].block_of(run.first).kind == LOSS:
-            continue
-        writer = min(run.mirrors or (run.primary,), key=lambda rank: (loads[rank], rank))
-        loads[writer] += run.num_pages
-        found[run.key] = writer
-    return found

@@ -1,4 +1,4 @@
-"""What one committed step says about itself."""
+"""The metrics of one committed step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricsLine:
         grad_norm_hex: `float.hex` of it.
         lr: learning rate of the step.
         tokens: target tokens of the global batch.
-        seconds: wall time since the previous commit (of the first step: since its start).
+        seconds: wall time since the previous commit; for the first step, since it began.
         workers: members of the mesh when the step committed.
 
     Raises:
@@ -61,7 +61,7 @@ class MetricsLine:
         seconds: float,
         workers: int,
     ) -> MetricsLine:
-        """The line with its hex forms filled in."""
+        """Make a line, with its hex forms computed."""
         loss, grad_norm = float(loss), float(grad_norm)
         return cls(
             step=step,
@@ -77,7 +77,7 @@ class MetricsLine:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready. JSON has no nan or inf: such a loss is null there, its hex form says which it was."""
+        """The fields as plain JSON. JSON has no nan or inf: such a loss is null; its hex form tells which."""
         fields = dataclasses.asdict(self)
         for name in ("loss", "grad_norm"):
             if not math.isfinite(fields[name]):
@@ -86,7 +86,7 @@ class MetricsLine:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> MetricsLine:
-        """Inverse of `to_dict`; the hex forms decide.
+        """Inverse of `to_dict`. The floats are taken from their hex forms.
 
         Raises:
             DataError: not a metrics line.

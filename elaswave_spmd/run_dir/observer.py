@@ -1,4 +1,4 @@
-"""`RunObserver`: everything a run shows or writes about itself, behind seven calls of one thread."""
+"""Everything that a run shows or writes about itself, behind one object that one thread calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from types import TracebackType
 import numpy as np
 
 from elaswave_spmd.errors import RunError, WorkerError, headline_of
+from elaswave_spmd.run_dir.atomic_write import writing
 from elaswave_spmd.run_dir.directory import RunDir
 from elaswave_spmd.run_dir.display import Display, Pace, RunInfo, make_display
-from elaswave_spmd.run_dir.json_lines import plain, writing
+from elaswave_spmd.run_dir.json_lines import plain
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.tensorboard import Board
 
@@ -22,16 +23,20 @@ _RECENT_EVENTS = 5
 
 
 class RunObserver:
-    """Composes the run's directory, the display and TensorBoard. Files first: what is shown has been written.
+    """The run's directory, its display and its TensorBoard files. Files are written first, then the display is updated.
 
-    Whatever writes raises FilesError when the run's files cannot be written. `last` is the last step's line, `pace` the
-    speed over the last steps, `recent_events` the last few of `on_event`.
+    Called by the controller's thread. Methods that write raise FilesError when the run's files cannot be written.
 
     Args:
         run_dir: open directory of the run; closed by `close`.
         display: default is a bar on a terminal, plain lines elsewhere.
         board: write TensorBoard files into the run's directory.
         now: seconds since 1970, for events.
+
+    Attributes:
+        last: the line of the last committed step, or None.
+        pace: the speed over the last steps.
+        recent_events: the last few events of `on_event`, for `ctl status`.
     """
 
     def __init__(
@@ -52,35 +57,41 @@ class RunObserver:
         self.pace = Pace(1)
         self._known: dict[int, MetricsLine] = {}
         self._known_validations: dict[int, str] = {}
-        self._written, self._written_validations = 0, False
+        self._written = 0  # the last step whose line is in this directory already
+        self._written_validations = False
         self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
 
     def expect(
         self, lines: Mapping[int, MetricsLine], validations: Mapping[int, str], *, first: int, same: bool
     ) -> None:
-        """A resumed run comes to steps and validations that are known: they must be the same again, bit for bit.
+        """Remember the steps and validations that a resumed run will repeat: they must come out equal, bit for bit.
+
+        A checkpoint is older than the last step of the run that it was taken from, so the steps between the two are
+        computed a second time.
 
         Args:
-            lines: by step.
-            validations: loss_hex by step.
-            first: the first step to come.
-            same: what is known is in this directory's files already; else only the lines before `first` are.
+            lines: step -> its line in metrics.jsonl.
+            validations: step -> `loss_hex` of its validation.
+            first: the first step that is computed again.
+            same: the run goes on in the directory that it began in, so that all lines are in its files already;
+                otherwise only the lines before `first` are.
         """
         self._known = {step: line for step, line in lines.items() if step >= first}
-        self._known_validations, self._written_validations = dict(validations), same
+        self._known_validations = dict(validations)
+        self._written_validations = same
         self._written = max(lines, default=0) if same else first - 1
 
     def on_start(self, info: RunInfo) -> None:
-        """The run is about to take its first step: event `start`, header, bar."""
+        """Report that the first step begins: event `start`, and the head of the display."""
         self.pace = Pace(info.total_steps)
         self.run_dir.write_event("start", self._now(), dataclasses.asdict(info))
         self._display.start(info)
 
     def on_step(self, line: MetricsLine) -> None:
-        """A step has committed.
+        """Report a committed step.
 
         Raises:
-            RunError: it is known, and another one.
+            RunError: the run is resumed, and the step has other bits than the first time.
         """
         if (known := self._known.pop(line.step, None)) is not None:
             _compare(line.step, "loss", known.loss_hex, line.loss_hex)
@@ -95,14 +106,14 @@ class RunObserver:
         self._display.step(line)
 
     def on_event(self, kind: str, **fields: object) -> None:
-        """Something happened to the run. A person reads the field `message`, or all fields where there is none."""
+        """Report an event. The display shows the field `message`, or all fields if there is none."""
         text, now = event_text(kind, fields), self._now()
         self.run_dir.write_event(kind, now, fields)
         self.recent_events.append({"event": kind, "time": round(now, 6), "text": text})
         self._display.say(text)
 
     def on_validation(self, step: int, loss: float) -> None:
-        """The validation loss after `step`: event `validation`, a line, a scalar."""
+        """Report the validation loss after `step`: event `validation`, a line of the display, a scalar."""
         loss = float(loss)
         if (known := self._known_validations.pop(step, None)) is not None:
             _compare(step, "validation loss", known, loss.hex())
@@ -115,25 +126,33 @@ class RunObserver:
         self._display.say(f"step {step}  validation loss {loss:.4f}")
 
     def on_finish(self, summary: Mapping[str, object], weights: Mapping[str, np.ndarray]) -> None:
-        """The run is complete: weights.safetensors (float32 arrays by name), summary.json, event `finish`, a table."""
+        """Report the end of the last step, and write weights.safetensors and summary.json.
+
+        Args:
+            summary: fields of summary.json.
+            weights: float32 arrays by parameter name.
+        """
         try:
             self.run_dir.write_weights(weights)
-        finally:  # the result is known, and small, even if there is no room for the weights
+        finally:  # the summary is small: it may fit on a disk that has no room for the weights
             self.run_dir.write_summary(summary)
         self.run_dir.write_event("finish", self._now(), {})
         self._finished = True
         self._display.finish({**summary, "run_dir": str(self.run_dir.path)})
 
     def on_stop(self, error: BaseException) -> None:
-        """The run ends by an error: event `stop`, unless it had finished. Raises nothing: the error is what counts."""
+        """Report that an error ends the run: event `stop`, unless the run had finished.
+
+        Raises nothing, so that a full disk does not hide the error that ended the run.
+        """
         if not self._finished:
             with contextlib.suppress(Exception):
                 report = {"report": error.report} if isinstance(error, WorkerError) else {}
                 self.on_event("stop", message=headline_of(error), **report)
 
     def close(self) -> None:
-        """Give the terminal back and close all files; closing again is allowed."""
-        with contextlib.ExitStack() as stack:  # each one is closed, whatever becomes of the others
+        """Restore the terminal and close all files; closing again is allowed."""
+        with contextlib.ExitStack() as stack:  # each is closed even if closing another one fails
             stack.callback(self.run_dir.close)
             stack.callback(self._close_board)
             stack.callback(self._display.close)
@@ -150,19 +169,20 @@ class RunObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.close()  # a disk that is full shows once more here; the first error is the one to tell
+            self.close()  # a full disk raises here once more; the first error is the one to report
 
 
 def _compare(step: int, what: str, known: str, found: str) -> None:
+    """Compare a value of a repeated step with the value of the first time; both are hexadecimal floats."""
     if known != found:
         raise RunError(
-            f"step {step} is not what it was before the run was resumed: {what} {found}, and {known} is written down. "
+            f"the {what} of step {step} is {found}, and was {known} before the run was resumed. "
             "This machine computes other bits, or something of the run has changed that its checkpoints do not name"
         )
 
 
 def event_text(kind: str, fields: Mapping[str, object]) -> str:
-    """`fail: worker 3 lost`, or `fail: rank=3 step=12` where there is no message."""
+    """The line that is shown for an event: `fail: worker 3 lost`, or `fail: rank=3 step=12` without a message."""
     message = fields.get("message")
     shown = str(message) if message else " ".join(f"{name}={plain(value)}" for name, value in fields.items())
     return f"{kind}: {shown}" if shown else kind

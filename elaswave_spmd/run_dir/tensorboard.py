@@ -16,9 +16,10 @@ FLUSH_SECONDS = 2.0
 
 
 class Board:
-    """One TensorBoard event file: loss, grad_norm, lr, tokens_per_second, workers and validation_loss by step.
+    """A TensorBoard event file with the loss, gradient norm, learning rate, speed and workers of every step.
 
-    tensorboard's own EventFileWriter is not used: it writes from a thread of its own, and the controller forks.
+    tensorboard's own EventFileWriter is not used, since it writes from a thread of its own: the controller forks worker
+    processes, and a fork of a process with threads may inherit a lock that no thread will ever release.
 
     Args:
         folder: made if missing.
@@ -40,7 +41,7 @@ class Board:
         self._file.flush()
 
     def step(self, line: MetricsLine) -> None:
-        """The scalars of one committed step."""
+        """Write the scalars of one committed step."""
         values = {"train/loss": line.loss, "train/grad_norm": line.grad_norm, "train/lr": line.lr}
         if line.seconds > 0:
             values["speed/tokens_per_second"] = line.tokens / line.seconds
@@ -48,7 +49,7 @@ class Board:
         self._write(line.step, values)
 
     def validation(self, step: int, loss: float) -> None:
-        """The validation loss after `step`."""
+        """Write the validation loss after `step`."""
         self._write(step, {"validation/loss": loss})
 
     def close(self) -> None:
@@ -69,5 +70,5 @@ class Board:
 
 
 def _message(module: ModuleType, name: str) -> Any:
-    """A protobuf message class. They are made when the module is imported, so type checkers do not know them."""
+    """A protobuf message class by name. Such classes are made at import, so type checkers do not know them."""
     return getattr(module, name)

@@ -1,13 +1,13 @@
-"""The timeline of a run: each worker writes what it does, and the controller makes one trace of it, for Perfetto.
+"""The timeline of a run: each worker records its work in a file, and the controller merges the files for Perfetto.
 
-A worker's part, trace-RANK.jsonl, grows in blocks: its first line ties its clock to the time of day, the others are
-short arrays. A part of a worker that was killed ends where its last block did. `merge_trace` makes trace.json of all
-parts and of events.jsonl, in the Trace Event Format that Perfetto and chrome://tracing open.
+A worker's part, trace-RANK.jsonl, is written in blocks. Its first line relates the worker's clock to the time of day;
+the others are short arrays. The part of a worker that was killed ends with the last block that it wrote. `merge_trace`
+makes trace.json from all parts and from events.jsonl, in the Trace Event Format, which Perfetto and chrome://tracing
+open.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -17,14 +17,16 @@ from typing import Any, TextIO
 
 import msgspec
 
+from elaswave_spmd.errors import FilesError
+from elaswave_spmd.run_dir.atomic_write import replacing
 from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
 PARTS = "trace-*.jsonl"
 FORWARD, BACKWARD, WAIT, SEND, MARK = "F", "B", "W", "S", "M"
-_BLOCK = 2000  # rows
-_GAP_S = 3e-4  # two waits for the same thing, with less than this between them, are shown as one
-_CONTROLLER, _FIRST_WORKER = 1, 2  # process numbers in the trace; 0 means "idle" to some viewers
+_BLOCK = 2000  # rows that are collected before they are written
+_GAP_S = 3e-4  # two waits for the same reason with less than this between them are shown as one
+_CONTROLLER, _FIRST_WORKER = 1, 2  # process numbers in the trace; some viewers take process 0 for the idle process
 _ROWS = {1: "layers, waits", 2: "sends"}
 
 TraceEvent = dict[str, Any]
@@ -32,13 +34,13 @@ TraceEvent = dict[str, Any]
 
 
 class TracePart:
-    """What one worker does. Times are of time.perf_counter().
+    """The timeline of one worker, open for writing. All times are of time.perf_counter().
 
-    A disk that is full ends the part, not the training.
+    A full disk ends the timeline, not the training.
 
     Args:
         folder: the run's directory.
-        clocks: (time of day, perf_counter) at the same moment; None: those of the system.
+        clocks: returns (time of day, perf_counter) of the same moment; None: the system's clocks.
 
     Raises:
         OSError: the part cannot be opened.
@@ -50,18 +52,19 @@ class TracePart:
         )
         self._encoder = msgspec.json.Encoder()
         self._rows: list[object] = []
-        self._waiting: list[Any] | None = None  # a wait that may go on
-        os.write(self._file, b"\n")  # ends a line that was torn: the part of an earlier life may be there
+        self._waiting: list[Any] | None = None  # the last wait, which the next one may continue
+        # If the run is resumed, this file may exist and end within a line; the newline ends that line.
+        os.write(self._file, b"\n")
         day, counter = clocks() if clocks is not None else (time.time(), time.perf_counter())
         self._rows.append({"rank": rank, "pid": os.getpid(), "zero": day - counter})
         self.flush()
 
     def action(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
-        """A layer's program has run."""
+        """Record one run of a layer's program."""
         self._add([BACKWARD if backward else FORWARD, began, ended, step, microbatch, layer])
 
     def wait(self, what: str, began: float, ended: float) -> None:
-        """The training thread had nothing to do; `what` in words."""
+        """Record that the training thread waited; `what` names what it waited for."""
         waiting = self._waiting
         if waiting is not None and waiting[3] == what and began - waiting[2] < _GAP_S:
             waiting[2] = ended
@@ -70,16 +73,16 @@ class TracePart:
         self._waiting = [WAIT, began, ended, what]
 
     def send(self, peer: int, kind: str, num_bytes: int, began: float, ended: float) -> None:
-        """A message with a payload was handed to a link."""
+        """Record that a message with a payload was handed to a link."""
         self._add([SEND, began, ended, peer, kind, num_bytes])
 
     def mark(self, name: str, at: float | None = None) -> None:
-        """Something that takes no time: a step is applied, a mesh epoch begins. What was written so far is kept."""
+        """Record an instant, such as the begin of a mesh epoch, and flush all rows, so that they survive a kill."""
         self._add([MARK, time.perf_counter() if at is None else at, name])
         self.flush()
 
     def flush(self) -> None:
-        """Hands all rows to the operating system."""
+        """Hand all rows to the operating system."""
         rows, self._rows = self._rows, []
         if self._file is None or not rows:
             return
@@ -91,7 +94,7 @@ class TracePart:
             self._end()
 
     def close(self) -> None:
-        """Writes what is left; closing again is allowed."""
+        """Write the remaining rows and close the file; closing again is allowed."""
         self._add(None)
         self.flush()
         self._end()
@@ -113,34 +116,31 @@ class TracePart:
 
 
 def merge_trace(folder: str | Path) -> Path | None:
-    """Makes trace.json of the parts of a run, and removes them.
+    """Make trace.json from the workers' parts, and remove the parts. Called by the controller at the end of a run.
 
     Returns:
-        Its path; None if there is nothing to make it of, or if it cannot be written (then the parts stay).
+        The path of trace.json; None if there are no parts, or if it cannot be written (then the parts stay).
     """
     folder = Path(folder)
     parts = sorted(folder.glob(PARTS), key=lambda path: (len(path.name), path.name))
     if not parts:
         return None
-    scratch, path = folder / f".{TRACE}.tmp", folder / TRACE
+    path = folder / TRACE
     try:
-        with open(scratch, "w", encoding="utf-8") as file:
+        with replacing(path, durable=False) as scratch, open(scratch, "w", encoding="utf-8") as file:
             write_trace(file, _all_events(folder, parts))
-        os.replace(scratch, path)
         for part in parts:
             part.unlink()
-    except OSError:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
+    except (FilesError, OSError):
         return None
     return path
 
 
 def write_trace(file: TextIO, events: Iterable[Mapping[str, object]], **about: object) -> None:
-    """Writes events of the Trace Event Format, one a line, without holding them all.
+    """Write events of the Trace Event Format, one per line. The events are not collected in memory.
 
     Args:
-        about: what else is to be known of the trace.
+        about: facts about the trace as a whole, for the format's field `otherData`.
     """
     file.write('{"displayTimeUnit": "ms",\n"otherData": ' + json.dumps(about) + ',\n"traceEvents": [\n')
     before = ""
@@ -156,7 +156,7 @@ def write_trace(file: TextIO, events: Iterable[Mapping[str, object]], **about: o
 def slice_of(
     row: tuple[int, int], name: str, kind: str, began_us: float, ended_us: float, **args: object
 ) -> TraceEvent:
-    """Something that takes time. `row`: (process, thread) of the trace."""
+    """A trace event that takes time. `row` is a pair (process, thread) of the trace."""
     length = round(max(0.0, ended_us - began_us), 3)
     head = {"ph": "X", "pid": row[0], "tid": row[1], "name": name, "cat": kind}
     return head | {"ts": round(began_us, 3), "dur": length, "args": args}
@@ -165,43 +165,44 @@ def slice_of(
 def instant_of(
     row: tuple[int, int], name: str, at_us: float, *, everywhere: bool = False, **args: object
 ) -> TraceEvent:
-    """Something that takes none. `everywhere`: a line over all rows."""
+    """A trace event that takes no time. With `everywhere` it is drawn as a line over all rows."""
     head = {"ph": "i", "pid": row[0], "tid": row[1], "name": name, "s": "g" if everywhere else "t"}
     return head | {"ts": round(at_us, 3), "args": args}
 
 
 def counter_of(process: int, name: str, at_us: float, value: float) -> TraceEvent:
-    """A number that changes with time."""
+    """A trace event for a number that changes with time."""
     return {"ph": "C", "pid": process, "tid": 0, "name": name, "ts": round(at_us, 3), "args": {name: value}}
 
 
 def names_of(process: int, name: str, rows: Mapping[int, str]) -> Iterator[TraceEvent]:
-    """What a process and its rows are called."""
+    """The trace events that name a process and its rows."""
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
-    for thread, of_row in rows.items():
-        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": of_row}}
+    for thread, row_name in rows.items():
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": row_name}}
 
 
 # ---- merging
 
 
 def _all_events(folder: Path, parts: Iterable[Path]) -> Iterator[TraceEvent]:
-    said = read_json_lines(folder / "events.jsonl")
-    start = said[0]["time"] if said else 0.0
-    yield from _of_controller(said, start)
+    """The trace events of the controller and of all workers; times count from the run's first event."""
+    events = read_json_lines(folder / "events.jsonl")
+    start = events[0]["time"] if events else 0.0
+    yield from _controller_events(events, start)
     for part in parts:
         rank = int(part.stem.partition("-")[2])
         yield from names_of(rank + _FIRST_WORKER, f"worker {rank}", _ROWS)
-        yield from _of_worker(part, rank + _FIRST_WORKER, start)
+        yield from _worker_events(part, rank + _FIRST_WORKER, start)
 
 
-def _of_controller(said: list[dict[str, Any]], start: float) -> Iterator[TraceEvent]:
-    """Events as lines over everything, mesh epochs as a row, frequencies as numbers of the workers."""
+def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[TraceEvent]:
+    """The trace of events.jsonl: events as lines over all rows, mesh epochs as a row, frequencies as counters."""
     yield from names_of(_CONTROLLER, "controller", {1: "events", 2: "mesh epochs"})
     begun: tuple[float, str] | None = None
     at, lowered = 0.0, set()
-    for event in said:
+    for event in events:
         kind, at = event["event"], 1e6 * (event["time"] - start)
         rest = {name: value for name, value in event.items() if name not in ("event", "time")}
         yield instant_of((_CONTROLLER, 1), kind, at, everywhere=True, **rest)
@@ -220,21 +221,23 @@ def _of_controller(said: list[dict[str, Any]], start: float) -> Iterator[TraceEv
         yield slice_of((_CONTROLLER, 2), begun[1], "mesh epoch", begun[0], at)
 
 
-def _of_worker(part: Path, process: int, start: float) -> Iterator[TraceEvent]:
+def _worker_events(part: Path, process: int, start: float) -> Iterator[TraceEvent]:
+    """The trace of one worker's part. Lines that cannot be read are left out."""
     zero = 0.0
     with open(part, "rb") as file:
         for line in file:
             try:
                 row = json.loads(line)
-                if isinstance(row, dict):  # a new life of this rank: another run in the same directory, resumed
+                if isinstance(row, dict):  # a head; a part has several if the run was resumed in its directory
                     zero = row["zero"] - start
                 else:
-                    yield _of_row(row, process, zero)
+                    yield _row_event(row, process, zero)
             except (ValueError, LookupError, TypeError):
-                continue  # torn when its worker was killed, or the disk was full
+                continue  # cut short when the worker was killed, or when the disk was full
 
 
-def _of_row(row: list[Any], process: int, zero: float) -> TraceEvent:
+def _row_event(row: list[Any], process: int, zero: float) -> TraceEvent:
+    """One row of a worker's part as a trace event."""
     kind, began = row[0], 1e6 * (row[1] + zero)
     if kind == MARK:
         return instant_of((process, 1), row[2], began)

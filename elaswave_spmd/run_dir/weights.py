@@ -1,4 +1,4 @@
-"""The hash over a model's weights, and the file that holds them."""
+"""A model's final weights: their hash, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 
 
 def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
-    """sha256 over parameters sorted by name: the name in UTF-8, then its values as little-endian float32, row-major.
+    """The sha256 of all parameters, sorted by name: each name in UTF-8, then its values as little-endian float32.
+
+    Values are hashed in row-major order, whatever the strides of the array are.
 
     Raises:
         TypeError: an array is not float32.
@@ -34,16 +36,18 @@ def save_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    # Row-major copies: safetensors writes the memory as it lies, whatever the strides say.
+    # Row-major copies: safetensors writes an array's memory as it is, and ignores its strides.
     arrays = {name: _little_endian(name, weights[name]) for name in sorted(weights)}
     try:
         save_file(arrays, str(path))
-    except SafetensorError as error:  # how it reports a full disk: a text with the system's error number in it
+    except SafetensorError as error:
+        # The library reports a full disk as a text that contains the system's error number.
         number = re.search(r"(?:os error|code:) (\d+)", str(error))
         raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
+    """The array as little-endian float32 in row-major order; copied only if it is not."""
     if (array.dtype.kind, array.dtype.itemsize) != ("f", 4):
         raise TypeError(f"weights are float32; {name} is {array.dtype}")
     return np.asarray(array, dtype="<f4", order="C")

@@ -23,10 +23,11 @@ import numpy as np
 
 from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
+from elaswave_spmd.run_dir.atomic_write import replacing
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
-from elaswave_spmd.run_dir.json_lines import replacing, write_all
-from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.run_dir.manifest import MANIFEST, writers_of
+from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
+from elaswave_spmd.run_dir.journal import Ballot
+from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange
@@ -178,7 +179,7 @@ class CheckpointWriter:
         placement = replica.placement
         if self._writers_epoch != placement.mesh.epoch:
             self._writers_epoch = placement.mesh.epoch
-            self._writers = writers_of(placement.replica_map(self._layout), self._layout)
+            self._writers = assign_writers(placement.replica_map(self._layout), self._layout)
         copies: dict[PageRange, dict[str, HostCopy]] = {}
         for part in replica.state:
             if self._writers[part.run.key] == self._rank and part.version != LEARNING:
@@ -208,7 +209,7 @@ class CheckpointWriter:
         except (RunError, UserError) as error:
             return ShardWritten(step, self._rank, epoch, error=str(error))
         write_ms = 1e3 * (time.perf_counter() - begin)
-        content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
+        content = (shard.name, shard.num_bytes, shard.sha256, shard.pages)
         return ShardWritten(step, self._rank, epoch, *content, copied.copy_ms, write_ms)
 
 
@@ -229,5 +230,5 @@ def read_reports(directory: Path) -> dict[int, StepRecord]:
 def _save_reports(directory: Path, rank: int, reports: Iterable[StepRecord]) -> None:
     """Writes a worker's records. Floats are written in hexadecimal, so that they are read back bit for bit."""
     rows = [{**asdict(r), "loss": r.loss.hex(), "grad_norm": r.grad_norm.hex()} for r in reports]
-    with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json") as file:
-        write_all(file, json.dumps(rows).encode())
+    with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json", durable=True) as scratch:
+        scratch.write_text(json.dumps(rows))

@@ -28,8 +28,8 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.run_dir.checkpoint_shard import shard_name
-from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.run_dir.manifest import writers_of
+from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.devices import Device, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
@@ -287,7 +287,7 @@ class ControlledCluster:
         assert worker.executor is not None
         replica, layout = worker.executor.replica, self._description.layout
         epoch, version = replica.protocol.epoch, replica.protocol.version
-        writers = writers_of(replica.placement.replica_map(layout), layout)
+        writers = assign_writers(replica.placement.replica_map(layout), layout)
         keys = tuple(sorted(part.run.key for part in replica.state if writers.get(part.run.key) == worker.rank))
         if keys:
             name = shard_name(worker.rank, Ballot(1, epoch))

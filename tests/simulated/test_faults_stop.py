@@ -13,7 +13,7 @@ from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Action, Save
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.run_dir.manifest import writers_of
+from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.worker.context import WorkerHooks
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import Worker
@@ -49,7 +49,7 @@ class Saved(MirroredCluster):
         assert worker.executor is not None
         replica = worker.executor.replica
         epoch, version = replica.protocol.epoch, replica.protocol.version
-        writers = writers_of(replica.placement.replica_map(self.layout), self.layout)
+        writers = assign_writers(replica.placement.replica_map(self.layout), self.layout)
         for part in replica.state:
             if writers[part.run.key] == worker.rank:
                 assert part.version == version == self.saves[-1].version

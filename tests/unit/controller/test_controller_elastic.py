@@ -18,7 +18,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events, read_metrics
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import load_newest_good
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.transport.links import socket_directory
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -227,7 +227,7 @@ def write(story: Story, rank: int, layout: ModelLayout, place: m.Reconfigure) ->
     folder = checkpoint_path(orders["run_dir"], place.version)
     ballot = Ballot(orders["incarnation"], place.epoch)
     shard = write_shard(folder, place.version, ballot, rank, arrays, run=orders["run"])
-    content = (shard.name, shard.num_bytes, shard.sha256, shard.runs)
+    content = (shard.name, shard.num_bytes, shard.sha256, shard.pages)
     story.workers.say(m.ShardWritten(place.version, rank, place.epoch, *content))
 
 

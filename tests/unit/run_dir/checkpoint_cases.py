@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import write_manifest
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replicas import PageRange

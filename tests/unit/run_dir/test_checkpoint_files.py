@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from elaswave_spmd.errors import CheckpointError, FilesError
-from elaswave_spmd.run_dir import json_lines
+from elaswave_spmd.run_dir.atomic_write import replacing
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards, read_shard, shard_name, write_shard
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.journal import Ballot
 from tests.unit.run_dir.checkpoint_cases import BALLOT, flip
 
 RUNS = {
@@ -37,7 +37,7 @@ def test_a_shard_is_a_safetensors_file_that_says_whose_it_is(tmp_path: Path) -> 
     info = write_shard(checkpoint_path(tmp_path, 20), 20, Ballot(2, 17), 3, RUNS, run='a "run"')
     path = tmp_path / "checkpoints/step_00000020/shard_3_2-17.safetensors"
     assert info.name == path.name == shard_name(3, Ballot(2, 17))
-    assert (info.num_bytes, info.runs) == (path.stat().st_size, ((0, 2, 4), (1, 0, 1)))
+    assert (info.num_bytes, info.pages) == (path.stat().st_size, ((0, 2, 4), (1, 0, 1)))
     zeroed = path.read_bytes().replace(info.sha256.encode(), b"0" * 64, 1)
     assert hashlib.sha256(zeroed).hexdigest() == info.sha256
     with safe_open(path, "numpy") as file:
@@ -63,7 +63,7 @@ def test_a_worker_that_holds_nothing_writes_an_empty_shard(tmp_path: Path) -> No
     info = write_shard(directory, 1, BALLOT, 0, {}, run="r1")
     shard = read_shard(directory / info.name)
     shard.verify()
-    assert shard.info == info and info.runs == ()
+    assert shard.info == info and info.pages == ()
 
 
 def test_strided_arrays_are_written_as_they_read(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_no_cut_and_no_growth_goes_unseen(tmp_path_factory: pytest.TempPathFacto
     path = _write(tmp_path_factory.mktemp("run"))
     size = path.stat().st_size
     os.truncate(path, data.draw(st.integers(0, size + 100).filter(lambda n: n != size)))
-    with pytest.raises(CheckpointError, match=r"^shard_3_1-3\.safetensors (is torn|has \d+ bytes)"):
+    with pytest.raises(CheckpointError, match=r"^shard_3_1-3\.safetensors is torn or damaged"):
         read_shard(path)
 
 
@@ -168,8 +168,12 @@ def test_data_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    with json_lines.replacing(tmp_path / "a") as file:
-        json_lines.write_all(file, b"content")
+    with replacing(tmp_path / "b", durable=False) as scratch:
+        scratch.write_bytes(b"content")
+    assert done == ["rename b"]
+    done.clear()
+    with replacing(tmp_path / "a", durable=True) as scratch:
+        scratch.write_bytes(b"content")
     assert done == ["fsync .a.tmp", "rename a", f"fsync {tmp_path.name}"]
 
 
@@ -178,7 +182,7 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, write_shard
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.journal import Ballot
 os.replace = lambda *_: os._exit(9)
 directory = checkpoint_path(sys.argv[1], 20)
 write_shard(directory, 20, Ballot(1, 3), 4, {(0, 0, 1): {"master": np.zeros(64, np.float32)}}, run="r1")
@@ -192,7 +196,7 @@ def test_find_shards_tells_good_from_torn_and_ignores_unfinished(tmp_path: Path)
     flip(flipped, flipped.stat().st_size - 1)
     assert len(list(good.parent.iterdir())) == 4
     found, bad = find_shards(good.parent)
-    assert [(info.rank, info.runs) for info in found] == [(1, tuple(RUNS))]
+    assert [(info.rank, info.pages) for info in found] == [(1, tuple(RUNS))]
     assert [path for path, _ in bad] == [torn, flipped]
     assert bad[1][1] == f"{flipped.name} does not match its sha256"
 

@@ -22,7 +22,7 @@ from elaswave_spmd.run_dir.checkpoints import (
     prune,
     write_manifest,
 )
-from elaswave_spmd.run_dir.lock import Ballot
+from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
@@ -101,7 +101,7 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
 def _cut_shard(directory: Path) -> str:
     path = sorted(directory.glob("shard_*"))[0]
     os.truncate(path, path.stat().st_size - 64)
-    return "and should have"
+    return "is torn or damaged (Error while deserializing header: incomplete metadata, file not fully covered)"
 
 
 def _flip_shard(directory: Path) -> str:
@@ -219,7 +219,7 @@ def test_none_good_names_each_and_why(tmp_path: Path) -> None:
     assert isinstance(caught.value, UserError)
     assert caught.value.what == f"{tmp_path} has no good checkpoint"
     assert caught.value.exists.split("; ") == [
-        "step_00000030: the manifest is torn, or none",
+        "step_00000030: the manifest is torn, or is not a manifest",
         "step_00000020: shard_5_1-3.safetensors does not match its sha256",
         "step_00000010: it has no manifest: it was never finished",
     ]

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
-from elaswave_spmd.run_dir.lock import EPOCHS, LOCK, Ballot, Journal, lock_run_dir, next_incarnation, read_journal
+from elaswave_spmd.run_dir.journal import EPOCHS, Ballot, Journal, next_incarnation, read_journal
+from elaswave_spmd.run_dir.lock import LOCK, lock_run_dir
 
 _TRY = """
 import sys

@@ -13,8 +13,9 @@ import pytest
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint, write_manifest
-from elaswave_spmd.run_dir.lock import Ballot
-from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, check_identity, layout_fingerprint
+from elaswave_spmd.run_dir.journal import Ballot
+from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
+from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.sharding.replicas import PageRange
 from tests.unit.run_dir.checkpoint_cases import BALLOT, manifest_of, save, small_layout, state_of, write_shards
 
@@ -32,7 +33,7 @@ def test_a_manifest_is_plain_json_and_comes_back(tmp_path: Path) -> None:
     ]
     assert (fields["step"], fields["incarnation"], fields["epoch"], fields["last_committed"]) == (10, 1, 3, 11)
     assert fields["identity"] == {"seed": 7, "optim": {"betas": [0.9, 0.95]}}
-    assert fields["shards"][1]["runs"] == [[0, 2, 5], [2, 0, 1]]
+    assert fields["shards"][1]["pages"] == [[0, 2, 5], [2, 0, 1]]
     manifest = open_checkpoint(directory, verify=True).manifest
     again = dataclasses.replace(manifest, validation={"step": 8, "loss_hex": "0x1p+0"})
     assert Manifest.from_json(again.to_json()) == again != manifest
@@ -61,8 +62,8 @@ WHOLE = ((0, 0, 5), (2, 0, 2))
         (((0, 1, 5), (2, 0, 2)), r"layer 0: pages \[0, 1\) are missing"),
         (((0, 0, 2), (0, 3, 5), (2, 0, 2)), r"layer 0: pages \[2, 3\) are missing"),
         (((0, 0, 4), (2, 0, 2)), r"layer 0: pages \[4, 5\) are missing"),
-        (((0, 0, 3), (0, 2, 5), (2, 0, 2)), r"layer 0: pages \[2, 3\) are in two different runs"),
-        (((0, 0, 5), (0, 1, 2), (2, 0, 2)), r"layer 0: pages \[1, 2\) are in two different runs"),
+        (((0, 0, 3), (0, 2, 5), (2, 0, 2)), r"layer 0: pages \[2, 3\) are in two different page ranges"),
+        (((0, 0, 5), (0, 1, 2), (2, 0, 2)), r"layer 0: pages \[1, 2\) are in two different page ranges"),
         (((0, 0, 6), (2, 0, 2)), r"layer 0 has no pages \[0, 6\); layer 0: pages \[0, 5\) are missing"),
         (((0, 0, 5), (0, 3, 3), (2, 0, 2)), r"layer 0 has no pages \[3, 3\)"),
         (((0, -1, 5), (2, 0, 2)), r"layer 0 has no pages \[-1, 5\); layer 0: pages \[0, 5\) are missing"),
@@ -113,7 +114,7 @@ def test_another_format_is_refused() -> None:
             Manifest.from_json(text.replace('"format": 1', other))
         assert named in caught.value.what and caught.value.what.endswith("format version 1")
     for none in ("", "[]", "3", '"sha256"', "{}", b"\xff"):
-        with pytest.raises(CheckpointError, match="torn, or none"):
+        with pytest.raises(CheckpointError, match="torn, or is not a manifest"):
             Manifest.from_json(none)
 
 
@@ -123,7 +124,7 @@ def test_a_manifest_waits_for_its_shards(tmp_path: Path) -> None:
     manifest = manifest_of(layout, shards, 4)
     path = directory / shards[1].name
     content = path.read_bytes()
-    for harm, why in ((path.unlink, "missing"), (lambda: path.write_bytes(content[:-4]), "should have")):
+    for harm, why in ((path.unlink, "missing"), (lambda: path.write_bytes(content[:-4]), "incomplete metadata")):
         harm()
         with pytest.raises(CheckpointError, match=why):
             write_manifest(directory, manifest)

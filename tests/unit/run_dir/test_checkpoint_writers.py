@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.run_dir.manifest import writers_of
+from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
 from tests.unit.run_dir.checkpoint_cases import cuts, layouts, small_layout
@@ -34,7 +34,7 @@ def replica_maps(draw: st.DrawFn) -> tuple[ModelLayout, ReplicaMap]:
 @given(replica_maps())
 def test_every_state_page_has_one_writer_that_holds_it(case: tuple[ModelLayout, ReplicaMap]) -> None:
     layout, replicas = case
-    writers = writers_of(replicas, layout)
+    writers = assign_writers(replicas, layout)
     state = [r for r in all_runs(replicas) if layout.layers[r.layer].block_of(r.first).kind != LOSS]
     assert writers.keys() == {run.key for run in state}
     assert sum(stop - first for _, first, stop in writers) == sum(layer.num_state_pages for layer in layout.layers)
@@ -49,12 +49,12 @@ def test_the_loss_page_is_not_written() -> None:
     assert last.loss_block is not None
     page = last.loss_block.first_page
     replicas = {last.index: (ReplicaSet(last.index, page, page + 1, 0, frozenset({0})),)}
-    assert writers_of(replicas, layout) == {}
+    assert assign_writers(replicas, layout) == {}
 
 
 def test_equal_runs_are_spread_evenly() -> None:
     layout = small_layout()
     everybody = frozenset(range(4))
     runs = tuple(ReplicaSet(0, page, page + 1, 0, everybody) for page in range(layout.layers[0].num_state_pages))
-    loads = Counter(writers_of({0: runs}, layout).values())
+    loads = Counter(assign_writers({0: runs}, layout).values())
     assert loads.keys() == {1, 2, 3} and max(loads.values()) - min(loads.values()) <= 1

@@ -1,0 +1,95 @@
+"""Writing the files of a run: whole or not at all, and with errors of the disk as FilesError."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from elaswave_spmd.errors import FilesError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes a file of the run.
+
+    Raises:
+        FilesError: for an OSError in the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FilesError(path, error) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
+    """A block that writes a new version of a file beside it; the new version takes the name when the block ends well.
+
+    Readers find the old version or the new one, never half a file. If the block raises, nothing has changed.
+
+    Args:
+        durable: flush the file to the disk before it gets its name, and the name after it, so that the new version
+            survives a crash of the machine and not only of this process. Waits for the disk.
+
+    Yields:
+        The path to write to.
+
+    Raises:
+        FilesError: the disk is full, or the directory is missing.
+    """
+    scratch = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            yield scratch
+            if durable:
+                _sync(scratch, os.O_RDONLY)
+            os.replace(scratch, path)
+            if durable:
+                sync_directory(path.parent)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def append_whole(file: FileIO, data: bytes, *, durable: bool) -> None:
+    """Append to a file, whole or not at all: what was written before an error is cut off again.
+
+    Args:
+        file: unbuffered, open for appending.
+        durable: flush to the disk, so that the data survives a crash of the machine and not only of this process.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    start = os.fstat(file.fileno()).st_size
+    try:
+        write_all(file, data)
+        if durable:
+            os.fsync(file.fileno())
+    except BaseException:
+        # Half a line would spoil the line that is appended after it.
+        with contextlib.suppress(OSError):
+            file.truncate(start)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory to the disk: files made, renamed or removed in it survive a crash of the machine."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Write all data to an unbuffered file; one system call may write less than it is given."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
