@@ -25,6 +25,7 @@ from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
+from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.simulator import Wires, Work, execute
 
 LAYERS = 8  # of each stage of the healthy mesh
@@ -190,7 +191,7 @@ def _cpu_seconds(mark: str) -> dict[int, float]:
 
 def simulated_step(assignment: Assignment, costs: CostModel) -> float:
     """The simulated duration of a step in steady state, with sharding=zero1 and mirror.count=1, in seconds."""
-    return execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(1, 1), steps=3).step_s
+    return execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(Shardings(optim=P("dp"))), steps=3).step_s
 
 
 def placed(stages: Sequence[Sequence[int]], layer_cuts: Sequence[int]) -> str:

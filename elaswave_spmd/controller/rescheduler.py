@@ -236,6 +236,7 @@ class Rescheduler:
                 self._protocol.placement,
                 costs,
                 remaining_steps,
+                layout=self._protocol.layout,
                 mirror_count=self._policy.mirror_count,
                 memory_limit=self._settings.memory_limit or math.inf,
                 stage_counts=None if stages else (),

@@ -19,6 +19,7 @@ import numpy as np
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh.mesh import format_ints
+from elaswave_spmd.sharding import Shardings
 
 _SHOWN = 24  # layers, and slow workers, that `str` lists
 
@@ -248,28 +249,38 @@ class CostModel:
         return "\n".join(lines)
 
 
+_WHOLE = Shardings()
+
+
 @dataclass(frozen=True)
 class MemoryRule:
-    """The share of its stage's bytes that one worker has (ZeRO; Rajbhandari et al., 2020), with mirrors.
+    """The share of its stage's bytes that one worker has, by the model's specs and with mirrors.
 
     A stage of one worker has its mirror on a worker of a neighbouring stage; that copy is not counted.
 
     Args:
-        zero_level: 0: each worker has all state. 1 or more: state is sharded over the stage. 2 or more: gradients too,
-            since each is sent as soon as its layer is done, so that only one worker's part stays.
+        shardings: the specs. Those of optim and grads decide (ZeRO; Rajbhandari et al., 2020).
         mirror_count: mirrors of each page of sharded state.
     """
 
-    zero_level: int = 0
+    shardings: Shardings = _WHOLE
     mirror_count: int = 1
+
+    @property
+    def state_is_sharded(self) -> bool:
+        """True if the workers of a stage share its optimizer state; else each has all of it."""
+        return self.shardings.optim.splits_workers
 
     def state_share(self, size: int) -> float:
         """The part of a stage's state that one of `size` workers has."""
-        return 1.0 if self.zero_level == 0 else min(1.0, (1 + self.mirror_count) / size)
+        return min(1.0, (1 + self.mirror_count) / size) if self.state_is_sharded else 1.0
 
     def gradient_share(self, size: int) -> float:
-        """The part of a stage's gradient sums that one of `size` workers has."""
-        return 1.0 if self.zero_level < 2 else 1.0 / size
+        """The part of a stage's gradient sums that one of `size` workers has.
+
+        Sharded gradients are sent as soon as their layer is done, so that only one worker's part stays.
+        """
+        return 1.0 / size if self.shardings.grads.splits_workers else 1.0
 
     def stage_bytes(self, costs: CostModel, *, size: int, microbatches: int, in_flight: int) -> np.ndarray:
         """float64 [layers + 1, layers + 1]: bytes of a worker of a stage with layers [row, column).
@@ -291,7 +302,7 @@ class MemoryRule:
 
 
 REPLICATED = MemoryRule()
-"""ZeRO 0: every worker of a stage has all of its state."""
+"""Every worker of a stage has all of its state."""
 
 
 def _number(value: object, name: str, *, above: float = -math.inf, at_least: float = -math.inf) -> float:

@@ -53,12 +53,12 @@ class Placement:
 
     @cached_property
     def microbatch_order(self) -> str:
-        """TIME_MAJOR if gradients are sharded (P names an axis; ZeRO 2 and 3), else CONTIGUOUS.
+        """TIME_MAJOR if gradients are sharded over the workers of a stage, else CONTIGUOUS.
 
         Contiguous micro-batches let a worker add up most of its gradients before it sends them. With sharded gradients
         each micro-batch's gradient is sent as soon as it is computed, so that no worker keeps sums of full size.
         """
-        return TIME_MAJOR if self.shardings.grads.axes else CONTIGUOUS
+        return TIME_MAJOR if self.shardings.grads.splits_workers else CONTIGUOUS
 
     @property
     def num_stages(self) -> int:

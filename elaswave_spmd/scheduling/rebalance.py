@@ -24,7 +24,15 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
 )
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.stage_search import Groupings, Move, Moves, Stages, old_stages_of, stage_workers
+from elaswave_spmd.scheduling.stage_search import (
+    Groupings,
+    MoveEstimate,
+    MoveEstimates,
+    Stages,
+    old_stages_of,
+    stage_workers,
+)
+from elaswave_spmd.scheduling.state_moves import Move, StateMoves, layout_of_costs
 from elaswave_spmd.scheduling.step_time import (
     CLASSES,
     EXACT,
@@ -36,6 +44,7 @@ from elaswave_spmd.scheduling.step_time import (
     step_time,
     timed_graph,
 )
+from elaswave_spmd.sharding.layout import ModelLayout
 
 _POWER = PowerModel()
 
@@ -64,18 +73,32 @@ class Hint:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """An assignment that the search looks at, with its step time and an estimate of moving there."""
+
+    assignment: Assignment
+    microbatches: MicrobatchAssignment
+    time: StepTime
+    estimate: MoveEstimate
+
+    @property
+    def key(self) -> tuple[Stages, tuple[int, ...]]:
+        """The stages and cuts, which decide where state is. Candidates with equal keys move equal state."""
+        return self.assignment.stages, self.assignment.layer_cuts
+
+    def planned(self, move: Move) -> Variant:
+        """This assignment with the figures of its reshard plan."""
+        return Variant(self.assignment, self.microbatches, self.time, move)
+
+
+@dataclass(frozen=True)
 class Variant:
-    """A possible assignment with its step time and the cost of moving there."""
+    """A planned assignment, with its step time and the figures of the reshard plan that leads there."""
 
     assignment: Assignment
     microbatches: MicrobatchAssignment
     time: StepTime
     move: Move
-
-    @property
-    def key(self) -> tuple[Stages, tuple[int, ...]]:
-        """The stages and cuts, which decide where state is. Variants with equal keys move equal state."""
-        return self.assignment.stages, self.assignment.layer_cuts
 
 
 @dataclass(frozen=True)
@@ -85,8 +108,9 @@ class Decision:
     Args:
         before: the step time of the assignment before, with the present costs.
         now: the assignment to run at once: layers stay where they are if that is possible, and micro-batches are
-            assigned by speed.
+            assigned by speed. Its move makes lost replicas again, in the background if layers stay.
         later: the assignment to run once its state has moved in the background; None: `now` is best.
+        layers_stay: `now` has the layers where they were, so that training goes on without waiting for state.
         hints: frequencies for `later`, or else for `now`; empty if none were asked for.
         frequency: the step time and energy with the hints.
         remaining_steps: the number of steps over which a move had to pay.
@@ -96,6 +120,7 @@ class Decision:
     before: StepTime
     now: Variant
     later: Variant | None
+    layers_stay: bool
     hints: tuple[Hint, ...]
     frequency: FrequencyPlan | None
     remaining_steps: int
@@ -105,6 +130,14 @@ class Decision:
     def last(self) -> Variant:
         """The assignment that will run in the end."""
         return self.later or self.now
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until training goes on: layers that are cut anew at once wait for all of their state.
+
+        This is an upper bound. In a run a replica outside the stage may publish parameters before its state is copied.
+        """
+        return 0.0 if self.layers_stay else self.now.move.seconds
 
     def __str__(self) -> str:
         lines = [f"before: {self.before}", f"now: {self.now.time}", *_indented(self.now.assignment)]
@@ -120,6 +153,7 @@ def plan_change(
     costs: CostModel,
     remaining_steps: int,
     *,
+    layout: ModelLayout | None = None,
     stages: Sequence[Sequence[int]] | None = None,
     memory_limit: float = math.inf,
     mirror_count: int = 1,
@@ -134,6 +168,7 @@ def plan_change(
         placement: the present placement. State is where its layers are.
         costs: as measured; speeds of workers that are gone do not matter.
         remaining_steps: steps until the run ends, or until another event is likely.
+        layout: the pages of the model; None: those of a model with such costs (`layout_of_costs`).
         stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the
             placement.
         memory_limit: bytes that each worker has.
@@ -156,18 +191,28 @@ def plan_change(
     if not all(present):
         empty = [s for s, members in enumerate(present) if not members]
         raise PlanError(f"stages {empty} are empty", rule="each stage has a worker", fix="plan without these stages")
-    rule = MemoryRule(placement.shardings.zero_level, mirror_count)
-    planner = _Planner(old, costs, remaining_steps, rule, memory_limit)
+    rule = MemoryRule(placement.shardings, mirror_count)
+    sharding = placement.state_sharding(mirror_count)
+    moves = StateMoves(sharding, layout or layout_of_costs(costs), costs, placement.replicas)
+    planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves)
     crew = planner.crew(present)
-    now, reasons = planner.now(crew)
-    later, why = planner.later(crew, now, stage_counts)
-    reasons.append(why)
+    at_once, why_anew = planner.now(crew)
+    now = at_once.planned(moves.at_once(*at_once.key))
+    later, why = planner.later(crew, at_once, stage_counts)
+    reasons = [_reason_for_now(now, why_anew), why]
     hints: tuple[Hint, ...] = ()
     plan = None
     if frequencies is not None:
         plan, hints = frequency_hints((later or now).assignment, costs, frequencies, power, goal_s)
         reasons.append(str(plan))
-    return Decision(step_time(old, costs, rule), now, later, hints, plan, remaining_steps, tuple(reasons))
+    return Decision(step_time(old, costs, rule), now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
+
+
+def _reason_for_now(now: Variant, why_anew: str) -> str:
+    if why_anew:
+        return f"{why_anew}: layers are cut anew before going on ({now.move})"
+    workers = sum(map(len, now.assignment.stages))
+    return f"micro-batches assigned by speed to {workers:,} workers, {now.microbatches}; no layer moves"
 
 
 def reassign_microbatches(
@@ -185,7 +230,7 @@ class _Crew:
 
     stages: Stages
     rows: list[StageWorkers]
-    moves: Moves
+    estimates: MoveEstimates
     candidates: tuple[MicrobatchAssignment, ...]
 
 
@@ -198,59 +243,65 @@ class _Planner:
     remaining_steps: int
     rule: MemoryRule
     memory_limit: float
+    moves: StateMoves
 
     def crew(self, stages: Stages) -> _Crew:
         """These stages with their micro-batches assigned."""
         speeds = [self.costs.speeds_of(members) for members in stages]
         rows, _ = stage_workers(speeds, self.old.num_microbatches, [self.memory_limit] * len(stages))
-        moves = Moves(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
+        estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs)
-        return _Crew(stages, rows, moves, candidates)
+        return _Crew(stages, rows, estimates, candidates)
 
-    def now(self, crew: _Crew) -> tuple[Variant, list[str]]:
-        """The variant that can run at once: the old layers on the present stages, if they fit in memory."""
-        workers = sum(map(len, crew.stages))
+    def now(self, crew: _Crew) -> tuple[Candidate, str]:
+        """The candidate that can run at once: the old layers on the present stages, if they fit in memory.
+
+        Returns: the candidate, and why layers are cut anew for it; empty if they stay.
+        """
         if len(crew.stages) == self.old.num_stages:
-            kept = self.variant(crew, self.old.layer_cuts)
+            kept = self.candidate(crew, self.old.layer_cuts)
             if self.fits(kept):
-                return kept, [
-                    f"micro-batches assigned by speed to {workers:,} workers, {kept.microbatches}; no state moves"
-                ]
+                return kept, ""
             why = "the layers where they are do not fit in memory any more"
         else:
             why = f"{len(crew.stages)} of {self.old.num_stages} stages are left"
-        found = self.recut(crew, 0.0)
-        return found, [f"{why}: layers are cut anew before going on ({found.move})"]
+        return self.recut(crew, 0.0), why
 
-    def later(self, crew: _Crew, now: Variant, stage_counts: Collection[int] | None) -> tuple[Variant | None, str]:
+    def later(self, crew: _Crew, now: Candidate, stage_counts: Collection[int] | None) -> tuple[Variant | None, str]:
         """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
 
-        Returns None and the reason if there is none. Moves are counted from where layers are before the event, so a
-        layer that must move now counts again if it moves later.
+        The search ranks candidates by estimates, which count moves from where layers were before the event. The
+        candidate that it ends with is accepted by its reshard plan, which begins where the plan of `now` ends.
+
+        Returns: None and the reason if there is none.
         """
-        variants = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
-        refined = self.refined(crew, min(variants.values(), key=self.total))
-        variants[refined.key] = refined
+        candidates = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
+        refined = self.refined(crew, min(candidates.values(), key=self.total))
+        candidates[refined.key] = refined
         if stage_counts is None or stage_counts:
             for found in self.regrouped(crew, stage_counts):
-                variants[found.key] = found
-        variants.pop(now.key, None)
-        if not variants:
+                candidates[found.key] = found
+        candidates.pop(now.key, None)
+        if not candidates:
             return None, "layers stay: no partition is better"
-        exact = all(v.time.how == now.time.how for v in variants.values())
-        best = min(variants.values(), key=lambda v: self.total(v, exact))
+        exact = all(found.time.how == now.time.how for found in candidates.values())
+        best = min(candidates.values(), key=lambda found: self.total(found, exact))
         gain = (_seconds(now, exact) - _seconds(best, exact)) * self.remaining_steps
+        # On a large mesh a plan takes seconds, and no move is shorter than the latency of a link.
+        worth_planning = gain > self.costs.latency_s
+        move = self.moves.afterwards(now.key, best.key) if worth_planning else None
+        move_s = best.estimate.seconds if move is None else move.seconds
         shown = (
             f"{_seconds(now, exact):.4g} -> {_seconds(best, exact):.4g} s a step gain {gain:.4g} s over "
-            f"{self.remaining_steps} steps, the move takes {best.move.seconds:.4g} s"
+            f"{self.remaining_steps} steps, the move takes {move_s:.4g} s"
         )
-        if gain <= best.move.seconds:
+        if move is None or gain <= move.seconds:
             return None, f"layers stay: the best other plan does not pay for its move: {shown}"
         number = best.assignment.num_stages
         what = "layers move" if number == len(crew.stages) else f"{number} stages instead of {len(crew.stages)}"
-        return best, f"{what}: {shown}"
+        return best.planned(move), f"{what}: {shown}"
 
-    def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Variant]:
+    def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Candidate]:
         """Other groupings of the workers into stages. On small meshes several are timed, and the best is refined."""
         small = sum(map(len, crew.stages)) <= _EXACT_WORKERS
         old = self.old
@@ -266,19 +317,19 @@ class _Planner:
         )
         choices = groupings.good(stage_counts) if small else [groupings.best(stage_counts)]
         crews = {choice.stages: self.crew(choice.stages) for choice in choices if choice.stages != crew.stages}
-        found = [self.variant(crews[c.stages], c.partition.cuts) for c in choices if c.stages in crews]
+        found = [self.candidate(crews[c.stages], c.partition.cuts) for c in choices if c.stages in crews]
         if small and found:
             best = min(found, key=self.total)
             found.append(self.refined(crews[best.assignment.stages], best))
         return found
 
-    def recut(self, crew: _Crew, tolerance: float) -> Variant:
+    def recut(self, crew: _Crew, tolerance: float) -> Candidate:
         """The partition that moves the fewest bytes within a tolerance of the least bottleneck."""
-        table = crew.moves.table(self.rule)
+        table = crew.estimates.table(self.rule)
         found = partition(self.costs, crew.rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
-        return self.variant(crew, found.cuts)
+        return self.candidate(crew, found.cuts)
 
-    def refined(self, crew: _Crew, start: Variant) -> Variant:
+    def refined(self, crew: _Crew, start: Candidate) -> Candidate:
         """On small meshes, shifts cuts by one layer as long as the step gets faster.
 
         The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
@@ -292,31 +343,31 @@ class _Planner:
             last, cuts = best, best.assignment.layer_cuts
             for i, step in product(range(1, len(cuts) - 1), (-1, 1)):
                 if cuts[i - 1] < cuts[i] + step < cuts[i + 1]:
-                    found = self.variant(crew, (*cuts[:i], cuts[i] + step, *cuts[i + 1 :]))
+                    found = self.candidate(crew, (*cuts[:i], cuts[i] + step, *cuts[i + 1 :]))
                     if self.total(found) < self.total(best) and self.fits(found):
                         best = found
         return best
 
-    def fits(self, variant: Variant) -> bool:
+    def fits(self, candidate: Candidate) -> bool:
         """True if no worker needs more memory than it has."""
-        return max(memory_of(variant.assignment, self.costs, self.rule)) <= self.memory_limit
+        return max(memory_of(candidate.assignment, self.costs, self.rule)) <= self.memory_limit
 
-    def total(self, variant: Variant, exact: bool = True) -> float:
+    def total(self, candidate: Candidate, exact: bool = True) -> float:
         """Seconds until the end, the move included."""
-        return _seconds(variant, exact) * self.remaining_steps + variant.move.seconds
+        return _seconds(candidate, exact) * self.remaining_steps + candidate.estimate.seconds
 
-    def variant(self, crew: _Crew, cuts: Sequence[int]) -> Variant:
+    def candidate(self, crew: _Crew, cuts: Sequence[int]) -> Candidate:
         """These cuts, with the candidate assignment of micro-batches whose step is fastest."""
-        found, move = [], crew.moves.move_to(cuts, self.rule)
-        for candidate in crew.candidates:
-            assignment = Assignment(crew.stages, tuple(cuts), candidate.counts, self.old.microbatch_order)
-            found.append(Variant(assignment, candidate, step_time(assignment, self.costs, self.rule), move))
+        found, estimate = [], crew.estimates.to(cuts, self.rule)
+        for microbatches in crew.candidates:
+            assignment = Assignment(crew.stages, tuple(cuts), microbatches.counts, self.old.microbatch_order)
+            found.append(Candidate(assignment, microbatches, step_time(assignment, self.costs, self.rule), estimate))
         return min(found, key=lambda v: v.time.seconds)
 
 
-def _seconds(variant: Variant, exact: bool) -> float:
-    """Seconds of a step; by the lower bound if the variants were not all timed in the same way."""
-    return variant.time.seconds if exact else max(variant.time.bound_s, variant.time.traffic_s)
+def _seconds(candidate: Candidate, exact: bool) -> float:
+    """Seconds of a step; by the lower bound if the candidates were not all timed in the same way."""
+    return candidate.time.seconds if exact else max(candidate.time.bound_s, candidate.time.traffic_s)
 
 
 def _indented(assignment: Assignment) -> list[str]:

@@ -1,7 +1,8 @@
 """The search for another number of stages, or other workers in them, whose gain pays for its move.
 
-A move is counted in bytes that workers must receive, and takes as long as the busiest worker's share of them takes on
-its link. The pages of each layer are spread over all workers of its stage, so all links carry a part.
+The search evaluates thousands of candidates, far too many to make a reshard plan for each. Here a move is estimated: in
+bytes that workers must receive, which takes as long as the busiest worker's share of them takes on its link. The choice
+that the search ends with is planned page by page (`state_moves`) before it is accepted.
 """
 
 from __future__ import annotations
@@ -31,25 +32,24 @@ Stages = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Move:
-    """The cost of moving state for a change of stages or cuts.
+class MoveEstimate:
+    """An estimate of moving state for a change of stages or cuts, by a closed form: no plan is made.
 
     Args:
-        bytes: state that workers receive, if primaries are evenly spread before and after.
-        bound_bytes: a lower bound for every way to place the pages: mirrors that are promoted in place cost nothing.
+        bytes: state that workers receive.
         seconds: how long the busiest link is occupied.
     """
 
     bytes: float
-    bound_bytes: float
     seconds: float
 
-    def __str__(self) -> str:
-        return f"{self.bytes:,.0f} B move (at least {self.bound_bytes:,.0f} B), {self.seconds:.4g} s on a link"
 
+class MoveEstimates:
+    """Estimates of moving layers to the stages of a new grouping of the workers.
 
-class Moves:
-    """The costs of moving each layer to each stage of a new grouping of the workers.
+    They count one copy of each page, evenly spread over its old stage. Without mirrors and losses that is what the
+    reshard plan moves, to a page for each worker; mirrors that lie where layers go only make a plan cheaper. A property
+    test in tests/unit/scheduling/test_state_moves.py holds the closed form to this, on random uneven meshes.
 
     Args:
         old_cuts: workers of old stage s have layers [old_cuts[s], old_cuts[s + 1]).
@@ -59,40 +59,45 @@ class Moves:
     def __init__(self, costs: CostModel, old_cuts: Sequence[int], was: Sequence[np.ndarray]) -> None:
         overlap = np.stack([np.bincount(of_stage + 1, minlength=len(old_cuts)) for of_stage in was])
         self._costs = costs
+        self._state = np.array([layer.state_bytes for layer in costs.layers], np.float64)
         self._home = np.searchsorted(np.array(old_cuts), np.arange(len(costs.layers)), "right") - 1
-        self._shared = overlap[:, 1:]
+        self._shared = overlap[:, 1:]  # [new stages, old stages]: workers that are in both
         self._size = overlap.sum(axis=1)
         self._old_size = np.maximum(self._shared.sum(axis=0), 1)
 
-    def table(self, rule: MemoryRule, *, count_mirrors: bool = False) -> np.ndarray:
-        """float64 [stages, layers]: bytes that a stage's workers receive if it gets a layer.
+    def table(self, rule: MemoryRule) -> np.ndarray:
+        """float64 [stages, layers]: bytes that a stage's workers receive if it gets a layer, for a sum over layers.
 
-        Of sharded state, a worker keeps what it has, up to its new share. Replicated state is sent as a whole to every
-        worker that lacks it.
-
-        Args:
-            count_mirrors: the copies that a worker has as a mirror count as its own.
+        Of sharded state, a worker keeps what it has of the layer, up to its new share. This is an upper bound: workers
+        of a stage may be even over all of its layers without being even in each. Replicated state is sent as a whole to
+        every worker that lacks it.
         """
-        if rule.zero_level == 0:
+        if not rule.state_is_sharded:
             copies = self._size[:, None] - self._shared
         else:
-            has = (1 + rule.mirror_count if count_mirrors else 1) / self._old_size
-            kept = self._shared * np.minimum(np.minimum(has, 1.0)[None, :], 1 / self._size[:, None])
+            kept = self._shared * np.minimum(1 / self._old_size[None, :], 1 / self._size[:, None])
             copies = np.maximum(1 - kept, 0.0)
         copies = np.where(copies < 1e-9, 0.0, copies)
-        return copies[:, self._home] * np.array([layer.state_bytes for layer in self._costs.layers], np.float64)
+        return copies[:, self._home] * self._state
 
-    def move_to(self, cuts: Sequence[int], rule: MemoryRule) -> Move:
-        """The cost of moving to these cuts."""
-        table = self.table(rule)
-        into = np.array([table[s, a:b].sum() for s, (a, b) in enumerate(pairwise(cuts))])
-        least = self.table(rule, count_mirrors=True)
-        bound_bytes = sum(least[s, a:b].sum() for s, (a, b) in enumerate(pairwise(cuts)))
-        chosen = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
-        out = np.bincount(self._home, table[chosen, np.arange(len(chosen))], minlength=len(self._old_size))
+    def to(self, cuts: Sequence[int], rule: MemoryRule) -> MoveEstimate:
+        """The estimate for moving to these cuts, over all layers of each stage together."""
+        moving = np.zeros(
+            self._shared.shape
+        )  # [new stages, old stages]: bytes of the layers that pass from one to the other
+        np.add.at(moving, (np.repeat(np.arange(len(cuts) - 1), np.diff(cuts)), self._home), self._state)
+        if rule.state_is_sharded:
+            share = moving.sum(axis=1) / self._size
+            kept = self._shared * np.minimum(moving / self._old_size, share[:, None])
+            into, out = moving.sum(axis=1) - kept.sum(axis=1), moving.sum(axis=0) - kept.sum(axis=0)
+        else:
+            sent = moving * (self._size[:, None] - self._shared)
+            into, out = sent.sum(axis=1), sent.sum(axis=0)
+        total = float(self._state.sum())
+        into, out = (np.where(part < 1e-9 * total, 0.0, part) for part in (into, out))
         busiest = max((into / self._size).max(), (out / self._old_size).max())
         seconds = busiest / self._costs.bandwidth + self._costs.latency_s if busiest else 0.0
-        return Move(float(into.sum()), float(bound_bytes), float(seconds))
+        return MoveEstimate(float(into.sum()), float(seconds))
 
 
 @dataclass(frozen=True)
@@ -103,18 +108,18 @@ class StageChoice:
         stages: ranks of each stage.
         partition: the layers of each stage.
         seconds: a lower bound of the step time, links included.
-        move: the cost of moving there.
+        move: an estimate of moving there.
         reason: one line for the log.
     """
 
     stages: Stages
     partition: Partition
     seconds: float
-    move: Move
+    move: MoveEstimate
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.reason}\n  {self.partition}\n  {self.move}"
+        return f"{self.reason}\n  {self.partition}\n  {self.move.bytes:,.0f} B move, by estimate"
 
 
 def old_stages_of(stages: Sequence[Sequence[int]], old_stages: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -339,7 +344,7 @@ class Groupings:
         parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         speeds = [self.speeds[part] for part in parts]
         rows, counts = stage_workers(speeds, self.num_microbatches, [self.memory_limit] * len(sizes))
-        moves = Moves(self.costs, self.old_cuts, [self.was[part] for part in parts])
+        moves = MoveEstimates(self.costs, self.old_cuts, [self.was[part] for part in parts])
         table = moves.table(self.rule)
         found = partition(self.costs, rows, rule=self.rule, move_bytes=table, tolerance=tolerance)
         forward, backward, delays = stage_seconds(found.cuts, self.costs)
@@ -352,7 +357,7 @@ class Groupings:
         shown = "-".join(map(str, sizes[:12])) + ("-..." if len(sizes) > 12 else "")
         reason = f"{name} (workers {shown}): {seconds:.4g} s a step, {self.remaining_steps} steps left"
         stages = tuple(self.order[part] for part in parts)
-        return StageChoice(stages, found, seconds, moves.move_to(found.cuts, self.rule), reason)
+        return StageChoice(stages, found, seconds, moves.to(found.cuts, self.rule), reason)
 
 
 def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRul
 from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
 from elaswave_spmd.scheduling.pipeline import FORWARD, Action, Schedule, in_flight_limits, schedule
 from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement
-from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding import P, Shardings
 
 MOST_ACTIONS = 8192
 """Up to this many actions are timed exactly; more would make planning slow."""
@@ -75,7 +75,9 @@ class Assignment:
     def placement(self) -> Placement:
         """A placement with these stages, cuts and counts, on one host, for `pipeline.schedule`."""
         mesh = Mesh(MeshShape.of_stages(map(len, self.stages)), self.stages)
-        shardings = Shardings().with_zero(2 if self.microbatch_order == TIME_MAJOR else 0)
+        # Of the specs only that of the gradients matters here: it decides the order of micro-batches.
+        is_time_major = self.microbatch_order == TIME_MAJOR
+        shardings = Shardings(grads=P("dp"), optim=P("dp")) if is_time_major else Shardings()
         return Placement(mesh, self.num_microbatches, self.layer_cuts, self.microbatch_counts, shardings)
 
     def __str__(self) -> str:
@@ -252,7 +254,7 @@ def step_time(
     """Computes the time of a step.
 
     Args:
-        rule: the ZeRO level and mirrors, which decide the bytes of reduction and publication.
+        rule: the specs and mirrors, which decide the bytes of reduction and publication.
         most_actions: the most actions that are timed exactly; beyond, `bound` is the estimate.
     """
     cuts = assignment.layer_cuts
@@ -297,8 +299,10 @@ def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, siz
         float(costs.prefix(name)[stop] - costs.prefix(name)[first]) for name in ("gradient_bytes", "value_bytes")
     )
     others = (size - 1) / size
-    mirrors = rule.mirror_count if rule.zero_level else size - 1  # with replicated state every other worker is a mirror
-    published = value * others if rule.zero_level else 0.0
+    mirrors = (
+        rule.mirror_count if rule.state_is_sharded else size - 1
+    )  # with replicated state every other worker is a mirror
+    published = value * others if rule.state_is_sharded else 0.0
     return nodes * gradient * others + mirrors * gradient / size + published
 
 

@@ -65,17 +65,23 @@ class Shardings:
             )
 
     @property
-    def zero_level(self) -> int:
-        """The number of optim, grads and params that are split over dp: 0, 1, 2 or 3, the ZeRO level."""
-        return sum(bool(getattr(self, field).axes) for field in _STATE)
-
-    @property
     def name(self) -> str:
-        """The shorthand of these specs in settings: `zero2`, as in `sharding=zero2`."""
-        return f"zero{self.zero_level}"
+        """The shorthand of these specs in settings, in files and on the screen: `zero2`, as in `sharding=zero2`."""
+        return f"zero{sum(getattr(self, field).splits_workers for field in _STATE)}"
 
-    def with_zero(self, level: int) -> Shardings:
-        """These shardings at ZeRO level 0, 1, 2 or 3; batch and layers stay."""
+    def with_zero(self, level: int | None) -> Shardings:
+        """These shardings with the specs that a ZeRO level stands for; batch and layers stay.
+
+        This is where the name of a level becomes specs. A run looks at the specs alone.
+
+        Args:
+            level: 0 to 3; None: the specs as they are.
+
+        Raises:
+            SpecError: there is no such level.
+        """
+        if level is None:
+            return self
         if level not in range(4):
             raise SpecError(f"ZeRO has no level {level!r}", exists="0, 1, 2, 3", fix="use one of these")
         params, grads, optim = (P("dp") if level >= needed else P(None) for needed in (3, 2, 1))

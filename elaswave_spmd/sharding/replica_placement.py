@@ -21,6 +21,15 @@ from elaswave_spmd.sharding.state_sharding import StateSharding
 
 DEFAULT_SCATTER = 4
 
+_PIECE_ELEMENTS = 1 << 16
+"""The mirrors of a worker's pages of a layer are spread in pieces of at least this size: each piece is a message of its
+own in every step, and for small models these messages would cost more than an even load gains."""
+
+
+def least_pages(layout: ModelLayout) -> int:
+    """The smallest number of pages in which a run spreads mirrors, for `place_replicas`."""
+    return max(1, _PIECE_ELEMENTS // layout.page_size)
+
 
 def copyset_width(scatter: int, mirror_count: int, num_peers: int) -> int:
     """The number of peers, of `num_peers`, that mirror one worker's pages; `scatter` 0 means the default."""

@@ -129,16 +129,29 @@ class ReshardPlan:
     def least_elements(self) -> int:
         """A lower bound for `moved_elements` of any plan to as many replicas of each page, with primaries as even.
 
-        The larger one of two: the replicas that each page lacks by number, whoever they are; and what the members lack
-        of their share as primaries.
+        The larger one of two: the replicas that pages lack, each looked at alone; and what the members lack of their
+        share as primaries.
         """
         if self.sharding is None:
             return 0
-        lacking = 0
-        for now, then in zip(all_runs(self.during), all_runs(self.after), strict=True):
-            if len(then.replicas) > len(now.replicas):
-                lacking += self.elements(now.key) * (len(then.replicas) - len(now.replicas))
-        return max(lacking, self._missing_shares(self.sharding))
+        return max(self._missing_replicas(self.sharding), self._missing_shares(self.sharding))
+
+    def _missing_replicas(self, sharding: StateSharding) -> int:
+        """Elements that some worker must get: replicas that a page lacks by number, or in the stage of its layer.
+
+        A page needs a primary in its stage, and of replicated state every member of the stage is a replica.
+        """
+        found = 0
+        for stage, members in enumerate(sharding.stages):
+            needed = len(members) if sharding.is_replicated else 1
+            inside: dict[frozenset[int], int] = {}  # page ranges share their sets: each is counted once
+            for layer in sharding.layers_of_stage(stage):
+                for now, then in zip(self.during[layer], self.after[layer], strict=True):
+                    if now.replicas not in inside:
+                        inside[now.replicas] = len(now.replicas.intersection(members))
+                    lacking = max(len(then.replicas) - len(now.replicas), needed - inside[now.replicas])
+                    found += self.elements(now.key) * max(0, lacking)
+        return found
 
     def _missing_shares(self, sharding: StateSharding) -> int:
         """Elements that members must get to be primaries of as many pages of their stage as the others, within one.

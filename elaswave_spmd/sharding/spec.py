@@ -56,9 +56,10 @@ class P:
         entry = self.entries[dim] if dim < len(self.entries) else None
         return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
-    def dim_of(self, axis: str) -> int | None:
-        """The dim that `axis` splits; None if it splits none."""
-        return next((dim for dim in range(len(self.entries)) if axis in self.axes_of(dim)), None)
+    @property
+    def splits_workers(self) -> bool:
+        """True if the workers of a stage have different parts of the array: if some dim is split over dp."""
+        return "dp" in self.axes
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(_show, self.entries))})"

@@ -47,7 +47,7 @@ class StateSharding:
     @property
     def is_replicated(self) -> bool:
         """True if the spec gives each worker of a stage all of its pages: it leaves out axis dp."""
-        return self.spec.dim_of("dp") is None
+        return not self.spec.splits_workers
 
     def layers_of_stage(self, stage: int) -> range:
         """The layers of a stage."""

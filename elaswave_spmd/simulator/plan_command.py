@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,14 +20,16 @@ from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.rebalance import Decision, Variant, plan_change
+from elaswave_spmd.scheduling.state_moves import Move, layout_of_costs
 from elaswave_spmd.scheduling.step_time import Assignment, StepTime, step_time
+from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.simulator import Case, Change, alike, healthy, llama, simulate_transition
 from elaswave_spmd.simulator.shapes import LlamaShape
 
 _OWN = {"event": "", "trace": "", "json": "false"}
 _LAYERS = 18
 _MICROBATCHES_PER_WORKER = 4
-_DECLARED_ZERO = 2  # the level that the models of this package declare, for sharding=model
+_DECLARED = Shardings(grads=P("dp"), optim=P("dp"))  # what the models of this package declare, for sharding=model
 _SHOWN = 16  # stages of a placement
 
 USAGE = """usage: {program} plan mesh=NAME [event=...] [name=value ...]
@@ -42,7 +43,7 @@ Own arguments:
 
 All settings of train are accepted, so that its command line can be used here. These change the plan:
   mesh=dp4_pp4                   or mesh.dp=6250 mesh.pp=16, or 'mesh.stages=[3,2]'
-  sharding=zero1                 zero0 to zero3; sharding=model: zero{zero}, as the models of this package declare it
+  sharding=zero1                 zero0 to zero3; sharding=model: {declared}, as the models of this package declare it
   model=llama_7b                 modelled costs of its layers; where no model is named, {layers} layers that are
                                  all alike (10 + 20 ms a micro-batch, the bytes of a layer of Llama 7B)
   train.global_batch=64          with train.microbatch_size, the micro-batches of a step; where none is named,
@@ -75,20 +76,6 @@ class Plan:
     planned_s: float
 
     @property
-    def mirror_bytes(self) -> float:
-        """Bytes of replicas that were lost and are made again, in the background."""
-        rule, old, costs = self.case.rule, self.case.healthy, self.case.costs
-        if rule.zero_level == 0:
-            return 0.0
-        total = costs.prefix("state_bytes")
-        lost = set(self.case.change.gone)
-        found = 0.0
-        for (first, stop), members in zip(pairwise(old.layer_cuts), old.stages, strict=True):
-            state = float(total[stop] - total[first])
-            found += sum(rank in lost for rank in members) * rule.state_share(len(members)) * state
-        return found
-
-    @property
     def ratio(self) -> float:
         """(throughput after / before) over (aggregate speed after / before), in the end."""
         return self.before.seconds / self.decision.last.time.seconds / self.case.share
@@ -102,7 +89,10 @@ def main(argv: Sequence[str], program: str) -> int:
         UserError: a mesh, an event or a profile that cannot be; a plan that does not fit in memory.
     """
     if {"-h", "--help"} & set(argv):
-        print(USAGE.format(program=program, each=_MICROBATCHES_PER_WORKER, layers=_LAYERS, zero=_DECLARED_ZERO), end="")
+        print(
+            USAGE.format(program=program, each=_MICROBATCHES_PER_WORKER, layers=_LAYERS, declared=_DECLARED.name),
+            end="",
+        )
         return 0
     own, words = own_arguments(argv, _OWN, "plan")
     as_one_line = own_flag(own, "json")
@@ -137,14 +127,15 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         )
     mesh = Mesh.initial(settings.mesh.shape)
     costs, source = _costs(settings, named, mesh)
-    level = settings.sharding.zero_level
+    shardings = _DECLARED.with_zero(settings.sharding.zero_level)
     case = Case(
-        healthy(mesh, costs, _num_microbatches(settings, named, mesh), zero=_DECLARED_ZERO if level is None else level),
+        healthy(mesh, costs, _num_microbatches(settings, named, mesh), shardings),
         costs,
         Change.parse(event) if event else Change(),
         remaining_steps=settings.train.steps,
         mirror_count=settings.mirror.count,
         memory_limit=schedule.memory_limit or math.inf,
+        layout=layout_of_costs(costs, settings.page.size),
     )
     before = step_time(case.healthy, costs, case.rule)
     wants_hints = schedule.frequency != "none"
@@ -153,6 +144,7 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         case.placement,
         case.after,
         case.remaining_steps,
+        layout=case.layout,
         stages=case.change.stages(mesh),
         memory_limit=case.memory_limit,
         mirror_count=case.mirror_count,
@@ -231,17 +223,11 @@ def lines(plan: Plan) -> list[str]:
         *_placement(case.healthy),
     ]
     later = decision.later
-    moves = decision.now.move.bytes > 0
     title = "new placement" if later is None else "new placement, at once"
     found += ["", f"{title}: {decision.now.time}", *_placement(decision.now.assignment)]
     if later is not None:
         found += ["", f"new placement, when its state is there: {later.time}", *_placement(later.assignment)]
-    found += ["", "bytes:"]
-    found.append(f"  before going on: {decision.now.move}" if moves else "  before going on: none")
-    if later is not None:
-        found.append(f"  in the background: {later.move}, for which no worker waits")
-    if plan.mirror_bytes:
-        found.append(f"  lost replicas made again, in the background: {plan.mirror_bytes:,.0f} B")
+    found += ["", "state:", *_moves(decision)]
     before, now, after = plan.before.seconds, decision.now.time.seconds, decision.last.time.seconds
     found += [
         "",
@@ -251,6 +237,20 @@ def lines(plan: Plan) -> list[str]:
     found += [f"why: {reason}" for reason in decision.reasons]
     found += [f"hint: {hint}" for hint in decision.hints[:_SHOWN]]
     return [*found, f"planned in {plan.planned_s:.3f} s"]
+
+
+def _moves(decision: Decision) -> list[str]:
+    """The reshard plans of a decision in bytes, and whether training waits for them."""
+    now, later = decision.now.move, decision.later
+    promoted = f"{now.promotions:,} page ranges are promoted in place" if now.promotions else ""
+    if now == Move():
+        found = ["  before going on: nothing moves"]
+    elif decision.layers_stay and not now.from_checkpoint:
+        found = [f"  before going on: {promoted or 'nothing moves'}"]
+        found += [f"  in the background, replicas made again: {now}"] if now.copies else []
+    else:
+        found = [f"  before going on: {now}" + (f"; {promoted}" if promoted else "")]
+    return [*found, f"  in the background, then: {later.move}, for which no worker waits"] if later else found
 
 
 def _placement(assignment: Assignment) -> list[str]:
@@ -269,7 +269,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "old": {"step_s": plan.before.seconds, "how": plan.before.how, **_stages(case.healthy)},
         "now": _variant(decision.now),
         "later": _variant(decision.later) if decision.later else None,
-        "mirror_bytes": plan.mirror_bytes,
+        "layers_stay": decision.layers_stay,
         "speed_left": case.share,
         "ratio": plan.ratio,
         "reasons": list(decision.reasons),
@@ -279,8 +279,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _variant(variant: Variant) -> dict[str, Any]:
-    move = {"bytes": variant.move.bytes, "bound_bytes": variant.move.bound_bytes, "seconds": variant.move.seconds}
-    return {"step_s": variant.time.seconds, "how": variant.time.how, "move": move, **_stages(variant.assignment)}
+    return {
+        "step_s": variant.time.seconds,
+        "how": variant.time.how,
+        "move": asdict(variant.move),
+        **_stages(variant.assignment),
+    }
 
 
 def _stages(assignment: Assignment) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
+from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.recompute import recompute_step
@@ -57,8 +58,9 @@ class Case:
         costs: of healthy workers.
         change: who is lost or slow.
         remaining_steps: that a move has to pay for.
-        mirror_count: of dealt state.
+        mirror_count: mirrors of each page of sharded state.
         memory_limit: bytes of each worker.
+        layout: the pages of the model; None: those of a model with such costs.
     """
 
     placement: Placement
@@ -67,6 +69,7 @@ class Case:
     remaining_steps: int = 1000
     mirror_count: int = 1
     memory_limit: float = math.inf
+    layout: ModelLayout | None = None
     constants: Constants = field(default_factory=Constants)
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class Case:
     @cached_property
     def rule(self) -> MemoryRule:
         """How state is dealt."""
-        return MemoryRule(self.placement.shardings.zero_level, self.mirror_count)
+        return MemoryRule(self.placement.shardings, self.mirror_count)
 
     @cached_property
     def after(self) -> CostModel:
@@ -171,6 +174,7 @@ class Ours:
                 case.placement,
                 case.after,
                 case.remaining_steps if self.layers else 0,
+                layout=case.layout,
                 stages=case.change.stages(case.placement.mesh),
                 memory_limit=case.memory_limit,
                 mirror_count=case.mirror_count,
@@ -184,10 +188,14 @@ class Ours:
         seconds = case.seconds(chosen.assignment, case.after)
         if decision.frequency is not None:  # what the hints gain on the lists or the bound they were planned on
             seconds *= decision.frequency.makespan_s / decision.frequency.makespan_before_s
-        recovery_s = decision.now.move.seconds
-        if case.change.gone:
+        recovery_s, constants = decision.pause_s, case.constants
+        if (
+            decision.now.move.from_checkpoint
+        ):  # no replica is left of some page: everybody begins at the last checkpoint
+            recovery_s += constants.detect_s + constants.restart_s + constants.checkpoint_s / 2
+        elif case.change.gone:
             now_s = case.seconds(decision.now.assignment, case.after)
-            recovery_s += case.constants.detect_s + mean_recompute_s(case.healthy, case.costs, case.change.gone, now_s)
+            recovery_s += constants.detect_s + mean_recompute_s(case.healthy, case.costs, case.change.gone, now_s)
         return Outcome(
             self.name, seconds, case.healthy.num_microbatches, recovery_s, "; ".join(decision.reasons), decision
         )
@@ -241,7 +249,7 @@ def _of_columns(name: str, case: Case, kept: Sequence[int]) -> Outcome:
         return Outcome(name, math.inf, 0, recovery_s, "no replica is whole")
     stages = tuple(tuple(members[c] for c in kept) for members in old.stages)
     left = Assignment(stages, old.layer_cuts, counts, old.microbatch_order)
-    seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
+    seconds = case.seconds(left, case.after, replace(case.rule, mirror_count=0))
     micro = f"{left.num_microbatches} of {old.num_microbatches} micro-batches a step"
     note = f"{len(kept)} of {len(old.stages[0])} replicas, {micro}"
     return Outcome(name, seconds, left.num_microbatches, recovery_s, note)
@@ -270,7 +278,7 @@ class Restart:
                 continue
             stages = tuple(zip(*columns, strict=True))
             left = Assignment(stages, old.layer_cuts, (counts,) * width, old.microbatch_order)
-            seconds = case.seconds(left, case.after, MemoryRule(case.rule.zero_level, 0))
+            seconds = case.seconds(left, case.after, replace(case.rule, mirror_count=0))
             lost_s = constants.detect_s + constants.restart_s + constants.checkpoint_s / 2
             note = f"{number} replicas of {width}, from the checkpoint"
             found.append(Outcome(self.name, seconds, sum(counts), lost_s if case.change.gone else 0.0, note))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.step_time import Assignment, traffic_bytes
 from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.policies import Case, Outcome
@@ -78,7 +78,7 @@ def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Wo
 
 def _room(case: Case, work: Work) -> tuple[int, ...]:
     """By stage, the micro-batches whose activations a worker has room for; at least as many as in a healthy step."""
-    rule, found = MemoryRule(case.rule.zero_level, 0), []
+    rule, found = replace(case.rule, mirror_count=0), []
     kept = case.costs.prefix("activation_bytes")
     for stage, members in enumerate(work.stages):
         first, stop = work.layer_cuts[stage : stage + 2]
@@ -100,6 +100,6 @@ def _turns(assignment: Assignment) -> tuple[int, ...]:
 
 
 def _traffic_s(case: Case, work: Work) -> float:
-    rule, cuts = MemoryRule(case.rule.zero_level, 0), work.layer_cuts
+    rule, cuts = replace(case.rule, mirror_count=0), work.layer_cuts
     sent = (traffic_bytes(case.costs, rule, cuts[s], cuts[s + 1], len(m), 1) for s, m in enumerate(work.stages))
     return max(sent) / case.costs.bandwidth

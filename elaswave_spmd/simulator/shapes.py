@@ -16,7 +16,10 @@ from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding import P, Shardings
+
+STATE_SHARDED = Shardings(optim=P("dp"))
+"""The specs of modelled placements: optimizer state is shared by the workers of a stage."""
 
 _STATE, _VALUE, _GRADIENT = 12, 2, 4  # bytes of a parameter: fp32 master and two moments; bf16; fp32 sums
 
@@ -105,7 +108,7 @@ def llama(
     return CostModel(tuple(layers), bandwidth, latency_s)
 
 
-def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, *, zero: int = 1) -> Placement:
+def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, shardings: Shardings = STATE_SHARDED) -> Placement:
     """A placement nobody has left yet: layers balanced over the stages by their seconds, micro-batches dealt evenly.
 
     Raises:
@@ -128,7 +131,7 @@ def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, *, zero: int = 
         )
     cuts = balance_layers([layer.seconds for layer in costs.layers], sizes)
     counts = tuple(even_counts(num_microbatches, size) for size in sizes)
-    return Placement(mesh, num_microbatches, cuts, counts, Shardings().with_zero(zero))
+    return Placement(mesh, num_microbatches, cuts, counts, shardings)
 
 
 def _layer(

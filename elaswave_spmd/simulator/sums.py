@@ -96,7 +96,7 @@ class Sums:
 
     def _mirrors(self, size: int) -> int:
         """Of a page, on workers who compute for themselves."""
-        if self._rule.zero_level == 0:
+        if not self._rule.state_is_sharded:
             return size - 1
         workers = sum(map(len, self._work.stages))
         return min(self._rule.mirror_count, (size if size > 1 else workers) - 1)
@@ -119,7 +119,7 @@ class Sums:
         found: dict[int, float] = {}
         for stage, members in enumerate(self._work.stages):
             size, time = len(members), self._clock.now
-            receivers = size - 1 - self._mirrors(size) if size > 1 and self._rule.zero_level else 0
+            receivers = size - 1 - self._mirrors(size) if size > 1 and self._rule.state_is_sharded else 0
             for layer in range(*self._work.layer_cuts[stage : stage + 2]):
                 num_bytes = self._costs.layers[layer].value_bytes / size * receivers
                 if num_bytes:

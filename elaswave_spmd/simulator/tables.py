@@ -14,6 +14,7 @@ from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
+from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.failures import DAY, Fleet, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls, Survivor
@@ -88,10 +89,11 @@ def cases_of(scenario: Events, row: EventCase) -> list[tuple[str, list[Case]]]:
     """The rows that a case of a scenario stands for, and the cases that each is the mean of."""
     costs = model_of(row.model or scenario.model or {})
     mesh = Mesh.initial(MeshShape.parse(row.mesh))
-    placement = healthy(mesh, costs, row.microbatches, zero=scenario.zero)
+    shardings = Shardings().with_zero(scenario.zero)
+    placement = healthy(mesh, costs, row.microbatches, shardings)
     limit = math.inf
     if scenario.memory is not None:
-        limit = scenario.memory * max(memory_of(Assignment.of(placement), costs, MemoryRule(scenario.zero)))
+        limit = scenario.memory * max(memory_of(Assignment.of(placement), costs, MemoryRule(shardings)))
 
     def case(change: Change) -> Case:
         return Case(placement, costs, change, remaining_steps=scenario.steps, memory_limit=limit)

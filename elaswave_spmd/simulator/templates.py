@@ -50,7 +50,7 @@ class Templates:
         seconds = max(chains.seconds(size, microbatches) / speed for size, microbatches, speed in rows)
         cuts = [chains.cuts(size) or () for size in sizes]
         spans = [span for of_pipeline in cuts for span in pairwise(of_pipeline)]
-        rule = MemoryRule(case.rule.zero_level, 0)
+        rule = replace(case.rule, mirror_count=0)
         sent = max(traffic_bytes(case.costs, rule, a, b, len(pipelines), 1) for a, b in spans)
         recovery_s = self._copying(case, pipelines, cuts) if lost else 0.0
         recovery_s += case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
@@ -88,7 +88,7 @@ class _Chains:
 
     def __init__(self, case: Case, pipelines: int) -> None:
         self._microbatches, self._limit = -(-case.healthy.num_microbatches // pipelines), case.memory_limit
-        self._costs = _shared(case.costs, MemoryRule(case.rule.zero_level, 0), pipelines)
+        self._costs = _shared(case.costs, replace(case.rule, mirror_count=0), pipelines)
         self._cuts: dict[int, tuple[int, ...] | None] = {}
         self._seconds: dict[tuple[int, int], float] = {}
 

@@ -22,7 +22,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replica_placement import place_replicas
+from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -33,9 +33,6 @@ from elaswave_spmd.worker.programs.emulated import EmulatedDevice, EmulatedProgr
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 from elaswave_spmd.worker.programs.xla import XlaPrograms
 from elaswave_spmd.worker.spec import Job
-
-_ATOM_ELEMENTS = 1 << 16
-"""Mirrors of a worker's pages of a layer are spread in pieces of at least this size: each is a message every step."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,7 @@ def plan_run(
         UserError: a model, mesh, spec or size that contradicts another.
     """
     model = make_model(settings, data.vocab_size)
-    zero_level = settings.sharding.zero_level
-    shardings = model.shardings if zero_level is None else model.shardings.with_zero(zero_level)
+    shardings = model.shardings.with_zero(settings.sharding.zero_level)
     shape = settings.mesh.shape
     _check_islands(model, settings)
     description = describe(model, page_size=settings.page.size)
@@ -179,7 +175,7 @@ def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings)
     if not settings.elastic.enabled or not settings.mirror.count:
         return placement
     sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
-    replicas = place_replicas(layout, sharding, least_pages=max(1, _ATOM_ELEMENTS // layout.page_size))
+    replicas = place_replicas(layout, sharding, least_pages=least_pages(layout))
     return replace(placement, replicas=replicas)
 
 

@@ -247,7 +247,7 @@ def test_the_bytes_of_all_copies_and_the_least_are_told(lines: Lines) -> None:
         1: (ReplicaSet(1, 0, 1, 0, one), ReplicaSet(1, 1, 2, 2, both)),
     }
     mesh = Mesh(MeshShape.of_stages((2,)), ((0, 2),), 5)
-    placement = Placement(mesh, MICROBATCHES, (0, 2), ((4, 4),), Shardings(), replicas=replicas)
+    placement = Placement(mesh, MICROBATCHES, (0, 2), ((4, 4),), Shardings().with_zero(1), replicas=replicas)
     plan = ReshardPlan(LAYOUT, replicas, frozenset(), placement.state_sharding(), replicas, target)
     lines.events.begun(EpochBegun(placement, {2: "join"}, {}, 3, 0, plan=plan), NOW)
     join = lines.of("join")

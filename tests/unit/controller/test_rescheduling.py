@@ -32,7 +32,7 @@ class World:
     ) -> None:
         self.placement: Placement = placed(sizes, MICROBATCHES, LAYERS)
         self.protocol = SimpleNamespace(
-            placement=self.placement, settled=True, rebalance=self.rebalance, drain=self.drain
+            placement=self.placement, layout=None, settled=True, rebalance=self.rebalance, drain=self.drain
         )
         self.goals: list[Goal] = []
         self.drained: list[int] = []

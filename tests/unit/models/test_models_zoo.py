@@ -106,7 +106,7 @@ def test_annotations_name_real_parameters(name: str) -> None:
     assert specs and specs.keys() <= names
     path, spec = ("up", P("tp", None)) if name == "mlp" else ("mlp.up", P("tp", "fsdp"))
     assert specs[f"block0.{path}.weight"] == spec
-    assert model.shardings.zero_level == 2
+    assert model.shardings.name == "zero2"
 
 
 @pytest.mark.compiler

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.pipeline import Action
 from elaswave_spmd.scheduling.placement import Placement
@@ -52,6 +52,11 @@ def assigned(
         num_microbatches, [costs.speeds_of(members) for members in stages], microbatch_order=microbatch_order
     ).counts
     return Assignment(stages, tuple(cuts) or even_cuts(len(costs.layers), len(sizes)), counts, microbatch_order)
+
+
+def rule_of(zero: int, mirror_count: int = 1) -> MemoryRule:
+    """The rule with the specs of a ZeRO level."""
+    return MemoryRule(Shardings().with_zero(zero), mirror_count)
 
 
 def placed(sizes: Sequence[int], num_microbatches: int, num_layers: int, zero: int = 1) -> Placement:

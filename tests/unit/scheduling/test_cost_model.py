@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.profiler import LayerSample, ProfileSmoother
+from tests.unit.scheduling.planning_cases import rule_of
 
 SECONDS = st.floats(0, 1e3)
 BYTES = st.integers(0, 1 << 40)
@@ -58,7 +59,7 @@ def test_stage_seconds_are_sums_over_its_layers(costs, data):
 @given(COSTS, st.integers(0, 3), st.integers(0, 3), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9))
 @settings(deadline=None)
 def test_memory_of_a_stage_counts_all_that_a_worker_keeps(costs, zero, mirrors, size, microbatches, in_flight):
-    table = MemoryRule(zero, mirrors).stage_bytes(costs, size=size, microbatches=microbatches, in_flight=in_flight)
+    table = rule_of(zero, mirrors).stage_bytes(costs, size=size, microbatches=microbatches, in_flight=in_flight)
     last = len(costs.layers)
     for first in range(last):
         for stop in range(first + 1, last + 1):

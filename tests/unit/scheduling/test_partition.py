@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.partition import Partition, StageWorkers, balance_layers, partition
-from tests.unit.scheduling.planning_cases import costs_of
+from tests.unit.scheduling.planning_cases import costs_of, rule_of
 
 SMALL = st.integers(0, 20)
 LAYERS = st.lists(
@@ -33,7 +33,7 @@ STAGE = st.builds(
     st.integers(1, 4),
     st.just(math.inf) | st.integers(20, 150).map(float),
 )
-RULES = st.builds(MemoryRule, st.integers(0, 3), st.integers(0, 2))
+RULES = st.builds(rule_of, st.integers(0, 3), st.integers(0, 2))
 
 
 def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
@@ -121,9 +121,9 @@ def test_no_room_says_which_stage_by_how_much_and_what_fits():
     assert max(partition(costs, stages(300.0)).memory) == 300
     with pytest.raises(PlanError):
         partition(costs, stages(299.0))
-    sharded = partition(costs, stages(270.0), rule=MemoryRule(1, 1))
+    sharded = partition(costs, stages(270.0), rule=rule_of(1, 1))
     assert sharded.cuts == (0, 1, 5), "dealt over three workers with one mirror, a layer takes two thirds"
-    assert partition(costs, stages(266.0), rule=MemoryRule(1, 1)).cuts == (0, 2, 5)
+    assert partition(costs, stages(266.0), rule=rule_of(1, 1)).cuts == (0, 2, 5)
 
 
 @given(LAYERS, st.lists(STAGE, min_size=1, max_size=3), RULES)

@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
+from elaswave_spmd.scheduling.state_moves import layout_of_costs
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
-from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed, stages_of
+from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed, rule_of, stages_of
+
+UNIT = 64 * 12
+"""Bytes of a page of `layout_of_costs(costs, 64)`."""
 
 
 def without(stages, *lost: int) -> tuple[tuple[int, ...], ...]:
@@ -51,9 +55,10 @@ def test_later_is_taken_exactly_if_its_gain_exceeds_its_move(sizes, zero, remain
             6, speeds, microbatch_order=placement.microbatch_order, fewest_nodes=fewest_nodes
         ).counts
         other = Assignment(present, placement.layer_cuts, counts, placement.microbatch_order)
-        assert decision.now.time.seconds <= step_time(other, costs, MemoryRule(zero)).seconds
+        assert decision.now.time.seconds <= step_time(other, costs, rule_of(zero)).seconds
     sound(decision, costs, 6, len(layers))
-    assert decision.now.assignment.layer_cuts == placement.layer_cuts and decision.now.move.bytes == 0
+    assert decision.now.assignment.layer_cuts == placement.layer_cuts
+    assert decision.layers_stay and decision.pause_s == 0, "replicas are made again in the background"
     if decision.later:
         gain = (decision.now.time.seconds - decision.later.time.seconds) * remaining
         assert gain > decision.later.move.seconds and decision.last is decision.later
@@ -95,28 +100,33 @@ def best_cut(decision: Decision, costs: CostModel, num_layers: int) -> float:
 
 
 def test_layers_move_where_the_gain_pays():
-    """8 + 8 layers over 4 + 4 workers, three of the second stage lost: loads are least with 13 + 3 layers."""
+    """8 + 8 layers over 4 + 4 workers, two of the second stage lost: a step is shortest with 12 + 4 layers."""
     placement = placed([4, 4], 16, 16, zero=2)
-    present = without(placement.mesh.stages, 4, 5, 6)
-    costs = costs_of([1.0] * 16, bandwidth=1e3, state_bytes=1000)
-    decision = plan_change(placement, costs, 100, stages=present, stage_counts=())
-    assert decision.later and decision.later.assignment.layer_cuts[1] in (13, 14)
+    present = without(placement.mesh.stages, 4, 5)
+    costs = costs_of([1.0] * 16, bandwidth=1e3 * UNIT, state_bytes=1000 * UNIT)
+    decision = plan_change(placement, costs, 100, layout=layout_of_costs(costs, 64), stages=present, stage_counts=())
+    assert decision.later and decision.later.assignment.layer_cuts[1] in (11, 12)
     assert decision.later.time.seconds == pytest.approx(best_cut(decision, costs, 16))
-    assert decision.later.move.bytes == 1000 * (decision.later.assignment.layer_cuts[1] - 8)
-    assert decision.reasons[1].startswith("layers move") and decision.now.time.seconds > 120
-    slow_links = costs_of([1.0] * 16, bandwidth=0.1, state_bytes=1000)
-    stays = plan_change(placement, slow_links, 10, stages=present, stage_counts=())
+    # One copy of each page goes over, to its new primary. The other replica stays where it is, as the mirror.
+    assert decision.later.move.bytes == 1000 * UNIT * (decision.later.assignment.layer_cuts[1] - 8)
+    assert decision.reasons[1].startswith("layers move") and decision.now.time.seconds > 64
+    slow_links = costs_of([1.0] * 16, bandwidth=0.1 * UNIT, state_bytes=1000 * UNIT)
+    layout = layout_of_costs(slow_links, 64)
+    stays = plan_change(placement, slow_links, 10, layout=layout, stages=present, stage_counts=())
     assert stays.later is None and "does not pay for its move" in stays.reasons[1]
+    alone = plan_change(placement, slow_links, 10, layout=layout, stages=((0, 1, 2, 3), (7,)), stage_counts=())
+    assert alone.later and alone.later.move.bytes == 0, "a worker that is alone has its mirrors where its layers go"
 
 
 @pytest.mark.parametrize("size", [2, 20])
 def test_fewer_bytes_are_moved_where_that_is_nearly_as_good(size):
     """The second layer to leave the slow stage gains much less than the first, and takes as long to move."""
     placement = placed([size, size], 32 * size, 40)
-    costs = costs_of([1.0] * 40, bandwidth=20.0 / size, state_bytes=1000)
+    costs = costs_of([1.0] * 40, bandwidth=20.0 * UNIT / size, state_bytes=1000 * UNIT)
     costs = costs.with_speeds(dict.fromkeys(placement.mesh.stages[1], 0.85))
-    few = plan_change(placement, costs, 2, stage_counts=())
-    many = plan_change(placement, costs, 10_000, stage_counts=())
+    layout = layout_of_costs(costs, 64)
+    few = plan_change(placement, costs, 2, layout=layout, stage_counts=())
+    many = plan_change(placement, costs, 10_000, layout=layout, stage_counts=())
     assert few.later and many.later and few.later.move.bytes < many.later.move.bytes
     assert few.later.time.seconds > many.later.time.seconds
 
@@ -159,7 +169,9 @@ def test_a_stage_that_was_given_up_has_its_layers_dealt_anew():
     placement = placed([1, 1, 1], 4, 6)
     costs = costs_of([1.0] * 6, state_bytes=100)
     decision = plan_change(placement, costs, 100, stages=((0,), (2,)), stage_counts=())
-    assert decision.now.assignment.layer_cuts == (0, 3, 6) and decision.now.move.bytes == 200
+    # With one mirror, the two that are left come to hold everything. Worker 1 held its layers and both others' mirrors.
+    assert decision.now.assignment.layer_cuts == (0, 3, 6) and decision.now.move.bytes == 600
+    assert not decision.layers_stay and decision.pause_s == decision.now.move.seconds > 0
     assert decision.reasons[0].startswith("2 of 3 stages are left")
 
 
@@ -171,7 +183,7 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
     assert fits.now.assignment.layer_cuts == (0, 3, 6)
     decision = plan_change(placement, costs, 10, stages=present, memory_limit=800.0, stage_counts=())
     assert decision.now.assignment.layer_cuts == (0, 4, 6) and "do not fit in memory" in decision.reasons[0]
-    assert max(memory_of(decision.now.assignment, costs, MemoryRule(1))) <= 800
+    assert max(memory_of(decision.now.assignment, costs, rule_of(1))) <= 800
     with pytest.raises(PlanError, match=r"stage \d lacks"):
         plan_change(placement, costs, 10, stages=present, memory_limit=500.0)
 
@@ -179,7 +191,7 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
 def test_newcomers_without_a_known_host_are_dealt_microbatches():
     placement = placed([2, 2], 8, 4)
     decision = plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1, 9), (2, 3)), stage_counts=())
-    assert len(decision.now.assignment.microbatch_counts[0]) == 3 and decision.now.move.bytes == 0
+    assert len(decision.now.assignment.microbatch_counts[0]) == 3 and decision.pause_s == 0
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.data())

@@ -20,7 +20,7 @@ from elaswave_spmd.scheduling.step_time import (
     step_time,
     timed_graph,
 )
-from tests.unit.scheduling.planning_cases import SPEEDS, actions, assigned, costs_of, even_cuts, stages_of
+from tests.unit.scheduling.planning_cases import SPEEDS, actions, assigned, costs_of, even_cuts, rule_of, stages_of
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 DEALINGS = st.sampled_from(["contiguous", "time-major"])
@@ -157,13 +157,13 @@ def test_reduction_counts_where_it_takes_longer():
     assignment = Assignment(((0, 1),), (0, 1), ((4, 4),))
     plain = step_time(assignment, costs)  # ZeRO-0: a node of 100 B half of which is the other's, half an entry
     assert plain.pipeline_s == 12 and plain.traffic_s == pytest.approx((100 / 2 + 100 / 2) / 10) and plain.seconds == 12
-    sharded = step_time(assignment, costs, MemoryRule(1, 1))
+    sharded = step_time(assignment, costs, rule_of(1, 1))
     assert sharded.traffic_s == pytest.approx((100 / 2 + 100 / 2 + 60 / 2) / 10)
     leaves = Assignment(((0, 1),), (0, 1), ((4, 4),), "time-major")
-    found = step_time(leaves, costs, MemoryRule(2, 1))
+    found = step_time(leaves, costs, rule_of(2, 1))
     assert found.traffic_s == pytest.approx((4 * 100 / 2 + 100 / 2 + 60 / 2) / 10) == found.seconds
     assert "links" in str(found) and "worker 0" in str(found)
-    alone = step_time(Assignment(((0,),), (0, 1), ((8,),)), costs, MemoryRule(1, 0))
+    alone = step_time(Assignment(((0,),), (0, 1), ((8,),)), costs, rule_of(1, 0))
     assert alone.traffic_s == 0
 
 

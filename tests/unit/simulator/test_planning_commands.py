@@ -39,8 +39,9 @@ def test_a_plan_shows_old_and_new_placement_bytes_time_and_why(call):
     old, new = out.index("old placement"), out.index("workers [4, 5, 7]")
     assert old < out.index("workers [4, 5, 6, 7], micro-batches [8, 8, 8, 8]") < new
     for words in (
-        "bytes:",
-        "lost replicas made again",
+        "state:",
+        "page ranges are promoted in place",
+        "in the background, replicas made again: ",
         "step: ",
         "throughput: ",
         "why: micro-batches assigned by speed",
@@ -55,7 +56,7 @@ def test_layers_move_with_bytes_and_a_lower_bound(call, tmp_path):
     words = (
         "plan",
         "mesh=dp4_pp2",
-        "event=fail 4 5 6",
+        "event=fail 4 5",
         f"schedule.profile={profile}",
         "train.global_batch=64",
         "sharding=zero2",
@@ -80,7 +81,7 @@ def test_a_plan_as_json_with_hints_and_a_trace(call, tmp_path):
     plan = json.loads(out)
     assert plan["event"] == "slow 2 0.5" and plan["old"]["stages"] == [[0, 1], [2, 3]] and plan["speed_left"] == 0.875
     assert plan["now"]["microbatch_counts"][1][0] < plan["now"]["microbatch_counts"][1][1] and plan["hints"]
-    assert plan["mirror_bytes"] == 0 < plan["ratio"] <= 1.1
+    assert plan["now"]["move"]["bytes"] == 0 < plan["ratio"] <= 1.1
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert any(e["ph"] == "C" for e in events) and any("slows down" in e["name"] for e in events)
 
@@ -99,9 +100,16 @@ def test_microbatches_go_with_the_mesh_where_none_are_named(call):
 def test_lost_copies_are_counted(call):
     _, out, _ = call("plan", "mesh=dp4", "event=fail 1", "model.target=my.Model", "model.layers=1", "json=true")
     state = 3 * alike(3).layers[0].state_bytes
-    assert json.loads(out)["mirror_bytes"] == pytest.approx(state * 2 / 4)
+    plan = json.loads(out)
+    assert plan["now"]["move"]["bytes"] == pytest.approx(state * 2 / 4, rel=1e-4), "to a page for each worker and layer"
+    assert plan["layers_stay"] and plan["now"]["move"]["bytes"] == plan["now"]["move"]["bound_bytes"]
     _, out, _ = call("plan", "mesh=dp4", "event=fail 1", "sharding=zero0", "json=true")
-    assert json.loads(out)["mirror_bytes"] == 0
+    assert json.loads(out)["now"]["move"]["bytes"] == 0
+
+
+def test_a_stage_that_is_lost_is_read_from_the_checkpoint(call):
+    code, out, _ = call("plan", "mesh=dp2_pp2", "event=fail 2 3")
+    assert code == 0 and "before going on: " in out and "are read from the checkpoint" in out
 
 
 @pytest.mark.parametrize(

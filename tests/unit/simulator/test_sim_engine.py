@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
 from elaswave_spmd.scheduling.step_time import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
 from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import WEIGHTS, Work
-from tests.unit.scheduling.planning_cases import assigned, costs_of
+from tests.unit.scheduling.planning_cases import assigned, costs_of, rule_of
 from tests.unit.simulator.sim_cases import assignments
 
 
@@ -108,7 +108,7 @@ def one_stage(gradient: int, value: int, latency: float = 0.0) -> tuple[Work, Co
 )
 def test_sums_entries_votes_and_parameters_by_hand(zero, mirrors, latency, first, second):
     work, costs = one_stage(4, 2, latency)
-    run = execute(work, costs, rule=MemoryRule(zero, mirrors), steps=3)
+    run = execute(work, costs, rule=rule_of(zero, mirrors), steps=3)
     assert run.seconds == pytest.approx((first, second, second))
 
 
@@ -116,7 +116,7 @@ def test_sums_leave_while_the_backward_goes_on():
     """The last layer's sum has left when the first layer's backward ends."""
     layers = tuple(LayerCost(name, 1, 2, gradient_bytes=4) for name in "ab")
     work = Work.of(Assignment(((0, 1),), (0, 2), ((1, 1),)))
-    run = execute(work, CostModel(layers, 2.0), rule=MemoryRule(1, 0))
+    run = execute(work, CostModel(layers, 2.0), rule=rule_of(1, 0))
     assert run.step_s == pytest.approx(6 + 1) and run.link_s == {0: 2.0, 1: 2.0}
 
 
@@ -125,7 +125,7 @@ def test_activations_do_not_wait_for_sums():
     layers = (LayerCost("a", 1, 2, boundary_bytes=1), LayerCost("b", 1, 2, gradient_bytes=200))
     assignment = Assignment(((0,), (1, 2)), (0, 1, 2), ((2,), (1, 1)))
     costs = CostModel(layers, 1.0)
-    shared = execute(Work.of(assignment), costs, rule=MemoryRule(1, 0))
+    shared = execute(Work.of(assignment), costs, rule=rule_of(1, 0))
     bare = execute(Work.of(assignment), costs)
     assert [s for s in shared.spans if s.worker == 0] == [s for s in bare.spans if s.worker == 0]
     assert shared.step_s == pytest.approx(6 + 101), (
@@ -137,7 +137,7 @@ def test_activations_do_not_wait_for_sums():
 @settings(max_examples=60)
 def test_a_step_takes_as_long_as_its_busiest_wire_and_as_its_actions(case, zero, mirrors):
     assignment, costs = case
-    rule = MemoryRule(zero, mirrors)
+    rule = rule_of(zero, mirrors)
     run = execute(Work.of(assignment), costs, rule=rule, microbatch_order=assignment.microbatch_order, steps=2)
     plain = execute(Work.of(assignment), costs)
     assert min(run.seconds) >= plain.step_s * (1 - 1e-9)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
@@ -20,7 +20,7 @@ from elaswave_spmd.simulator.optimum import optimum
 from elaswave_spmd.simulator.policies import DropReplica, Ours, Policy, Restart, columns_of
 from elaswave_spmd.simulator.reroute import Reroute
 from elaswave_spmd.simulator.templates import Templates
-from tests.unit.scheduling.planning_cases import costs_of
+from tests.unit.scheduling.planning_cases import costs_of, rule_of
 from tests.unit.simulator.sim_cases import case_of
 
 POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), DropReplica(), Templates(), Restart())
@@ -268,7 +268,7 @@ def every_grouping(costs: CostModel, ranks: list[int], microbatches: int):
 @settings(max_examples=25)
 def test_the_optimum_is_the_best_of_all_groupings(seconds, speeds, microbatches, limit):
     costs = costs_of(seconds, value_bytes=3).with_speeds(dict(enumerate(speeds)))
-    rule = MemoryRule(0)
+    rule = rule_of(0)
     ranks = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])  # the fastest first, as it groups them
     fit = [a for a in every_grouping(costs, ranks, microbatches) if max(memory_of(a, costs, rule)) <= limit]
     found = optimum(costs, ranks, microbatches, rule=rule, memory_limit=limit, most=10_000)

@@ -1,0 +1,118 @@
+"""The cost of a change in bytes of state: its reshard plan, and the closed form by which searches estimate it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
+from elaswave_spmd.scheduling.stage_search import MoveEstimates, old_stages_of
+from elaswave_spmd.scheduling.state_moves import NO_MOVE, StateMoves, layout_of_costs
+from elaswave_spmd.sharding import P, Shardings, StateSharding
+from tests.unit.scheduling.planning_cases import costs_of, even_cuts
+
+PAGE_BYTES = 64 * 12
+"""Layouts here have pages of 64 elements."""
+
+
+@st.composite
+def cuts_of(draw, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    inner = st.sets(st.integers(1, num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1)
+    return (0, *sorted(draw(inner) if num_stages > 1 else ()), num_layers)
+
+
+@st.composite
+def regroupings(draw) -> tuple[Mesh, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...], CostModel]:
+    """(mesh, cuts, new stages, new cuts, costs): any sizes of stages, any workers in them, some of them newcomers."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    num_layers = draw(st.integers(4, 7))
+    order = draw(st.permutations(range(sum(sizes) + draw(st.integers(0, 3)))))
+    num_stages = draw(st.integers(1, min(4, len(order))))
+    stages = tuple(tuple(order[a:b]) for a, b in pairwise(draw(cuts_of(len(order), num_stages))))
+    layers = tuple(LayerCost("l", 1, 1, state_bytes=PAGE_BYTES * draw(st.integers(0, 60))) for _ in range(num_layers))
+    cuts, new_cuts = draw(cuts_of(num_layers, len(sizes))), draw(cuts_of(num_layers, num_stages))
+    return Mesh.initial(MeshShape.of_stages(sizes)), cuts, stages, new_cuts, CostModel(layers, 1e6)
+
+
+@given(regroupings(), st.booleans(), st.integers(0, 2))
+@settings(deadline=None, max_examples=200)
+def test_the_closed_form_of_the_search_counts_the_bytes_of_the_plan(case, is_sharded, mirrors):
+    """Without mirrors, to a page for each worker. Mirrors that lie where layers go only make the plan cheaper."""
+    mesh, cuts, stages, new_cuts, costs = case
+    mirrors = min(mirrors, mesh.num_workers - 1)  # what newcomers make possible beyond that no estimate counts
+    optim = P("dp") if is_sharded else P(None)
+    before = StateSharding(mesh, cuts, optim, mirrors)
+    plan = StateMoves(before, layout_of_costs(costs, 64), costs).at_once(stages, new_cuts)
+    rule = MemoryRule(Shardings(optim=optim), mirrors)
+    estimates = MoveEstimates(costs, cuts, old_stages_of(stages, mesh.stages))
+    estimate = estimates.to(new_cuts, rule)
+    table = estimates.table(rule)
+    by_layer = sum(table[s, a:b].sum() for s, (a, b) in enumerate(pairwise(new_cuts)))
+    rounding = PAGE_BYTES * sum(map(len, stages)) if is_sharded else 1e-6
+    assert plan.bytes <= estimate.bytes + rounding <= by_layer + 2 * rounding
+    if mirrors == 0:
+        assert plan.bytes >= estimate.bytes - rounding
+    assert plan.bound_bytes <= plan.bytes + 1e-6 and (plan.copies > 0) == (plan.bytes > 0)
+
+
+@given(st.lists(st.integers(3, 6), min_size=1, max_size=4), st.integers(0, 2), st.booleans(), st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_plan_for_the_changed_stages_alone_is_the_plan_for_all(sizes, mirrors, is_sharded, data):
+    """So that 100,000 workers of which one is lost are planned as fast as their stage."""
+    mesh = Mesh.initial(MeshShape.of_stages(sizes))
+    cuts = even_cuts(6, len(sizes))
+    costs = costs_of([1.0] * 6, bandwidth=1e6, state_bytes=PAGE_BYTES * data.draw(st.integers(1, 50)))
+    lost = {members[0] for members in mesh.stages if data.draw(st.booleans())}
+    stages = [tuple(rank for rank in members if rank not in lost) for members in mesh.stages]
+    before = StateSharding(mesh, cuts, P("dp") if is_sharded else P(None), mirrors)
+    moves = StateMoves(before, layout_of_costs(costs, 64), costs)
+    whole = moves._figures(*moves._plan_at_once(stages, cuts))
+    found = moves.at_once(stages, cuts)
+    assert (found.promotions, found.from_checkpoint) == (whole.promotions, whole.from_checkpoint)
+    if not found.from_checkpoint:  # else all stages read their state again, and only the whole plan knows it
+        assert (found.bytes, found.copies) == (pytest.approx(whole.bytes), whole.copies)
+
+
+def test_lost_replicas_are_made_again_and_nothing_else_moves():
+    """Of 4 workers with one mirror each had a quarter of the pages as primary, and another quarter as mirror."""
+    mesh = Mesh.initial(MeshShape.of(dp=4, pp=2))
+    costs = costs_of([1.0, 1.0], bandwidth=1e6, latency_s=0.5, state_bytes=PAGE_BYTES * 400)
+    moves = StateMoves(StateSharding(mesh, (0, 1, 2), P("dp"), 1), layout_of_costs(costs, 64), costs)
+    found = moves.at_once(((0, 2, 3), (4, 5, 6, 7)), (0, 1, 2))
+    assert found.bytes == found.bound_bytes == PAGE_BYTES * 200 and found.promotions and not found.from_checkpoint
+    assert found.bytes / 3 / 1e6 <= found.seconds - 0.5 <= found.bytes / 1e6, "three links carry it"
+    assert f"{found.bytes:,.0f} B move (at least" in str(found)
+    assert moves.at_once(mesh.stages, (0, 1, 2)) == NO_MOVE
+
+
+def test_a_layer_moves_from_where_the_plan_before_it_ends():
+    costs = costs_of([1, 1, 1, 1], state_bytes=120 * PAGE_BYTES, bandwidth=10.0 * PAGE_BYTES, latency_s=0.5)
+    mesh = Mesh.initial(MeshShape.of_stages([2, 3]))
+    moves = StateMoves(StateSharding(mesh, (0, 2, 4), P("dp")), layout_of_costs(costs, 64), costs)
+    here, there = (mesh.stages, (0, 2, 4)), (mesh.stages, (0, 1, 4))
+    found = moves.afterwards(here, there)
+    assert found == moves.at_once(*there), "nothing happened before it"
+    assert found.bytes == 120 * PAGE_BYTES and found.seconds == pytest.approx(6.5), "two workers give 60 pages each"
+    assert moves.afterwards(there, there).bytes == 0
+    replicated = replace(moves, before=replace(moves.before, spec=P(None)))
+    assert replicated.at_once(*there).bytes == 360 * PAGE_BYTES, "replicated state goes to each of the three"
+
+
+def test_without_a_replica_state_is_read_from_the_checkpoint():
+    mesh = Mesh.initial(MeshShape.of(dp=2, pp=2))
+    costs = costs_of([1.0, 1.0], bandwidth=1e6, state_bytes=PAGE_BYTES * 40)
+    moves = StateMoves(StateSharding(mesh, (0, 1, 2), P("dp"), 1), layout_of_costs(costs, 64), costs)
+    found = moves.at_once(((0,), (1,)), (0, 1, 2))
+    assert found.from_checkpoint and "are read from the checkpoint" in str(found)
+    assert found.bytes == 2 * 2 * PAGE_BYTES * 40, "each page and its mirror"
+
+
+def test_layouts_of_costs_have_the_state_of_each_layer():
+    costs = CostModel((LayerCost("a", 1, 1, state_bytes=1200), LayerCost("b", 1, 1), LayerCost("c", 1, 1)), 1.0)
+    layers = layout_of_costs(costs, 64).layers
+    assert [layer.num_state_pages for layer in layers] == [2, 0, 0] and layers[0].num_state_elements == 128
