@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from operator import lt
 
-from elaswave_spmd.errors import PlanError
-from elaswave_spmd.mesh import Mesh
+import numpy as np
+
+from elaswave_spmd.errors import PlanError, SpecError
+from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.partition import balance_layers
-from elaswave_spmd.sharding import Shardings, StateSharding
+from elaswave_spmd.sharding import P, Shardings, StateSharding, TileMap
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap
 
@@ -152,6 +155,7 @@ def place(
 
     Raises:
         PlanError: more stages than layers, or no micro-batch.
+        SpecError: the specs of batch or layers give some of it to several workers of this mesh.
     """
     num_layers, num_stages = len(layout.layers), len(mesh.stages)
     if num_stages > num_layers:
@@ -166,7 +170,48 @@ def place(
             f"train.global_batch / train.microbatch_size makes {num_microbatches} micro-batches",
             rule="a step has at least one micro-batch",
         )
+    _check_layers(mesh.shape, shardings.layers, num_layers)
+    counts = _even_microbatches(mesh.shape, shardings.batch, num_microbatches)
     costs = list(layer_costs) if layer_costs else [max(1.0, float(ly.num_value_elements)) for ly in layout.layers]
     cuts = balance_layers(costs, [len(members) for members in mesh.stages])
-    counts = tuple(even_counts(num_microbatches, len(members)) for members in mesh.stages)
     return Placement(mesh, num_microbatches, cuts, counts, shardings)
+
+
+def _check_layers(shape: MeshShape, spec: P, num_layers: int) -> None:
+    """Check that by this spec each layer is in one stage. Which one is decided by the layers' costs, not by the tile.
+
+    Raises:
+        SpecError: several stages hold the same layers.
+    """
+    starts, stops = (bounds[:, 0] for bounds in TileMap(shape, spec, (num_layers,), "layers").bounds)
+    first_workers = np.cumsum((0, *shape.stage_sizes[:-1]))
+    if int((stops - starts)[first_workers].sum()) > num_layers:
+        raise SpecError(
+            f"layers={spec} gives all {num_layers} layers to each of {shape.num_stages} stages",
+            rule="each layer is run by one stage",
+            where="Shardings of the model",
+            exists='layers=P("pp"), or a mesh of one stage',
+            fix='write Shardings(layers=P("pp"), ...), or leave pp out of the mesh',
+        )
+
+
+def _even_microbatches(shape: MeshShape, spec: P, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The number of micro-batches of each worker, by stage: the sizes of the tiles of the global batch.
+
+    Raises:
+        SpecError: several workers of a stage get the same micro-batches.
+    """
+    starts, stops = (bounds[:, 0] for bounds in TileMap(shape, spec, (num_microbatches,), "batch").bounds)
+    sizes = iter((stops - starts).tolist())
+    counts = tuple(tuple(islice(sizes, size)) for size in shape.stage_sizes)
+    for stage, of_stage in enumerate(counts):
+        if sum(of_stage) > num_microbatches:
+            raise SpecError(
+                f"batch={spec} gives all {num_microbatches} micro-batches to each of the {len(of_stage)} workers of "
+                f"stage {stage}",
+                rule="each micro-batch is computed by one worker of a stage",
+                where="Shardings of the model",
+                exists='batch=P("dp"), or a mesh with one worker in each stage',
+                fix='write Shardings(batch=P("dp"), ...), or leave dp out of the mesh',
+            )
+    return counts

@@ -19,6 +19,9 @@ _STATE = ("params", "grads", "optim")
 class Shardings:
     """The specs of a model on the worker axes. Data parallelism, pipeline and ZeRO are specs, not modes.
 
+    All of them are read by the tile maps (`tiles.py`). What a mesh cannot run, such as `batch=P(None)` with several
+    workers in a stage, is refused when the run is planned.
+
     Args:
         batch: of the global batch; `P("dp")` assigns its micro-batches to the workers of each stage.
         layers: of the stack of layers; `P("pp")` assigns layers to stages.

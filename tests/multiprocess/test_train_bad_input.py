@@ -83,6 +83,23 @@ def test_specs_that_cannot_be(tmp_path: Path, spec: str, telling: str) -> None:
     assert telling in screen
 
 
+@pytest.mark.parametrize(
+    "declared, mesh, telling",
+    [
+        ("batch=P(None)", "dp2", ["batch=P(None) gives all", "each of the 2 workers of stage 0", 'batch=P("dp")']),
+        ("layers=P(None)", "pp2", ["layers=P(None) gives all 2 layers to each of 2 stages", 'layers=P("pp")']),
+    ],
+)
+def test_specs_that_the_mesh_cannot_run(tmp_path: Path, declared: str, mesh: str, telling: list[str]) -> None:
+    write_text(tmp_path)
+    head = "class MyModel(LayeredModel):\n"
+    source = MODEL.replace("import P, shard", "import P, Shardings, shard")
+    (tmp_path / "my_file.py").write_text(source.replace(head, f"{head}    shardings = Shardings({declared})\n"))
+    model = ["model.target=my_file.MyModel", '+model.args.spec=["tp",null]']
+    screen = refused(tmp_path, *model, f"mesh={mesh}")
+    assert all(words in screen for words in telling), screen
+
+
 def test_the_model_of_these_tests_is_good_otherwise(tmp_path: Path) -> None:
     write_text(tmp_path)
     (tmp_path / "my_file.py").write_text(MODEL)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.errors import PlanError
+from elaswave_spmd.errors import PlanError, SpecError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling import pipeline
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.pipeline import Schedule, in_flight_limits, schedule
 from elaswave_spmd.scheduling.placement import place, workers_of_microbatches
-from elaswave_spmd.sharding import Shardings
+from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from tests.unit.scheduling.planning_cases import actions
 
@@ -105,6 +105,26 @@ def test_layers_over_stages_is_optimal(costs, workers):
         slowest((0, *inner, len(costs))) for inner in itertools.combinations(range(1, len(costs)), len(workers) - 1)
     )
     assert slowest(balance_layers(costs, workers)) == pytest.approx(best)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 12))
+def test_the_specs_of_batch_and_layers_are_read_by_tile_maps(sizes, num_microbatches):
+    """Runs follow the tiles of P("dp"). P(None) is the same on an axis of size 1, and is refused on a longer one."""
+    mesh, layout = Mesh.initial(MeshShape.of_stages(sizes)), layout_of([64] * 4)
+    found = place(mesh, layout, Shardings(), num_microbatches)
+    assert found.microbatch_counts == tuple(even_counts(num_microbatches, size) for size in sizes)
+    if max(sizes) == 1:
+        assert place(mesh, layout, Shardings(batch=P(None)), num_microbatches).microbatch_counts == (
+            found.microbatch_counts
+        )
+    else:
+        with pytest.raises(SpecError, match=r"batch=P\(None\) gives all .* workers of stage"):
+            place(mesh, layout, Shardings(batch=P(None)), num_microbatches)
+    if len(sizes) == 1:
+        assert place(mesh, layout, Shardings(layers=P(None)), num_microbatches).layer_cuts == (0, 4)
+    else:
+        with pytest.raises(SpecError, match=r"layers=P\(None\) gives all 4 layers"):
+            place(mesh, layout, Shardings(layers=P(None)), num_microbatches)
 
 
 def test_more_stages_than_layers_is_refused():
