@@ -8,7 +8,7 @@ between begins it again with the next epoch number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -35,6 +35,7 @@ from elaswave_spmd.recovery.messages import (
     Damaged,
     Finished,
     Message,
+    PartialStep,
     Prepare,
     Ready,
     Recompute,
@@ -48,7 +49,7 @@ from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, dispensable
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, dispensable
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 
 
@@ -83,6 +84,48 @@ class _Change:
     epoch: int
     after: int
     reports: dict[int, StepReport] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What the members have reported, taken together.
+
+    Args:
+        version: the last step that somebody has applied. Its state counts, and everybody has it or will get there.
+        held: by rank, what a worker has of the step after it; None: nothing.
+        is_clean: all are between the same two steps, so that there is nothing to finish.
+    """
+
+    version: int
+    held: dict[int, PartialStep | None]
+    is_clean: bool
+
+    @classmethod
+    def from_reports(cls, reports: Mapping[int, StepReport]) -> _Reported:
+        """Put the reports together; there is at least one."""
+        version = max(report.version for report in reports.values())
+        held = {rank: reconfiguration.of_step(report, version + 1) for rank, report in reports.items()}
+        is_clean = all(report.version == version for report in reports.values()) and not any(held.values())
+        return cls(version, held, is_clean)
+
+
+@dataclass(frozen=True)
+class _NextMembers:
+    """The members of a new epoch, by what has changed.
+
+    Args:
+        gone: rank -> reason, of workers that are lost or leave.
+        leaving: rank -> reason, of those that leave.
+        newcomers: ranks that join.
+        replicas: the replicas that are good, of all workers that there were.
+        are_the_same: nobody goes or comes, and no replica is damaged.
+    """
+
+    gone: dict[int, str]
+    leaving: dict[int, str]
+    newcomers: tuple[int, ...]
+    replicas: ReplicaMap
+    are_the_same: bool
 
 
 @dataclass
@@ -287,58 +330,103 @@ class ControllerProtocol:
         return self.placement.replica_map(self.layout)
 
     def _finish_change(self) -> list[Action]:
-        """All have answered: a Reconfigure to each member of the new epoch."""
-        change, old = self._change, self.placement
+        """All members have reported: the new epoch begins with a Reconfigure to each of its members."""
+        change = self._change
         assert change is not None
-        version = max(s.version for s in change.reports.values())
-        held = {rank: reconfiguration.of_step(status, version + 1) for rank, status in change.reports.items()}
-        clean = all(s.version == version for s in change.reports.values()) and not any(held.values())
-        stops = self._stops(version)
-        learned = self._caught_up - self._lost.keys()
-        replicas, alone = reconfiguration.good_replicas(self._replicas(), learned, self._damaged)
-        free = dispensable(replicas, self._lost, () if stops else self._leaving)
-        leaving, newcomers = {rank: self._leaving[rank] for rank in free}, [] if stops else self._newcomers
-        gone = {**self._lost, **leaving}
-        plan = plan_reshard(self.layout, replicas, lost=gone)  # promotions alone: what is left, where it is
-        if lost := (*alone, *plan.lost):
+        reported = _Reported.from_reports(change.reports)
+        stops = self._stops(reported.version)
+        members, unreplicated = self._next_members(goes_on=not stops)
+        plan = plan_reshard(self.layout, members.replicas, lost=members.gone)  # promotions alone: state stays in place
+        if lost := (*unreplicated, *plan.lost):
             return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
-        if stops and not version:
+        if stops and not reported.version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
-        stages = next_stages(old.mesh.stages, gone, newcomers, self._wanted_stages)
-        assign = partial(self.assigner.assign, old)
-        placement = reconfiguration.next_placement(old, self.layout, change.epoch, stages, self._domains.get, assign)
-        work: tuple[Recompute, ...] | None = ()
-        same_members = not gone and not newcomers and not self._damaged
-        self._goal = self._goal if same_members and not stops else None
+        placement = self._next_placement(change.epoch, members)
+        if stops or not members.are_the_same:
+            self._goal = None  # it was made for other members
         why = self._goal.why if self._goal else ""
         if not stops:
-            # Who was asked to leave and has pages that nobody else has goes when they have another replica.
-            copies = max(self.policy.mirror_count, int(len(leaving) < len(self._leaving)))
-            aim = reconfiguration.placement_at(self._goal, placement)
-            plan = self._plan_state(aim, replicas, gone, copies, goes_on=clean and same_members)
-            if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
-                placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
-            placement = replace(placement, replicas=plan.during)
-            old_layers = {r: reconfiguration.layers_of(old, r) for r in old.mesh.members}
-            work = None if clean else recovery_plan(version + 1, placement, self.layout, held, old_layers)
-        self.placement = placement = replace(placement, replicas=plan.during)
-        kinds, reasons = reconfiguration.what_happens(self._lost, leaving, newcomers, self._relinked)
-        begun = EpochBegun(placement, kinds, reasons, version, reconfiguration.redone(work, held), why, plan)
-        self._change, self._newcomers, self._saving = None, [], stops
-        place = self._reconfigure_message(version, work)
+            placement, plan = self._place_state(placement, members, is_clean=reported.is_clean)
+        placement = replace(placement, replicas=plan.during)
+        work = () if stops else self._work_left(reported, placement)
+        kinds, reasons = reconfiguration.what_happens(self._lost, members.leaving, members.newcomers, self._relinked)
+        num_redone = reconfiguration.redone(work, reported.held)
+        begun = EpochBegun(placement, kinds, reasons, reported.version, num_redone, why, plan)
+        actions = self._enter_epoch(placement, reported.version, work, stops)
+        if stops:
+            return [*actions, *([begun] if kinds else []), Save(reported.version, change.epoch, stops)]
+        actions += [begun, *self._release(members.leaving)]
+        if self._plan is not None and not plan.copies:  # all replicas are there, but primaries are not those wanted
+            actions += self._begin(after=self._next_boundary())
+        return actions
+
+    def _next_members(self, *, goes_on: bool) -> tuple[_NextMembers, tuple[ReplicaSet, ...]]:
+        """The members of the new epoch; and the page ranges whose replicas are all damaged.
+
+        A worker that was asked to leave stays as long as it has pages that nobody else has. When the run stops, nobody
+        joins or leaves any more: whoever is there saves its part.
+        """
+        caught_up = self._caught_up - self._lost.keys()
+        replicas, unreplicated = reconfiguration.good_replicas(self._replicas(), caught_up, self._damaged)
+        free = dispensable(replicas, self._lost, self._leaving if goes_on else ())
+        leaving = {rank: self._leaving[rank] for rank in free}
+        newcomers = tuple(self._newcomers) if goes_on else ()
+        gone = {**self._lost, **leaving}
+        are_the_same = not gone and not newcomers and not self._damaged
+        return _NextMembers(gone, leaving, newcomers, replicas, are_the_same), unreplicated
+
+    def _next_placement(self, epoch: int, members: _NextMembers) -> Placement:
+        """The placement of the new epoch, without replicas."""
+        old = self.placement
+        stages = next_stages(old.mesh.stages, members.gone, members.newcomers, self._wanted_stages)
+        assign = partial(self.assigner.assign, old)
+        return reconfiguration.next_placement(old, self.layout, epoch, stages, self._domains.get, assign)
+
+    def _place_state(
+        self, placement: Placement, members: _NextMembers, *, is_clean: bool
+    ) -> tuple[Placement, ReshardPlan]:
+        """The placement that holds now, which is the goal's if its state is there; and the plan of the state."""
+        # While a worker that was asked to leave has pages that nobody else has, they need another replica.
+        someone_waits = len(members.leaving) < len(self._leaving)
+        mirror_count = max(self.policy.mirror_count, int(someone_waits))
+        aim = reconfiguration.placement_at(self._goal, placement)
+        goes_on = is_clean and members.are_the_same
+        plan = self._plan_state(aim, members.replicas, members.gone, mirror_count, goes_on=goes_on)
+        if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
+            self._goal = None
+            self._wanted_stages = aim.num_stages
+            return aim, plan
+        return placement, plan
+
+    def _work_left(self, reported: _Reported, placement: Placement) -> tuple[Recompute, ...] | None:
+        """What is left to compute of the step that the change interrupts; None if it interrupts none."""
+        if reported.is_clean:
+            return None
+        old = self.placement
+        old_layers = {rank: reconfiguration.layers_of(old, rank) for rank in old.mesh.members}
+        return recovery_plan(reported.version + 1, placement, self.layout, reported.held, old_layers)
+
+    def _enter_epoch(
+        self, placement: Placement, version: int, work: tuple[Recompute, ...] | None, stops: str
+    ) -> list[Action]:
+        """The new epoch holds from here on: its Reconfigure is made, and what led to the change is forgotten."""
+        self.placement = placement
+        self._change = None
+        self._newcomers = []
+        self._saving = stops
+        reconfigure = self._reconfigure_message(version, work)
         for table in (self._lost, self._caught_up, self._damaged, self._recovered, self._relinked):
             table.clear()
-        effects: list[Action] = self._send_all(place)
-        if stops:
-            return [*effects, *([begun] if kinds else []), Save(version, change.epoch, stops)]
-        effects.append(begun)
+        return self._send_all(reconfigure)
+
+    def _release(self, leaving: Collection[int]) -> list[Action]:
+        """Lets workers go that are no members any more."""
+        actions: list[Action] = []
         for rank in leaving:
             del self._leaving[rank]
             self.addresses.pop(rank, None)
-            effects += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
-        if self._plan is not None and not plan.copies:  # all replicas are there, but primaries are not those wanted
-            effects += self._begin(after=self._next_boundary())
-        return effects
+            actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
+        return actions
 
     def _stops(self, version: int) -> str:
         """Why the run is to stop at a version; empty: it goes on. After the last step nobody is needed any more."""
