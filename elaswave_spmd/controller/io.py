@@ -41,7 +41,7 @@ from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_man
 from elaswave_spmd.run_dir.directory import METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
-from elaswave_spmd.runtime.devices.process_group import GroupStore
+from elaswave_spmd.runtime.devices.group_store import GroupStore
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elaswave_spmd.runtime.devices import Island, device_of
-from elaswave_spmd.runtime.devices.process_group import GroupStore, group_of
+from elaswave_spmd.runtime.devices.group_store import GroupStore
+from elaswave_spmd.runtime.devices.process_group import group_of
 from tests.hardware.devices import join, marks_of, passes_on
 
 KIND = device_of("cuda")

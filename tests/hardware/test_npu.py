@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.runtime.devices import Island, Remedy, device_of
+from elaswave_spmd.runtime.devices.group_store import GroupStore
 from elaswave_spmd.runtime.devices.npu_faults import NpuEvent, event_of
-from elaswave_spmd.runtime.devices.process_group import GroupStore, group_of
+from elaswave_spmd.runtime.devices.process_group import group_of
 from tests.hardware.devices import join, marks_of, passes_on
 
 KIND = device_of("npu")
