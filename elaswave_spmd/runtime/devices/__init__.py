@@ -1,6 +1,7 @@
-"""Devices: what kinds there are, what each needs of a machine, and an opened one. See README.md in this room.
+"""Devices: the kinds that exist, the requirements of each, and opened devices. See README.md in this room.
 
-Importing this loads no torch: a check comes before `import torch`, which may itself fail (torch_npu without CANN).
+Importing this does not import torch: a machine is checked before `import torch`, which may itself fail (torch_npu
+without CANN breaks it).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A device with memory of its own that is an eager device of torch: one code for all, by torch's device API."""
+"""Accelerators that are eager devices of torch, with memory of their own; one code for all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 @dataclass(frozen=True)
 class Copying:
-    """A copy to host memory on a stream of its own, done when the event is."""
+    """A copy to host memory in progress on the stream for such copies; complete when the event is."""
 
     values: Tensor
     event: Any
@@ -31,14 +31,14 @@ class Copying:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in what was queued: an event that can tell times, and when it was queued, by time.perf_counter()."""
+    """A point in the device's queue: an event with timing, and the time.perf_counter() at which it was queued."""
 
     queued: float
     event: Any
 
 
 class Faults(Protocol):
-    """A vendor's calls for a device that has failed; as `Device` has them."""
+    """A vendor's calls for a device that has failed; see the methods of `Device` with these names."""
 
     def recover(self, error: BaseException) -> Remedy | None: ...
 
@@ -46,15 +46,13 @@ class Faults(Protocol):
 
 
 class AcceleratorDevice:
-    """One accelerator.
-
-    Copies from and to the host have a stream each, beside what the current stream computes.
+    """An opened accelerator. Copies from and to the host have a stream each, and overlap with the current stream.
 
     Args:
-        kind: whose capabilities say what `api` can do.
+        kind: the kind of device; its capabilities tell which calls of `api` exist.
         place: the device of its tensors.
         api: torch's module for it (torch.cuda, torch_npu.npu, ...).
-        faults: of a kind that can be brought back after a fault.
+        faults: the fault calls of a kind that can be restarted.
     """
 
     def __init__(
@@ -64,23 +62,29 @@ class AcceleratorDevice:
         api: Any,
         faults: Faults | None = None,
     ) -> None:
-        self.kind, self.place, self._api, self._faults = kind, place, api, faults
-        self._streams, self._pins = kind.capabilities.streams, kind.capabilities.pinned_copies
+        self.kind = kind
+        self.place = place
+        self._api = api
+        self._faults = faults
+        self._streams = kind.capabilities.streams
+        self._pins = kind.capabilities.pinned_copies
         if self._streams:
             api.set_device(place)
-            self._in, self._out = api.Stream(device=place), api.Stream(device=place)
+            self._in = api.Stream(device=place)
+            self._out = api.Stream(device=place)
 
     def from_host(self, values: Tensor) -> Tensor:
         if not self._pins:
             return torch.empty(values.shape, dtype=values.dtype, device=self.place).copy_(values)
-        # Through pinned memory: a copy out of a network frame would wait for whatever the current stream has queued.
+        # Through pinned memory: a copy straight from a network frame would block until the current stream is done.
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
         current = self._api.current_stream(self.place)
         with self._api.stream(self._in):
             found = torch.empty(values.shape, dtype=values.dtype, device=self.place)
             found.copy_(pinned, non_blocking=True)
         current.wait_stream(self._in)
-        found.record_stream(current)  # made on the one stream, used on the other
+        # The tensor was allocated on one stream and is used on another: its memory must not be reused before both.
+        found.record_stream(current)
         return found
 
     def to_place(self, values: Tensor) -> Tensor:
@@ -97,10 +101,10 @@ class AcceleratorDevice:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pins and not on_host)
         if on_host or not self._streams:
             return Copied(host.copy_(values))
-        self._out.wait_stream(self._api.current_stream(self.place))  # for whatever makes the values
+        self._out.wait_stream(self._api.current_stream(self.place))  # the values may not be computed yet
         with self._api.stream(self._out):
             host.copy_(values, non_blocking=self._pins)
-            values.record_stream(self._out)  # its memory is not given to others before the copy is done
+            values.record_stream(self._out)  # keeps the allocator from reusing their memory before the copy is done
             return Copying(host, self._out.record_event())
 
     def mark(self) -> Mark | float:
@@ -115,7 +119,7 @@ class AcceleratorDevice:
             return list(marks)
         first = marks[0]
         marks[-1].event.synchronize()
-        # Events tell what lies between two of them, in milliseconds.
+        # Events measure only the time between two of them, in milliseconds; so all times are relative to the first.
         return [first.queued + 1e-3 * first.event.elapsed_time(mark.event) for mark in marks]
 
     def enter_thread(self) -> None:
@@ -138,5 +142,5 @@ class AcceleratorDevice:
         return self._faults.recover(error) if self._faults is not None else None
 
     def reuse(self, tensors: Iterable[Tensor]) -> None:
-        assert self._faults is not None, "no memory of it was found bad"
+        assert self._faults is not None, "only `recover` of a device with fault calls asks for this"
         self._faults.reuse(tensors)

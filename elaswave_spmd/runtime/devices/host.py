@@ -1,4 +1,4 @@
-"""A device whose tensors lie in host memory: the CPU, and XLA islands, whose programs take and give host tensors."""
+"""Devices whose tensors are in host memory: the CPU, and XLA islands, whose programs take and return host tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elaswave_spmd.runtime.devices.kind import DeviceKind, MemoryFigures, Remedy
 
 @dataclass(frozen=True)
 class Copied:
-    """A copy that is complete."""
+    """A copy to host memory that is complete already."""
 
     values: Tensor
 
@@ -26,12 +26,12 @@ class Copied:
 
 
 class HostDevice:
-    """Host memory.
+    """An opened device with its state in host memory.
 
     Args:
-        kind: what it is opened for.
-        settle: waits for what that has queued.
-        figures: memory of the device behind it.
+        kind: the kind of device that it was opened for.
+        settle: waits until everything that was queued on the device behind it is done.
+        figures: memory of the device behind it, if it has its own.
     """
 
     def __init__(
@@ -40,11 +40,14 @@ class HostDevice:
         settle: Callable[[], None] = lambda: None,
         figures: Callable[[], MemoryFigures | None] = lambda: None,
     ) -> None:
-        self.kind, self.place = kind, torch.device("cpu")
-        self._settle, self._figures = settle, figures
+        self.kind = kind
+        self.place = torch.device("cpu")
+        self._settle = settle
+        self._figures = figures
 
     def from_host(self, values: Tensor) -> Tensor:
-        # torch's allocator aligns to 64 bytes, a network frame need not be.
+        # A copy, since torch's allocator aligns to 64 bytes and a network frame need not be aligned: some kernels
+        # compute other bits for memory with another alignment.
         return torch.empty(values.shape, dtype=values.dtype).copy_(values)
 
     def to_place(self, values: Tensor) -> Tensor:
@@ -75,4 +78,4 @@ class HostDevice:
         return None
 
     def reuse(self, tensors: Iterable[Tensor]) -> None:
-        raise AssertionError("host memory that is bad is not brought back")
+        raise AssertionError("host memory is never recovered after a fault")

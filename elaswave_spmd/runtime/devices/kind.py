@@ -1,4 +1,4 @@
-"""The Protocols of the device layer, and their data. No torch at import: see `__init__`."""
+"""The Protocols of the device layer, and their data. Does not import torch; `__init__` has the reason."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kind of device can do, as data: code asks for a capability, never for a name.
+    """The capabilities of a kind of device. Code tests for a capability, never for the name of a kind.
 
     Args:
-        streams: work is queued, and streams and events order it; else every call returns when it is done.
-        pinned_copies: copies from and to pinned host memory go on beside computation.
-        masks: how keyed dropout makes its masks: "host" (a generator on the CPU) or "operators" (int64 operators on the
-            device). The same masks, bit for bit.
+        streams: operations are queued, and ordered by streams and events; otherwise a call returns when it is done.
+        pinned_copies: copies from and to pinned host memory overlap with computation.
+        masks: the way keyed dropout makes its masks: "host" (a generator on the CPU) or "operators" (int64 operators on
+            the device). The masks are the same, bit for bit.
         dtypes: values of `runtime.dtype` that layer programs can compute in.
-        collectives: c10d backend for collectives on device memory; None: links alone.
+        collectives: c10d backend for collectives on device memory; None: there is none, and only links are used.
         shrinks_groups: a group of that backend can lose a member without being made anew.
-        state: where a worker's state pages, sums and boundary tensors lie: on the "device" or in "host" memory.
+        state: the memory that holds a worker's state pages, sums and boundary tensors: "device" or "host".
         compiles: layer programs are compiled, all of them before a worker's first step.
-        islands: a worker may have several local devices, one program over all of them (mesh axes tp and fsdp).
-        forks: workers may be forked from a process that has imported what they need.
-        preload: modules for such a process to import: importing them opens no device and leaves no thread.
-        inductor: torch.compile can make its layer programs (`runtime.compile`), and gives the same bits every time.
-        recovers: a device that has failed can be brought back, and its process goes on.
+        islands: a worker may have several local devices, with one program over all of them (mesh axes tp and fsdp).
+        forks: workers may be forked from a process that has imported the modules that they need.
+        preload: further modules for that process to import. Importing them opens no device and starts no thread.
+        inductor: torch.compile can make its layer programs (`runtime.compile`), with the same bits every time.
+        recovers: a device that has failed can be restarted while its process goes on.
     """
 
     streams: bool
@@ -57,7 +57,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Missing:
-    """Something that a kind of device needs and a machine lacks: what it is, and what to do about it."""
+    """A requirement of a kind of device that a machine does not meet: what is missing, and what to do about it."""
 
     what: str
     fix: str
@@ -65,11 +65,11 @@ class Missing:
 
 @dataclass(frozen=True)
 class Island:
-    """What the workers of a run have of their machine.
+    """The share of a machine that each worker of a run has.
 
     Args:
         devices: local devices of each worker: the product of the mesh axes tp and fsdp.
-        threads: intra-op threads of each worker. Part of a run's identity: other numbers, other bits.
+        threads: intra-op threads of each worker. Another number gives other bits, so it is part of a run's identity.
     """
 
     devices: int = 1
@@ -84,63 +84,63 @@ class DeviceKind(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `runtime.device`."""
+        """The name, as in `runtime.device`."""
         ...
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     def missing(self, machine: Machine) -> tuple[Missing, ...]:
-        """What a machine lacks for this kind; () when it can be used."""
+        """The requirements of this kind that a machine does not meet; () if the kind can be used."""
         ...
 
     def model(self, machine: Machine) -> str:
-        """Which one it is, where other models have other bits; "" where that is not known or makes no difference."""
+        """The model of the device, if other models compute other bits; "" if unknown, or if it makes no difference."""
         ...
 
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
-        """The variables that are set for workers, before they start.
+        """The environment variables that workers need, set before they start.
 
         Args:
             given: the environment that they would inherit.
 
         Raises:
-            ConfigError: a variable that is set otherwise already, or an island that this kind cannot have.
+            ConfigError: a variable has another value already, or this kind cannot have such an island.
         """
         ...
 
     def open(self, index: int, island: Island) -> Device:
-        """Opens the device in a worker's process; imports vendor modules. Once in a process.
+        """Open the device in a worker's process, and import vendor modules. Called once in a process.
 
         Args:
-            index: of the worker among those of its machine.
+            index: the worker's index among the workers of its machine.
         """
         ...
 
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The variables that workers need besides for groups of `capabilities.collectives`.
+        """The further variables that workers need for groups of `capabilities.collectives`.
 
         Raises:
-            ConfigError: a variable that is set otherwise already.
+            ConfigError: a variable has another value already.
         """
         ...
 
     def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
-        """This process's end of a group: a backend object of c10d. All its members call this together.
+        """Make this process's end of a group, a backend object of c10d. All members call this together.
 
         Args:
-            store: c10d's, in which nothing is but this group.
-            host: address of this machine at which the others reach it, for a backend that asks.
+            store: c10d's store, used for this group alone.
+            host: address at which the other members reach this machine, for backends that need it.
         """
         ...
 
     def abort_group(self, group: Any, reason: str) -> None:
-        """Ends what such an object has under way at once, whatever its members do; nothing, where it cannot be."""
+        """End everything in progress in a group at once, without its other members. Does nothing if it cannot."""
         ...
 
 
 class WithoutGroups:
-    """What a kind without `capabilities.collectives` has in place of groups."""
+    """Base of the kinds without `capabilities.collectives`. Their methods for groups are never called."""
 
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
         return {}
@@ -154,7 +154,7 @@ class WithoutGroups:
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes of device memory: in tensors now, at most so far, and of the device (None: not told)."""
+    """Bytes of device memory: allocated now, the most so far, and the size of the device (None if it is unknown)."""
 
     allocated: int
     peak: int
@@ -162,28 +162,28 @@ class MemoryFigures:
 
 
 class Remedy(Enum):
-    """What has to follow when a device has been brought back after a fault, without an end of its process."""
+    """The consequence of a fault for a worker whose device was restarted while its process went on."""
 
     REDO = "redo"
-    """State is intact: what this worker had of the step under way is given up, and done again."""
+    """State is intact. The worker discards its part of the present step and computes it again."""
     RELOAD = "reload"
-    """State is lost too: it is learned again from those who mirror it."""
+    """State is lost, too. The worker receives it again from its mirrors."""
 
 
 class HostCopy(Protocol):
-    """A copy to host memory that is under way."""
+    """A copy to host memory, in progress or complete."""
 
     def done(self) -> bool:
-        """Whether it is complete; does not wait."""
+        """True if it is complete. Does not wait."""
         ...
 
     def wait(self) -> Tensor:
-        """The copy, complete, contiguous, in host memory. The source may change from now on."""
+        """Wait for the copy, and return it: contiguous, in host memory. The source may change from now on."""
         ...
 
 
 class Device(Protocol):
-    """An opened device. `place` is where a worker's state, sums and boundary tensors lie."""
+    """An opened device. The worker's state, sums and boundary tensors are at `place`."""
 
     @property
     def kind(self) -> DeviceKind: ...
@@ -192,56 +192,57 @@ class Device(Protocol):
     def place(self) -> torch.device: ...
 
     def from_host(self, values: Tensor) -> Tensor:
-        """A fresh contiguous tensor at `place`, aligned as the device's own allocator aligns.
+        """Copy values into a new contiguous tensor at `place`, with the alignment of the device's allocator.
 
         Args:
-            values: in host memory, any alignment (a network frame); may be overwritten once this returns.
+            values: in host memory, with any alignment (a network frame); may be overwritten once this returns.
         """
         ...
 
     def to_place(self, values: Tensor) -> Tensor:
-        """The values at `place`, of any alignment: the tensor itself where it lies there already."""
+        """The values at `place`, with any alignment: the tensor itself if it is there already."""
         ...
 
     def to_host(self, values: Tensor) -> Tensor:
-        """The values in host memory, contiguous: the tensor itself where it lies there already."""
+        """The values in host memory, contiguous: the tensor itself if it is there already."""
         ...
 
     def copy_to_host(self, values: Tensor) -> HostCopy:
-        """Begins a copy to host memory, never `values` itself, which may not change before it is done."""
+        """Start a copy to host memory, never `values` itself. The values must not change before the copy is done."""
         ...
 
     def mark(self) -> Any:
-        """Marks the point between what has been asked of the device and what will be, to tell when it was reached."""
+        """Mark the present point in the device's queue, so that `times` can tell when the device reached it."""
         ...
 
     def times(self, marks: Sequence[Any]) -> list[float]:
-        """When marks were reached, by time.perf_counter(); waits for the last one.
+        """The times, of time.perf_counter(), at which the device reached the marks. Waits for the last mark.
 
         Args:
-            marks: in the order in which they were made.
+            marks: results of `mark`, in the order in which they were made.
         """
         ...
 
     def enter_thread(self) -> None:
-        """Makes this the device of a thread that is not the training thread, which gets a stream of its own."""
+        """Make this the device of the calling thread, with a stream of its own. Not for the training thread."""
         ...
 
     def synchronize(self) -> None:
-        """Waits until everything that was queued is done."""
+        """Wait until everything that was queued is done."""
         ...
 
     def memory(self) -> MemoryFigures | None:
-        """None: this device has no memory of its own."""
+        """The device's memory, or None if it has no memory of its own."""
         ...
 
     def recover(self, error: BaseException) -> Remedy | None:
-        """Brings the device back after an error that an operation on it raised.
+        """Restart the device after an error that an operation on it raised.
 
-        Returns: None: it cannot be, or the error is none of the device's; the worker fails with it.
+        Returns:
+            The remedy; None if the device cannot be restarted or did not cause the error: the caller re-raises it.
         """
         ...
 
     def reuse(self, tensors: Iterable[Tensor]) -> None:
-        """After `Remedy.RELOAD`: tensors whose memory is bad get other memory; what they held is lost."""
+        """Give other memory to those tensors whose memory is bad. Their values are lost. After `Remedy.RELOAD`."""
         ...

@@ -1,4 +1,4 @@
-"""What a machine has, as far as devices ask: looked up without importing or loading anything."""
+"""The facts about a machine that kinds of devices ask for, found out without importing or loading anything."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from typing import Protocol
 
 
 class Machine(Protocol):
-    """What a check may look at. Tests give one that is made up."""
+    """The facts that a check may use. Tests pass a made-up machine."""
 
     @property
     def environment(self) -> Mapping[str, str]: ...
 
     def version(self, distribution: str) -> str | None:
-        """The version of an installed distribution; None: it is not installed."""
+        """The version of an installed distribution, or None if it is not installed."""
         ...
 
     def has_package_file(self, package: str, path: str) -> bool:
-        """Whether the folder of an installed package has this file."""
+        """True if the folder of an installed package contains this file."""
         ...
 
     def has_library(self, name: str) -> bool:
-        """Whether the dynamic loader would find lib<name>.so, of any version."""
+        """True if the dynamic loader would find lib<name>.so, of any version."""
         ...
 
     def has_path(self, pattern: str) -> bool:
-        """Whether a file matches a glob pattern."""
+        """True if a file matches a glob pattern."""
         ...
 
     def texts(self, pattern: str) -> tuple[str, ...]:
-        """What the files say that match a glob pattern."""
+        """The contents of the files that match a glob pattern."""
         ...
 
     def has_program(self, name: str) -> bool:
-        """Whether a program of this name, or at this path, can be run."""
+        """True if there is an executable program with this name, or at this path."""
         ...
 
     def entry_points(self, group: str) -> tuple[str, ...]:
-        """Names that installed packages have registered."""
+        """The names that installed packages have registered in a group of entry points."""
         ...
 
 
@@ -62,7 +62,7 @@ class ThisMachine:
             return None
 
     def has_package_file(self, package: str, path: str) -> bool:
-        spec = importlib.util.find_spec(package)  # of a top-level package: finds it, does not import it
+        spec = importlib.util.find_spec(package)  # finds a top-level package without importing it
         folders = spec.submodule_search_locations if spec is not None else None
         return any(Path(folder, path).exists() for folder in folders or ())
 
@@ -86,5 +86,5 @@ class ThisMachine:
 
 
 def same_release(one: str, other: str) -> bool:
-    """Whether two versions agree in their first two numbers: "2.9.0+cpu" and "2.9.1" do."""
+    """True if two versions agree in their first two numbers, as "2.9.0+cpu" and "2.9.1" do."""
     return one.split("+")[0].split(".")[:2] == other.split("+")[0].split(".")[:2]

@@ -1,8 +1,8 @@
-"""Faults of an Ascend device: what torch_npu's errors say, and its fault calls in the order that they need.
+"""Faults of an Ascend device: the meaning of torch_npu's errors, and its fault calls in the order that they need.
 
-torch_npu raises RuntimeErrors whose text names the fault. Then the device is stopped, its memory is looked at, it is
-restarted, and the communicators of its groups are taken up again; what follows for the step is a `Remedy`. Written by
-torch_npu's documentation and sources; docs/hardware.md says what was run.
+torch_npu raises RuntimeErrors whose text names the fault. After one the device is stopped, its memory is checked, it is
+restarted, and the communicators of its groups are made usable again; a `Remedy` tells what this means for the step.
+Written after torch_npu's documentation and sources, and never run on a device; see docs/hardware.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elaswave_spmd.runtime.devices.kind import Remedy
 
 
 class NpuEvent(Enum):
-    """What an error of torch_npu reports; the value is what stands in its text."""
+    """The fault that an error of torch_npu reports. The value is the phrase in the error's text."""
 
     MEMORY = "UCE ERROR"  # an error in device memory that its error correction could not correct
     MEMORY_ECC = "HBM MULTI BIT ECC ERROR"
@@ -23,7 +23,7 @@ class NpuEvent(Enum):
     LINK = "HCCS LINK ERROR"
     RETRIES_USED_UP = "HCCL OP RETRY FAILED"
     REMOTE_SUSPECTED = "SUSPECT REMOTE ERROR"
-    STOPPED = "FORCE STOP"  # stop_device was called: other errors may be behind it, so it is looked for last
+    STOPPED = "FORCE STOP"  # stop_device was called; last, since the text may name another fault as its cause
 
 
 MEMORY_EVENTS = frozenset({NpuEvent.MEMORY, NpuEvent.MEMORY_ECC, NpuEvent.MEMORY_SUSPECTED})
@@ -31,14 +31,14 @@ LINK_EVENTS = frozenset({NpuEvent.LINK, NpuEvent.RETRIES_USED_UP, NpuEvent.REMOT
 
 _AFTER_MEMORY_CHECK = {
     0: Remedy.REDO,  # no bad address is known
-    2: Remedy.REDO,  # it was in memory that nothing lives in: freed, and not used again
-    3: Remedy.RELOAD,  # a tensor lies there
+    2: Remedy.REDO,  # the bad memory is in no tensor; the allocator has freed it and does not use it again
+    3: Remedy.RELOAD,  # the bad memory is in a tensor
 }
-"""What check_uce_in_memory answers; 1, bad memory outside torch_npu's allocator, has no remedy within the process."""
+"""The remedy for each answer of check_uce_in_memory. For 1, bad memory outside torch_npu's allocator, there is none."""
 
 
 def event_of(error: BaseException) -> NpuEvent | None:
-    """What an error reports, if it is one of torch_npu's about the device."""
+    """The fault that an error reports, or None if it is not an error of torch_npu about the device."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
@@ -49,30 +49,37 @@ class NpuFaults:
     """The fault calls of one device.
 
     Args:
-        npu: torch_npu.npu.
-        index: of the device.
-        distributed: torch_npu.distributed.
-        safety: torch_npu.npu._recovery, where the calls for single tensors are.
-        has_groups: whether this process has a group of HCCL now.
+        npu: the module torch_npu.npu.
+        index: the device's index.
+        distributed: the module torch_npu.distributed.
+        safety: the module torch_npu.npu._recovery, which has the calls for single tensors.
+        has_groups: returns True if this process has a group of HCCL now.
     """
 
     def __init__(
         self, npu: Any, index: int, distributed: Any, safety: Any, has_groups: Callable[[], bool] = lambda: False
     ) -> None:
-        self._npu, self._index, self._distributed, self._safety = npu, index, distributed, safety
+        self._npu = npu
+        self._index = index
+        self._distributed = distributed
+        self._safety = safety
         self._has_groups = has_groups
 
     def stop(self) -> bool:
-        """Ends what runs on the device, from any thread: whoever waits for it gets an error that says FORCE STOP.
+        """Stop the device, from any thread. A thread that waits for the device gets an error with FORCE STOP.
 
-        Returns: whether it was stopped.
+        Returns:
+            True if it was stopped.
         """
         return self._npu.stop_device(self._index) in (None, 0)  # None in older releases
 
     def recover(self, error: BaseException) -> Remedy | None:
-        """Brings the device back after an error, if it can be; None: the process has to end.
+        """Restart the device after an error.
 
-        Nothing that was queued since the device was last synchronised may be trusted afterwards.
+        Results of anything that was queued since the device was last synchronised are unreliable afterwards.
+
+        Returns:
+            The remedy; None if the device cannot be restarted or did not cause the error: the process has to end.
 
         Raises:
             RuntimeError: a fault call failed in turn.
@@ -84,18 +91,19 @@ class NpuFaults:
         if event in MEMORY_EVENTS:
             remedy = _AFTER_MEMORY_CHECK.get(self._npu.check_uce_in_memory(self._index))
         if remedy is None:
-            return None  # stopped, and left so
+            return None  # the device stays stopped
         self._npu.restart_device(self._index, rebuild_all_resources=False)
         if self._has_groups():
-            # Without new links all groups go on with those that they have; a broken link is made again for each group
-            # by the next collective, of all its members.
+            # With rebuild_link each group makes its connections anew at its next collective, which needs all members.
+            # Without it the groups continue with the connections that they have.
             self._distributed.reinit_process_group(None, rebuild_link=event in LINK_EVENTS)
         return remedy
 
     def reuse(self, tensors: Iterable[Any]) -> int:
-        """Gives tensors whose memory is bad other memory; what they held is lost. After `Remedy.RELOAD`.
+        """Give other memory to those of the tensors whose memory is bad. Their values are lost. After `Remedy.RELOAD`.
 
-        Returns: how many had to move.
+        Returns:
+            The number of tensors that were moved.
         """
         bad = [tensor for tensor in tensors if not self._safety.check_npu_tensor_is_safe(tensor)]
         for tensor in bad:
@@ -104,8 +112,8 @@ class NpuFaults:
 
 
 def abort(group: Any, reason: str) -> None:
-    """Ends a ProcessGroupHCCL's communicators at once, even if a member is lost.
+    """End a ProcessGroupHCCL's communicators at once, even if a member is lost.
 
-    `ProcessGroupHCCL.abort()` returns and does nothing, so a test for the attribute would say that it can be used.
+    Not by `ProcessGroupHCCL.abort()`: that method exists, and does nothing.
     """
     group.abort_hccl_comm(reason)

@@ -1,4 +1,4 @@
-"""The kinds of devices by name, and the refusal of one that cannot be used."""
+"""The kinds of devices by name, and the check that a machine has what a kind needs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from elaswave_spmd.runtime.devices.machine import Machine, ThisMachine
 
 
 def device_names() -> tuple[str, ...]:
-    """The kinds that there are: the modules in kinds/."""
+    """The names of all kinds: one module in kinds/ each."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(kinds.__path__)))
 
 
 def device_of(name: str) -> DeviceKind:
-    """The kind of device of this name, whether or not it can be used here.
+    """The kind of device with this name, which need not be usable on this machine.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no such kind.
     """
     if name not in device_names():
         raise ConfigError(
@@ -35,14 +35,14 @@ def device_of(name: str) -> DeviceKind:
 
 
 def check_usable(name: str, machine: Machine | None = None, also: tuple[str, ...] = ()) -> DeviceKind:
-    """The kind of device of this name, if this machine has what it needs. Imports no vendor module and no torch.
+    """Check that a machine has what a kind of device needs. Imports neither torch nor vendor modules.
 
     Args:
-        machine: None: this one.
-        also: devices that are none of these kinds and work on any machine, to be named beside those that work here.
+        machine: None: this machine.
+        also: values of `runtime.device` that are not kinds and work on any machine; the error offers them as well.
 
     Raises:
-        ConfigError: with everything that is missing, how to get it, and what works here instead.
+        ConfigError: names everything that is missing, how to get it, and the kinds that work on this machine.
     """
     machine = machine or ThisMachine()
     kind = device_of(name)

@@ -1,4 +1,4 @@
-"""What several kinds of devices ask of a machine or of the environment."""
+"""Requirements of a machine and of the environment that several kinds of devices share."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from elaswave_spmd.runtime.devices.kind import Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Whether `import torch` imports the backends of other packages; read by torch."""
+"""The variable by which torch decides if `import torch` also imports the backends of other packages."""
 
 
 def missing_torch(machine: Machine) -> tuple[Missing, ...]:
-    """What keeps `import torch` from working: a backend that torch loads by itself and that cannot be loaded."""
+    """The things that `import torch` lacks: torch itself, or what a backend needs that torch imports by itself."""
     if machine.version("torch") is None:
         return (Missing("torch", "pip install torch"),)
     loads = machine.environment.get(AUTOLOAD, "1") == "1"
     if loads and machine.version("torch_npu") is not None and not has_cann(machine):
-        what = f"{AUTOLOAD}=0: torch_npu is installed and CANN is not, so that `import torch` itself fails"
+        what = f"{AUTOLOAD}=0 (torch_npu is installed and CANN is not, so that `import torch` itself fails)"
         return (Missing(what, f"export {AUTOLOAD}=0, or pip uninstall torch_npu"),)
     return ()
 
 
 def has_cann(machine: Machine) -> bool:
-    """Whether the loader finds Ascend's libraries."""
+    """True if the dynamic loader finds Ascend's libraries."""
     return machine.has_library("hccl")
 
 
-def one_device(kind: str, island: Island) -> None:
-    """Refuses an island of several devices.
+def check_one_device(kind: str, island: Island) -> None:
+    """Check that workers are not given several devices each. For kinds without `capabilities.islands`.
 
     Raises:
         ConfigError: `mesh.tp` or `mesh.fsdp` above 1.
@@ -45,13 +45,15 @@ def one_device(kind: str, island: Island) -> None:
 
 
 def set_variables(given: Mapping[str, str], wanted: Mapping[str, str], why: Mapping[str, str]) -> dict[str, str]:
-    """The wanted variables, all of them.
+    """The wanted variables, after a check that none of them is set to another value already.
 
     Args:
-        why: variable -> what its value decides.
+        given: the environment that workers would inherit.
+        wanted: variable -> the value that workers need.
+        why: variable -> what its value decides, for the error.
 
     Raises:
-        ConfigError: one is set otherwise already.
+        ConfigError: a variable has another value already.
     """
     for name, value in wanted.items():
         if given.get(name, value) != value:

@@ -1,6 +1,6 @@
-"""The device that a run's workers compute on: whether it can be used on this machine, and how workers start for it.
+"""The choice of the device that a run's workers compute on: the checks of this machine, and how workers start.
 
-Imports no torch: torch_npu without CANN breaks `import torch` itself, and that has to be said before it happens.
+Does not import torch: torch_npu without CANN breaks `import torch`, and that must be reported before it happens.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from elaswave_spmd.runtime.devices import (
 from elaswave_spmd.runtime.processes.fork_server_client import Method
 
 _INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""No pool of compiling processes: it would begin in the process that workers are forked from."""
+"""One thread means no pool of compiler processes, which would start in the process that workers are forked from."""
 
 _COMPILER = "torch._inductor.compile_fx"
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """How workers' processes are made on one machine.
+    """The way in which worker processes are made on one machine.
 
     Args:
-        environment: variables that they get.
-        preload: modules, besides those that all workers need, that are imported once for all of them.
-        method: forked from a process that has imported what they need, or each in a fresh interpreter.
+        environment: variables that are set for them.
+        preload: modules that the fork server imports once for all workers, besides those that it always imports.
+        method: "fork" (from the fork server) or "spawn" (a fresh interpreter for each worker).
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -47,21 +47,21 @@ class WorkerStart:
 
 
 def kind_of(settings: Settings) -> DeviceKind:
-    """The kind of device that programs run on: the CPU for those that are emulated."""
+    """The kind of device that layer programs run on; the CPU for `runtime.device=emulated`."""
     name = settings.runtime.device
     return device_of("cpu" if name == EMULATED else name)
 
 
 def worker_start(settings: Settings, machine: Machine | None = None) -> WorkerStart:
-    """How workers are to be started on this machine.
+    """Check that the settings' device can be used on this machine, and choose how workers are started for it.
 
     Args:
-        machine: None: this one.
+        machine: None: this machine.
 
     Raises:
         ConfigError: the machine lacks something that the device needs; a variable is set to a value that contradicts
-            the settings; several devices for each worker, where a worker has one; `runtime.compile` or
-            `runtime.collectives=group` where it cannot be.
+            the settings; the settings ask for several devices per worker, for `runtime.compile` or for
+            `runtime.collectives=group`, and the device does not support it.
     """
     machine, kind = machine or ThisMachine(), kind_of(settings)
     check_usable(kind.name, machine, also=(EMULATED,))
@@ -83,10 +83,10 @@ def _names(wanted: Callable[[Capabilities], object]) -> str:
 
 
 def check_collectives(settings: Settings) -> None:
-    """Refuses `runtime.collectives=group` where a device's memory has no library for it.
+    """Check that the device has a library for process groups, as `runtime.collectives=group` needs.
 
     Raises:
-        ConfigError: such a device.
+        ConfigError: it has none.
     """
     if kind_of(settings).capabilities.collectives is not None:
         return
@@ -100,10 +100,10 @@ def check_collectives(settings: Settings) -> None:
 
 
 def check_compile(settings: Settings, machine: Machine) -> None:
-    """Refuses `runtime.compile` where there is nothing to compile, or nothing to compile with.
+    """Check that `runtime.compile` is possible: the device runs eager torch, and the machine has a C++ compiler.
 
     Raises:
-        ConfigError: a device whose programs torch.compile does not make; no C++ compiler.
+        ConfigError: one of the two is missing.
     """
     device = settings.runtime.device
     if device == EMULATED or not device_of(device).capabilities.inductor:

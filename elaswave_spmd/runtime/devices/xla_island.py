@@ -1,10 +1,10 @@
-"""An island of PyTorch/XLA: its local devices, tensors that go there and come back, programs that run by their hash.
+"""An island of PyTorch/XLA: its local devices, transfers of tensors, and compiled programs that are run by their hash.
 
-The only file that calls torch_xla. A program is explicit: outputs as a function of inputs, found once by tracing, and
-run from then on by the hash of its graph. Two layers with equal graphs have equal hashes, so one compilation serves
-both; and since nothing is traced at a run, nothing can be compiled at one.
+The only file that calls torch_xla. A program is explicit: a function from inputs to outputs that is traced once and run
+from then on by the hash of its graph. Two layers with equal graphs have equal hashes and share one compilation. Nothing
+is traced when a program runs, so nothing can be compiled then.
 
-What is built on (torch_xla 2.9, `torch_xla._dynamo.dynamo_bridge` does the same for torch.compile): `_get_graph_hash`,
+Built on functions of torch_xla 2.9 that `torch_xla._dynamo.dynamo_bridge` uses for torch.compile: `_get_graph_hash`,
 `_xla_warm_up_cache`, `_run_cached_graph`, and `_get_tensors_xla_device_data_node` for the order of a graph's inputs.
 """
 
@@ -25,10 +25,10 @@ WHOLE = P()
 
 
 class FrozenTensorError(Exception):
-    """A program would have a tensor inside that is none of its inputs, at the value that it had while it was traced.
+    """A program depends on a tensor that is not an input: the value it had while tracing would be used in every run.
 
     Args:
-        operators: that XLA lacks and that were run on the CPU while tracing: the likely reason.
+        operators: the operators that XLA lacks and that ran on the CPU while tracing; the likely reason.
     """
 
     def __init__(self, operators: tuple[str, ...]) -> None:
@@ -42,9 +42,9 @@ class Program:
 
     Args:
         graph: hash of its graph.
-        order: for each input of the graph, the number of the caller's input; None: a constant.
-        constants: of the inputs that are numbers in the code, by their place in `order`.
-        specs: how each output lies on the island.
+        order: for each input of the graph the index of the caller's input, or None for a constant.
+        constants: index in `order` -> value, for inputs that are numbers in the code.
+        specs: placement of each output on the island.
     """
 
     graph: Any
@@ -54,11 +54,11 @@ class Program:
 
 
 class XlaIsland:
-    """This process's client, over the axes inside a worker. One in a process; torch_xla is imported by it.
+    """This process's XLA client, over the mesh axes inside a worker. At most one per process; it imports torch_xla.
 
     Args:
-        axes: size of each axis inside a worker, such as {"tp": 2}; sizes of 1 say nothing. Their product is the number
-            of local devices (CPU_NUM_DEVICES).
+        axes: size of each axis inside a worker, such as {"tp": 2}; axes of size 1 are ignored. The product of the sizes
+            is the number of local devices (CPU_NUM_DEVICES).
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
@@ -68,7 +68,8 @@ class XlaIsland:
         import torch_xla.runtime as runtime  # pyright: ignore[reportMissingImports]
 
         self._c: Any = torch_xla._XLAC
-        self._metrics, self._spmd = torch_xla.debug.metrics, spmd
+        self._metrics = torch_xla.debug.metrics
+        self._spmd = spmd
         self.axes = {axis: axes[axis] for axis in ISLAND_AXES if axes.get(axis, 1) > 1}
         self.num_devices = int(np.prod([1, *self.axes.values()]))
         if self.axes:
@@ -81,14 +82,15 @@ class XlaIsland:
 
     @property
     def num_compiled(self) -> int:
-        """Programs compiled in this process so far, by torch_xla's own count."""
+        """The number of programs compiled in this process so far, as torch_xla counts them."""
         found = self._metrics.metric_data("CompileTime")
         return int(found[0]) if found else 0
 
     def lower(self, spec: P, num_dims: int) -> tuple[Any, ...]:
-        """A spec as `xs.mark_sharding` takes it: axes that the island lacks, or of size 1, mean whole.
+        """A spec in the form that `xs.mark_sharding` takes. Axes that the island does not have are left out.
 
-        So does one of two axes on a tensor of one dim: torch_xla 2.9 cannot place it ("too many indices").
+        A tensor of one dim that is split over one of two axes is kept whole, since torch_xla 2.9 cannot place it ("too
+        many indices").
         """
         found: list[Any] = []
         for dim in range(num_dims):
@@ -100,24 +102,24 @@ class XlaIsland:
     # ---- tensors
 
     def put(self, values: Sequence[Tensor], specs: Sequence[P]) -> list[Tensor]:
-        """Host tensors to the island, each as its spec says. They may change once this returns: it copies."""
+        """Copy host tensors to the island, each placed by its spec. They may change once this returns."""
         values = [value.detach() for value in values]
         shardings = None
-        if self._mesh is not None:  # marking afterwards would fetch the tensor and send it a second time
+        if self._mesh is not None:  # marking a tensor after its transfer would fetch it and send it a second time
             pairs = zip(values, specs, strict=True)
             shardings = [self._spmd.ShardingSpec(self._mesh, self.lower(s, v.ndim)).xla_spec(v) for v, s in pairs]
         return self._c._xla_tensors_from_aten(values, [str(self.place)] * len(values), shardings)
 
     def mark(self, value: Tensor, spec: P) -> Tensor:
-        """Says, while tracing, how a tensor lies on the island; whole ones are marked as well."""
+        """Fix the placement of a tensor while tracing. Tensors that are whole on all devices are marked as well."""
         if self._mesh is not None and value.ndim:
             self._spmd.mark_sharding(value, self._mesh, self.lower(spec, value.ndim))
         return value
 
     def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the island in host memory, put together from the local shards where they are split.
+        """Copy tensors of the island to host memory; split ones are assembled from their local shards.
 
-        `.cpu()` of a split tensor would compile a program that gathers it, every time anew.
+        Not by `.cpu()`: for a split tensor it compiles a program that gathers it, anew at every call.
         """
         values = list(values)
         if self._mesh is None:
@@ -137,39 +139,39 @@ class XlaIsland:
         return found
 
     def wait(self) -> None:
-        """Until everything that was started is done."""
+        """Wait until everything that was started is done."""
         self._c._xla_wait_device_ops([])
 
     def shard_bytes(self, value: Tensor) -> list[int]:
-        """Bytes of a tensor on each local device."""
+        """The bytes of a tensor on each local device."""
         if self._mesh is None:
             return [value.numel() * value.element_size()]
         return [shard.numel() * shard.element_size() for shard, _ in self._c._get_local_shards([value])[0]]
 
     def identity(self, value: Tensor) -> int:
-        """What two Python objects have in common that are one tensor of the island."""
+        """The id of a tensor of the island; equal for two Python objects that are the same tensor."""
         return self._c._xla_get_tensor_id(value)
 
     def is_traced(self, value: Tensor) -> bool:
-        """Whether it is still to be computed."""
+        """True if the tensor was traced and is not computed yet."""
         return self._c._check_tensor_need_materialization([value])[0]
 
     # ---- programs
 
     def capture(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], specs: Sequence[P]) -> Program:
-        """The program that makes traced outputs of inputs; compiles it unless an equal one was.
+        """Make the program that computes traced outputs from inputs. Compiles it unless an equal one was compiled.
 
         Args:
-            outputs: traced from `inputs`, not yet run; each computed, none of them an input.
-            inputs: from `put` or of an earlier program; not used in another trace. None is a scalar: a number that is
-                part of the code and one that is given could not be told apart.
-            specs: of the outputs.
+            outputs: traced from `inputs`, and not run yet; none of them is an input.
+            inputs: from `put` or from an earlier program, and not used in another trace. None of them is a scalar,
+                since a scalar input could not be told apart from a number in the code.
+            specs: placements of the outputs.
 
         Raises:
-            FrozenTensorError: the outputs depend on a tensor that is no input.
+            FrozenTensorError: the outputs depend on a tensor that is not an input.
         """
         outputs, c = list(outputs), self._c
-        self.wait()  # tensors of a program that still runs have no data to look at: it crashes, now and then
+        self.wait()  # while a program runs, its tensors have no data yet; torch_xla then crashes now and then
         assert all(value.ndim for value in inputs), "inputs have dims"
         assert all(map(self.is_traced, outputs)), "every output is computed"
         numbers = {self.identity(value): number for number, value in enumerate(inputs)}
@@ -183,10 +185,10 @@ class XlaIsland:
         return Program(graph, order, constants, tuple(specs))
 
     def run(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Runs a program; nothing is traced. Returns its outputs, on the island."""
+        """Run a program without tracing. Returns its outputs, on the island."""
         given = [program.constants[i] if n is None else inputs[n] for i, n in enumerate(program.order)]
         return self._c._run_cached_graph(program.graph, given)
 
     def forget_traces(self) -> None:
-        """Drops what was traced and not run, so that no later program computes it."""
+        """Discard what was traced and not run; otherwise a later program would compute it, too."""
         self._c._clear_pending_irs(str(self.place))

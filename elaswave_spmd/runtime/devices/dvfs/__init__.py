@@ -1,7 +1,7 @@
-"""Frequencies of devices: read, set within a range, and put back whatever becomes of the job.
+"""Frequencies of devices: they are read, set within a range, and restored however the job ends.
 
-A `FrequencyController` does it in its own process; `GuardedFrequencies` has it done in another one, which puts
-everything back when the job ends or is killed. A run only uses the latter.
+A `FrequencyController` does this in its own process. `GuardedFrequencies` has it done by another process, the guard,
+which restores everything when the job ends or is killed. A run uses only the latter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backends by name."""
+"""The backends that set frequencies, by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BACKENDS: Mapping[str, Callable[[str], FrequencyController]] = MappingProxyType(
 
 
 def open_backend(name: str, where: str = "") -> FrequencyController:
-    """The backend of this name.
+    """Open the backend with this name.
 
     Args:
-        where: simulated: the directory of the workers' cells. cpufreq: the folder of its policies, "" for the
-            kernel's. nvml: the GPUs that are ours, as in CUDA_VISIBLE_DEVICES, which is the default.
+        where: for simulated, the directory of the workers' cells; for cpufreq, the folder of its policies, by default
+            the kernel's; for nvml, the GPUs of this run in the form of CUDA_VISIBLE_DEVICES, which is the default.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot work here.
+        ConfigError: there is no such backend, or it cannot work on this machine.
     """
     if name not in BACKENDS:
         raise ConfigError(

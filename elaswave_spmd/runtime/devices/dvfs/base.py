@@ -1,4 +1,4 @@
-"""What a backend that sets frequencies can do."""
+"""The interface of a backend that sets frequencies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SETTING = "schedule.frequency"
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """The clock of a device, in MHz: what it may be limited to, and what it may run at when it is left alone.
+    """The range of a device's clock, in MHz.
 
     Args:
-        lowest, highest: what can be set.
-        nominal: the normal one, to which frequencies are relative.
-        cpus: the processors whose clock it is; () for a device that is none.
+        lowest, highest: the limits between which it can be set.
+        nominal: the normal clock, to which relative frequencies refer.
+        cpus: the processors that have this clock; () if the device is not a processor.
     """
 
     lowest: float
@@ -31,35 +31,36 @@ class DeviceRange:
 
 
 class FrequencyController(Protocol):
-    """Sets how fast devices run. Frequencies are relative to the device's normal one.
+    """A backend that sets the clocks of devices. Frequencies are relative to a device's normal clock.
 
-    A frequency is a limit: a device that is idle may run slower. Errors are ConfigErrors: they say what was refused, by
-    whom, and what to do about it.
+    A frequency is an upper limit: an idle device may run slower. Methods raise ConfigError when the system refuses.
     """
 
     def devices(self) -> tuple[str, ...]:
-        """Their names; () where any name will do."""
+        """The names of the devices; () if any name is accepted."""
         ...
 
-    def range_of(self, device: str) -> DeviceRange: ...
+    def range_of(self, device: str) -> DeviceRange:
+        """The range of a device's clock."""
+        ...
 
     def set(self, device: str, frequency: float) -> float:
-        """Sets the least frequency that the device has at or above this one, or else its highest. Returns it."""
+        """Set the lowest frequency of the device that is not below this one, or else its highest. Returns it."""
         ...
 
     def reset(self) -> None:
-        """Puts back what was there before: of all devices, whatever becomes of one. May be called again."""
+        """Restore all devices, even if one of them raises an error. May be called again."""
         ...
 
 
 def at_least(steps: Iterable[float], wanted: float) -> float:
-    """The least of the steps that is not below `wanted`, give or take a rounding; else the largest."""
+    """The lowest of the steps that is not below `wanted`, up to rounding; else the highest step."""
     ordered = sorted(steps)
     return next((step for step in ordered if step >= wanted * (1 - 1e-9)), ordered[-1])
 
 
 def no_device(device: str, exists: Sequence[str], backend: str) -> ConfigError:
-    """A device that the backend does not have."""
+    """The error for a device that the backend does not have."""
     return ConfigError(
         f"{SETTING}={backend} has no device {device}",
         where=f"{SETTING}={backend}",

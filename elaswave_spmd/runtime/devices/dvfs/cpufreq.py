@@ -1,7 +1,8 @@
-"""Frequencies of CPUs by the files of Linux's cpufreq (kernel.org, admin-guide/pm/cpufreq).
+"""Frequencies of CPUs, through the files of Linux's cpufreq (kernel.org, admin-guide/pm/cpufreq).
 
-A device is a policy: CPUs that share a clock. What is set is the upper limit, `scaling_max_freq`, in kHz; the lower one
-goes down with it where it must. The normal frequency is the limit that is found.
+A device is a policy, which is a set of CPUs with one clock. The backend sets the policy's upper limit,
+`scaling_max_freq`, in kHz, and lowers the lower limit where it would be above. The normal frequency is the upper limit
+at the start.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ _MIN, _MAX = "scaling_min_freq", "scaling_max_freq"
 
 @dataclass(frozen=True)
 class _Policy:
-    """A policy as it was found; kHz."""
+    """A policy and its limits at the start, in kHz.
+
+    Args:
+        folder: the policy's files.
+        lowest, highest: the limits of the hardware.
+        was: (scaling_min_freq, scaling_max_freq) at the start.
+        steps: the frequencies that the driver has, in any order; () if it has no steps.
+        cpus: the CPUs of the policy.
+    """
 
     folder: Path
     lowest: int
@@ -31,13 +40,13 @@ class _Policy:
 
 
 class CpuFrequencies:
-    """Sets the limits of policies, and remembers what they were.
+    """The cpufreq backend: sets the limits of policies, and remembers the limits of the start.
 
     Args:
         root: folder of the policies.
 
     Raises:
-        ConfigError: there are none, they cannot be read, or may not be written.
+        ConfigError: there are no policies, or their files cannot be read or written.
     """
 
     def __init__(self, root: str | Path = ROOT) -> None:
@@ -50,14 +59,14 @@ class CpuFrequencies:
                 where=_WHERE,
                 fix=f"a kernel with a cpufreq driver (virtual machines mostly have none), or {SETTING}=none",
             )
-        self._policies = {folder.name: _found(folder) for folder in folders}
+        self._policies = {folder.name: _read_policy(folder) for folder in folders}
         for policy in self._policies.values():
             for name in (_MIN, _MAX):
                 if not os.access(policy.folder / name, os.W_OK):
                     raise _refused(policy.folder / name, "Permission denied")
 
     def devices(self) -> tuple[str, ...]:
-        """policy0, policy1, ..."""
+        """The names of the policies: policy0, policy1, ..."""
         return tuple(self._policies)
 
     def range_of(self, device: str) -> DeviceRange:
@@ -69,7 +78,7 @@ class CpuFrequencies:
         wanted = frequency * p.was[1]
         steps = [step for step in p.steps if p.lowest <= step <= p.highest]
         khz = round(at_least(steps, wanted)) if steps else round(min(max(wanted, p.lowest), p.highest))
-        # Never a lower limit above the upper one: a kernel may refuse the order of the moment.
+        # At no moment may the lower limit be above the upper one, since a kernel may refuse that.
         if khz < _read(p.folder, _MIN):
             _write(p.folder, _MIN, khz)
         _write(p.folder, _MAX, khz)
@@ -80,7 +89,7 @@ class CpuFrequencies:
     def reset(self) -> None:
         errors = []
         for p in self._policies.values():
-            try:  # the lower limit is at most what it was, so the upper one fits in any case
+            try:  # the upper limit first: the lower one is at most what it was, so it never exceeds the upper one
                 for name, khz in ((_MAX, p.was[1]), (_MIN, p.was[0])):
                     if _read(p.folder, name) != khz:
                         _write(p.folder, name, khz)
@@ -95,7 +104,7 @@ class CpuFrequencies:
         return self._policies[device]
 
 
-def _found(folder: Path) -> _Policy:
+def _read_policy(folder: Path) -> _Policy:
     cpus = folder / "affected_cpus"
     steps = folder / "scaling_available_frequencies"
     return _Policy(

@@ -1,10 +1,10 @@
-"""The guard: a process that sets frequencies for a job, and puts them back whatever becomes of it.
+"""The guard: a process that sets frequencies for a job, and restores them however the job ends.
 
     python -m elaswave_spmd.runtime.devices.dvfs.guard BACKEND [WHERE]
 
-Lines of JSON on standard input: {"set": {device: frequency}}, {"reset": true}; one line each as an answer, and a first
-one that says which devices there are. When its input ends, since the job has ended or was killed, and on SIGTERM,
-everything is put back. Only its own SIGKILL it cannot answer.
+Orders are lines of JSON on standard input: {"set": {device: frequency}} or {"reset": true}. Each is answered by one
+line on standard output, after a first line that names the devices. Everything is restored when the input ends, since
+then the job has ended or was killed, and on SIGTERM. Only if the guard itself gets SIGKILL, nothing is restored.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from elaswave_spmd.runtime.devices.dvfs.base import FrequencyController
 
 
 def main() -> None:
-    """Entry of the guard's process."""
-    # SIGINT and SIGHUP are for the whole job: its controller answers them, and the pipe says when it has ended.
+    """The guard's process: open the backend, carry out orders until the input ends, and restore the frequencies."""
+    # SIGINT and SIGHUP go to the whole job. Its controller handles them, and the pipe tells when the job has ended.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     backend: FrequencyController | None = None
     try:
-        answer, backend = _opened(*sys.argv[1:3])
-        _say(answer)
+        answer, backend = _open(*sys.argv[1:3])
+        _answer(answer)
         while backend is not None and (line := sys.stdin.readline()):
-            _say(_guarded(lambda line=line, backend=backend: _obey(backend, json.loads(line))))
+            _answer(_errors_as_answers(lambda line=line, backend=backend: _execute(backend, json.loads(line))))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        left = _guarded(lambda: _obey(backend, {"reset": True})) if backend is not None else {}
-        if "error" in left:
-            print(f"frequencies are not back: {left['error']}", file=sys.stderr, flush=True)
+        restored = _errors_as_answers(lambda: _execute(backend, {"reset": True})) if backend is not None else {}
+        if "error" in restored:
+            print(f"frequencies are not restored: {restored['error']}", file=sys.stderr, flush=True)
 
 
-def _opened(name: str, where: str = "") -> tuple[dict[str, Any], FrequencyController | None]:
+def _open(name: str, where: str = "") -> tuple[dict[str, Any], FrequencyController | None]:
+    """The first answer, which names the devices or the error, and the backend if there was no error."""
     found: list[FrequencyController] = []
 
     def ready() -> dict[str, Any]:
@@ -51,19 +52,20 @@ def _opened(name: str, where: str = "") -> tuple[dict[str, Any], FrequencyContro
         found.append(backend)
         return {"ready": devices}
 
-    answer = _guarded(ready)
+    answer = _errors_as_answers(ready)
     return answer, found[0] if found else None
 
 
-def _obey(backend: FrequencyController, order: dict[str, Any]) -> dict[str, Any]:
+def _execute(backend: FrequencyController, order: dict[str, Any]) -> dict[str, Any]:
+    """Carry out one order. Returns the answer."""
     if "set" in order:
         return {"set": {device: backend.set(device, frequency) for device, frequency in order["set"].items()}}
     backend.reset()
     return {"reset": True}
 
 
-def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the work says, or the error."""
+def _errors_as_answers(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The answer that `work` returns, or an answer with the error that it raised: one error does not end the guard."""
     try:
         return work()
     except UserError as error:
@@ -72,8 +74,8 @@ def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": {"what": f"the process that sets frequencies failed ({type(error).__name__}: {error})"}}
 
 
-def _say(answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more; the next read says so
+def _answer(answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the controller is gone; the next read will find the end of the input
         os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""The controller's end of the guard: orders out, answers in, nothing waits."""
+"""The controller's end of the guard: it sends orders and polls for answers, and never waits for one in between."""
 
 from __future__ import annotations
 
@@ -23,42 +23,51 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What the guard says to an order: the frequencies that were set (none: all were put back), or why it could not."""
+    """The guard's answer to an order.
+
+    Args:
+        frequencies: device -> the frequency that was set; empty if all were restored.
+        error: the reason why the order failed, or "".
+    """
 
     frequencies: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
 
 
 class GuardedFrequencies:
-    """Has a guard set frequencies. Make one by `start`; `close` puts all back.
+    """Frequencies that the guard sets for this process. Make one by `start`; `close` restores all of them.
 
     Args:
-        devices: what the backend has; empty: any name will do.
+        process: the guard.
+
+    Attributes:
+        devices: device -> range of its clock; empty if the backend accepts any name.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], devices: Mapping[str, DeviceRange]) -> None:
-        self._process, self.devices = process, devices
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.devices: Mapping[str, DeviceRange] = {}
         self._buffer = b""
         self._closed = False
 
     @classmethod
     def start(cls, backend: str, where: str = "", timeout_s: float = _READY_S) -> GuardedFrequencies:
-        """Starts the guard, and waits until it says which devices there are.
+        """Start the guard, and wait until it has named the devices.
 
         Raises:
-            ConfigError: the backend cannot work here.
-            RunError: no answer.
+            ConfigError: the backend cannot work on this machine.
+            RunError: the guard does not answer.
         """
         process = subprocess.Popen(
             [sys.executable, "-m", "elaswave_spmd.runtime.devices.dvfs.guard", backend, where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=interpreter_environment(),
-            start_new_session=True,  # what a terminal sends to the job's group is not for the guard
+            start_new_session=True,  # a terminal's Ctrl-C reaches the job's process group, which ends before the guard
         )
-        made = cls(process, {})
+        made = cls(process)
         try:
-            first = made._line(timeout_s)
+            first = made._read_line(timeout_s)
             if "error" in first:
                 raise ConfigError(**({"where": f"{SETTING}={backend}"} | first["error"]))
             made.devices = {
@@ -75,17 +84,17 @@ class GuardedFrequencies:
         return self._process.pid
 
     def set(self, frequencies: Mapping[str, float]) -> None:
-        """Orders frequencies by device; the answer comes by `poll`."""
+        """Order frequencies: device -> frequency. `poll` returns the answer."""
         self._send({"set": dict(frequencies)})
 
     def reset(self) -> None:
-        """Orders that all are put back; the answer comes by `poll`."""
+        """Order that all frequencies are restored. `poll` returns the answer."""
         self._send({"reset": True})
 
     def poll(self, timeout_s: float = 0.0) -> Answer | None:
-        """The next answer, if there is one."""
+        """The next answer, or None if there is none within `timeout_s` seconds."""
         try:
-            found = self._line(timeout_s) if self._waits(timeout_s) else None
+            found = self._read_line(timeout_s) if self._has_output(timeout_s) else None
         except RunError as error:
             return Answer(error=str(error))
         if found is None:
@@ -97,7 +106,7 @@ class GuardedFrequencies:
         return Answer(found.get("set", {}))
 
     def close(self) -> None:
-        """Ends the guard, which puts everything back first. May be called again."""
+        """End the guard, which restores everything first. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -107,34 +116,35 @@ class GuardedFrequencies:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # a driver that hangs
+            self._process.kill()  # it hangs in a call of the driver
             self._process.wait()
         self._process.stdout.close()
 
     def _send(self, order: dict[str, object]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died: `poll` says so
+        with contextlib.suppress(OSError):  # the guard has died; `poll` reports it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _waits(self, timeout_s: float) -> bool:
+    def _has_output(self, timeout_s: float) -> bool:
+        """True if the guard has written something, or has ended, within `timeout_s` seconds."""
         assert self._process.stdout is not None
         return b"\n" in self._buffer or bool(select.select([self._process.stdout], [], [], timeout_s)[0])
 
-    def _line(self, timeout_s: float) -> dict[str, Any]:
-        """The next line; waits for it.
+    def _read_line(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the next line of the guard, for `timeout_s` seconds but at least for one.
 
         Raises:
-            RunError: the guard has ended, or says nothing.
+            RunError: the guard has ended, or does not answer.
         """
         assert self._process.stdout is not None
         deadline = time.monotonic() + max(timeout_s, 1.0)
         while b"\n" not in self._buffer:
-            if not self._waits(max(0.0, deadline - time.monotonic())):
-                raise RunError(f"the guard of the frequencies (pid {self.pid}) does not answer")
+            if not self._has_output(max(0.0, deadline - time.monotonic())):
+                raise RunError(f"the process that sets frequencies (pid {self.pid}) does not answer")
             data = os.read(self._process.stdout.fileno(), 65536)
             if not data:
-                raise RunError(f"the guard of the frequencies (pid {self.pid}) has ended")
+                raise RunError(f"the process that sets frequencies (pid {self.pid}) has ended")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)

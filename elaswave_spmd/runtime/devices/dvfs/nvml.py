@@ -1,7 +1,8 @@
-"""Frequencies of NVIDIA GPUs by NVML, from the package nvidia-ml-py (the extra `dvfs`).
+"""Frequencies of NVIDIA GPUs, through NVML from the package nvidia-ml-py (the extra `dvfs`).
 
-What is set is an upper limit, by nvmlDeviceSetGpuLockedClocks from the lowest clock to the wanted one; only root may.
-NVML does not tell which limits were set before, so `reset` takes all of them away from the devices that were set.
+nvmlDeviceSetGpuLockedClocks, which only root may call, sets the range from the lowest clock to the wanted one, so the
+frequency is an upper limit. NVML does not tell which limits were set before, so `reset` removes all limits from the
+devices whose frequency was set.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ _WHERE = f"{SETTING}=nvml"
 
 
 class NvmlFrequencies:
-    """Sets the clocks of the GPUs that are ours; they are called 0, 1, ... as CUDA calls them.
+    """The NVML backend: sets the clocks of the GPUs of this run. They are named 0, 1, ... in CUDA's order.
 
     Args:
-        visible: as CUDA_VISIBLE_DEVICES: numbers or UUIDs; None: all GPUs of the machine.
-        nvml: the module; None: pynvml.
+        visible: numbers or UUIDs of GPUs in the form of CUDA_VISIBLE_DEVICES; None: all GPUs of the machine.
+        nvml: the module to use; None: pynvml.
 
     Raises:
         ConfigError: the module or the driver is missing, or there is no such GPU.
@@ -40,14 +41,14 @@ class NvmlFrequencies:
                 where=_WHERE + ("" if visible is None else f" CUDA_VISIBLE_DEVICES={visible}"),
                 fix=f"a machine with NVIDIA GPUs, or {SETTING}=none",
             ) from None
-        self._set: set[int] = set()
+        self._set: set[int] = set()  # GPUs whose frequency was set and not restored
 
     def devices(self) -> tuple[str, ...]:
-        """0, 1, ..."""
+        """The names of the GPUs: 0, 1, ..."""
         return tuple(map(str, self._handles))
 
     def range_of(self, device: str) -> DeviceRange:
-        """The normal frequency is the highest: a GPU that is left alone runs as fast as it may."""
+        """The range of a GPU's clock. Its normal frequency is the highest, at which it runs when it has no limit."""
         clocks = self._clocks[self._number(device)]
         return DeviceRange(clocks[0], clocks[-1], clocks[-1])
 
@@ -84,10 +85,10 @@ class NvmlFrequencies:
         ]
 
     def _read(self, handle: Any) -> list[float]:
-        """The clocks that a device has, lowest first; MHz."""
+        """The clocks of a GPU in MHz, lowest first."""
         nvml = self._nvml
         found: set[float] = set()
-        with contextlib.suppress(nvml.NVMLError):  # not every device tells its steps
+        with contextlib.suppress(nvml.NVMLError):  # not every GPU reports its steps
             for memory in nvml.nvmlDeviceGetSupportedMemoryClocks(handle):
                 found |= set(map(float, nvml.nvmlDeviceGetSupportedGraphicsClocks(handle, memory)))
         return sorted(found) or [float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))]

@@ -1,7 +1,7 @@
-"""Simulated frequencies: one float64 in a small file for each worker, which its emulated accelerator reads.
+"""Simulated frequencies: a float64 in a small file for each worker, which the worker's emulated accelerator reads.
 
-Eight aligned bytes, mapped by both sides: a program that starts sees the number that was written last, without a call
-to the system.
+Both sides map the file's eight aligned bytes, so a program that starts sees the number that was written last, without a
+system call.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _RANGE = DeviceRange(lowest=1.0, nominal=1000.0, highest=1e6)
 
 
 class FrequencyCell:
-    """The frequency of one worker's device. Until somebody sets it, it is 1.
+    """The frequency of one worker's device; 1 until it is set.
 
     Args:
-        directory: made by the controller; a worker's file in it by whoever opens it first.
+        directory: created by the controller. A worker's file in it is created by the side that opens it first.
+        rank: the worker.
 
     Raises:
         OSError: the file cannot be made.
@@ -31,7 +32,7 @@ class FrequencyCell:
     def __init__(self, directory: str | Path, rank: int) -> None:
         file = os.open(Path(directory) / f"worker-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(file, _BYTES)  # what is new is zero
+            os.ftruncate(file, _BYTES)  # new bytes are zero, which `__call__` reads as frequency 1
             self._number = np.frombuffer(mmap.mmap(file, _BYTES), np.float64)
         finally:
             os.close(file)
@@ -44,7 +45,7 @@ class FrequencyCell:
 
 
 class SimulatedFrequencies:
-    """Sets the cells of workers, by rank. Takes any frequency, as it is.
+    """The simulated backend: sets the cells of workers, named by their ranks. Any frequency is set as it is.
 
     Raises:
         OSError: the directory cannot be made.
@@ -56,7 +57,7 @@ class SimulatedFrequencies:
         self._cells: dict[str, FrequencyCell] = {}
 
     def devices(self) -> tuple[str, ...]:
-        """(): workers come and go."""
+        """No names: workers may join at any time, so every rank is accepted."""
         return ()
 
     def range_of(self, device: str) -> DeviceRange:

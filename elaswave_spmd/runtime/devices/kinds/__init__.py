@@ -1,1 +1,1 @@
-"""One module for each kind of device, named as `runtime.device` names it; each has its `KIND`. None imports torch."""
+"""The kinds of devices: a module for each, with its name in `runtime.device` and a `KIND`. None imports torch."""

@@ -1,4 +1,4 @@
-"""The CPU: tensors in host memory, every call done when it returns."""
+"""The CPU: tensors are in host memory, and every call is done when it returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
-from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device
+from elaswave_spmd.runtime.devices.requirements import check_one_device, missing_torch
 
 
 class Cpu:
@@ -36,7 +36,7 @@ class Cpu:
         return ""
 
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
-        one_device(self.name, island)
+        check_one_device(self.name, island)
         return {}
 
     def open(self, index: int, island: Island) -> Device:
@@ -54,11 +54,12 @@ class Cpu:
         from torch.distributed import ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
         return ProcessGroupGloo(store, rank, size, options)
 
     def abort_group(self, group: Any, reason: str) -> None:
-        pass  # gloo's abort releases nobody; what hangs ends with the group's timeout, or its last reference
+        pass  # gloo's abort ends nothing; a collective that hangs ends by its timeout, or with the last reference
 
 
 KIND = Cpu()

@@ -8,15 +8,15 @@ from typing import Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine
-from elaswave_spmd.runtime.devices.requirements import missing_torch, one_device, set_variables
+from elaswave_spmd.runtime.devices.requirements import check_one_device, missing_torch, set_variables
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _NCCL_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_GPUS = "/proc/driver/nvidia/gpus/*/information"  # the driver's; a library would open the devices
+_GPUS = "/proc/driver/nvidia/gpus/*/information"  # written by the driver; asking a library would open the devices
 
 
 class Cuda:
-    """`runtime.device=cuda`: worker i of a machine has its GPU i modulo their number."""
+    """`runtime.device=cuda`: worker i of a machine has the GPU i modulo the number of GPUs."""
 
     name = "cuda"
     capabilities = Capabilities(
@@ -25,11 +25,11 @@ class Cuda:
         masks="operators",
         dtypes=("fp32", "bf16"),
         collectives="nccl",
-        shrinks_groups=True,  # NCCL 2.27 and later; asked again of the library where it is used
+        shrinks_groups=True,  # from NCCL 2.27 on; an older one raises, and a new group is made
         state="device",
         compiles=False,
         islands=False,
-        forks=True,  # as long as the process that forks never asks for a device
+        forks=True,  # CUDA breaks in children only if the parent has used a device, and the fork server never does
         inductor=True,
     )
 
@@ -50,10 +50,10 @@ class Cuda:
         return ", ".join(sorted({value.strip() for name, _, value in lines if name == "Model"}))
 
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
-        one_device(self.name, island)
+        check_one_device(self.name, island)
         if given.get(_WORKSPACE) == ":16:8":  # the other value with which cuBLAS gives the same bits every time
             return {}
-        return set_variables(given, {_WORKSPACE: ":4096:8"}, {_WORKSPACE: "whether cuBLAS gives the same bits twice"})
+        return set_variables(given, {_WORKSPACE: ":4096:8"}, {_WORKSPACE: "if cuBLAS gives the same bits every time"})
 
     def open(self, index: int, island: Island) -> Device:
         import torch
@@ -62,18 +62,20 @@ class Cuda:
         from elaswave_spmd.runtime.devices.accelerator import AcceleratorDevice
 
         torch.set_num_threads(island.threads)
-        # The bits of a micro-batch must not depend on who computes it, or when.
+        # The bits of a micro-batch must not depend on the worker that computes it, nor on the time.
         torch.use_deterministic_algorithms(True)
-        # Every buffer is written before it is read.
+        # Deterministic mode would also fill new tensors; every buffer here is written before it is read.
         deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-        torch.backends.cudnn.benchmark = False  # two workers may find another kernel fastest
+        torch.backends.cudnn.benchmark = False  # it would choose kernels by time, and differently on each worker
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums of a product in fp32
+        # Products in bf16 have their partial sums in fp32, whatever the shape.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         return AcceleratorDevice(self, torch.device("cuda", index % torch.cuda.device_count()), torch.cuda)
 
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        # Without NCCL's watchdog: it would end broadcasts so that they look complete, and processes with them.
-        return set_variables(given, {_NCCL_WAIT: "1"}, {_NCCL_WAIT: "whether NCCL's watchdog ends processes"})
+        # Blocking wait turns NCCL's watchdog off. The watchdog ends broadcasts in a way that makes them look complete,
+        # and may end the process, while here a lost peer is an event that the worker survives.
+        return set_variables(given, {_NCCL_WAIT: "1"}, {_NCCL_WAIT: "if NCCL's watchdog ends processes"})
 
     def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""Ascend NPUs, through torch_npu and CANN. Written by the documentation of both; docs/hardware.md says what was run."""
+"""Ascend NPUs, through torch_npu and CANN. Written after the documentation of both, never run; see docs/hardware.md."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 
 from elaswave_spmd.runtime.devices.kind import Capabilities, Device, Island, Missing
 from elaswave_spmd.runtime.devices.machine import Machine, same_release
-from elaswave_spmd.runtime.devices.requirements import AUTOLOAD, has_cann, missing_torch, one_device, set_variables
+from elaswave_spmd.runtime.devices.requirements import (
+    AUTOLOAD,
+    check_one_device,
+    has_cann,
+    missing_torch,
+    set_variables,
+)
 
 _DETERMINISTIC, _HCCL_ERRORS = "HCCL_DETERMINISTIC", "HCCL_ASYNC_ERROR_HANDLING"
 
 
 class Npu:
-    """`runtime.device=npu`: worker i of a machine has its NPU i modulo their number."""
+    """`runtime.device=npu`: worker i of a machine has the NPU i modulo the number of NPUs."""
 
     name = "npu"
     capabilities = Capabilities(
@@ -51,10 +57,10 @@ class Npu:
         return ""
 
     def environment(self, given: Mapping[str, str], island: Island) -> dict[str, str]:
-        one_device(self.name, island)
+        check_one_device(self.name, island)
         wanted = {_DETERMINISTIC: "true"}
-        # Workers import torch_npu themselves, when they open their device: then an error has a place and a name.
-        return set_variables(given, wanted, {_DETERMINISTIC: "whether HCCL adds in one order"}) | {AUTOLOAD: "0"}
+        # Workers import torch_npu themselves when they open their device, so that an error in it is reported as such.
+        return set_variables(given, wanted, {_DETERMINISTIC: "if HCCL sums in a fixed order"}) | {AUTOLOAD: "0"}
 
     def open(self, index: int, island: Island) -> Device:
         import torch
@@ -74,13 +80,14 @@ class Npu:
         return AcceleratorDevice(self, place, npu, faults)
 
     def group_environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        return set_variables(given, {_HCCL_ERRORS: "0"}, {_HCCL_ERRORS: "whether an error of HCCL ends the process"})
+        return set_variables(given, {_HCCL_ERRORS: "0"}, {_HCCL_ERRORS: "if an error of HCCL ends the process"})
 
     def make_group(self, store: Any, rank: int, size: int, timeout: timedelta, host: str) -> Any:
         import torch_npu  # pyright: ignore[reportMissingImports]
 
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-        options.is_high_priority_stream, options._timeout = False, timeout
+        options.is_high_priority_stream = False
+        options._timeout = timeout
         return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)
 
     def abort_group(self, group: Any, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""PyTorch/XLA: a worker is an island whose layer programs are compiled over its local devices.
+"""PyTorch/XLA: a worker is an island, and its layer programs are compiled over its local devices.
 
-Programs take and give host tensors, so state, links and recovery are the code of the CPU. The client behind it is the
-CPU's, or that of a PJRT plugin: PJRT_DEVICE names it.
+Programs take and return host tensors, so state, links and recovery are the same as on the CPU. The XLA client is the
+CPU's or that of a PJRT plugin, as the variable PJRT_DEVICE says.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from elaswave_spmd.runtime.devices.machine import Machine, same_release
 from elaswave_spmd.runtime.devices.requirements import missing_torch, set_variables
 
 PLUGINS = "torch_xla.plugins"
-"""The entry points by which packages bring PJRT plugins."""
+"""The group of entry points by which packages register PJRT plugins."""
 
 _REGISTERS = "XLA_REGISTER_INSTALLED_PLUGINS"
 _CLIENT, _DEVICES, _FLAGS = "PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS"
 _WHY = {
-    _DEVICES: "how many local devices an island has (mesh.tp x mesh.fsdp)",
-    "XLA_NO_SPECIAL_SCALARS": "that 0 and 1 are inputs of a program as other numbers are; else it is compiled anew",
-    _REGISTERS: "that torch_xla finds the plugin that PJRT_DEVICE names",
-    "NPROC": "the threads that XLA computes with (runtime.threads_per_worker)",
+    _DEVICES: "the number of local devices of an island (mesh.tp x mesh.fsdp)",
+    "XLA_NO_SPECIAL_SCALARS": "if a program with an input of 0 or 1 is compiled anew",
+    _REGISTERS: "if torch_xla finds the plugin that PJRT_DEVICE names",
+    "NPROC": "the number of threads that XLA computes with (runtime.threads_per_worker)",
 }
 _CHANGE_NUMBERS = (
     *("XLA_USE_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG"),
@@ -42,12 +42,12 @@ class Xla(WithoutGroups):
         pinned_copies=False,
         masks="operators",
         dtypes=("fp32", "bf16"),
-        collectives=None,  # inside an island XLA's own; between islands links
+        collectives=None,  # inside an island XLA makes its own; between islands there are links
         shrinks_groups=False,
         state="host",
         compiles=True,
         islands=True,
-        forks=True,  # importing torch_xla makes no client
+        forks=True,  # importing torch_xla opens no client, which a fork would break
         preload=("torch_xla", "torch_xla.runtime", "torch_xla.distributed.spmd", "torch_xla.debug.metrics"),
     )
 
@@ -105,18 +105,16 @@ class Xla(WithoutGroups):
 
         def figures() -> MemoryFigures | None:
             try:
-                told = xm.get_memory_info(torch_xla.device())
-            except RuntimeError:  # the CPU's client does not tell
+                info = xm.get_memory_info(torch_xla.device())
+            except RuntimeError:  # the CPU's client does not report its memory
                 return None
-            return MemoryFigures(told["bytes_used"], told.get("peak_bytes_used", 0), told.get("bytes_limit"))
+            return MemoryFigures(info["bytes_used"], info.get("peak_bytes_used", 0), info.get("bytes_limit"))
 
         return HostDevice(self, xm.wait_device_ops, figures)
 
 
-KIND = Xla()
-
-
 def _refused(name: str, given: Mapping[str, str], rule: str) -> ConfigError:
+    """The error for a variable that must not be set."""
     where = f"{name}={given[name]}"
     return ConfigError(f"{where} is set in the environment", rule=rule, where=where, fix=f"unset {name}")
 
