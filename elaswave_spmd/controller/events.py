@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import MeshSettings
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
@@ -124,9 +124,10 @@ class Stopped:
 
 @dataclass(frozen=True)
 class RestartFrom:
-    """State was lost for good: the run begins again, at a checkpoint of this step, with these settings."""
+    """State was lost for good: the run in this directory begins again, on this mesh, at its checkpoint of this step."""
 
-    settings: Settings
+    run_dir: Path
+    mesh: MeshSettings
     step: int
 
 

@@ -7,14 +7,12 @@ events that count are those that say more about the cause.
 
 from __future__ import annotations
 
-import dataclasses
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, Settings
+from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import (
     Action,
@@ -94,17 +92,51 @@ class _AwaitCheckpoint:
 _Ending: TypeAlias = _AwaitReport | _AwaitExits | _AwaitCauses | _AwaitCheckpoint
 
 
+@dataclass(frozen=True)
+class FailurePolicy:
+    """The settings that decide what a failure leads to.
+
+    Args:
+        survives: the run goes on after a loss (elastic.enabled).
+        replaces: a worker is started in place of each that is lost (elastic.replace).
+        min_workers: with fewer the run does not begin again from a checkpoint (elastic.min_workers).
+        max_skipped: this many steps in a row whose gradient is not finite end the run (optim.max_skipped).
+        restarts: the run may begin again from a checkpoint: its workers can be started a second time.
+        mesh: of the run, for the mesh of fewer workers with which it begins again.
+    """
+
+    survives: bool
+    replaces: bool
+    min_workers: int
+    max_skipped: int
+    restarts: bool
+    mesh: MeshSettings
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> FailurePolicy:
+        elastic = settings.elastic
+        return cls(
+            survives=elastic.enabled,
+            replaces=elastic.replace,
+            min_workers=elastic.min_workers,
+            max_skipped=settings.optim.max_skipped,
+            # Agents end with the launcher that they have met, so a run with agents cannot start its workers again.
+            restarts=settings.runtime.rendezvous is None,
+            mesh=settings.mesh,
+        )
+
+
 class FailureHandler:
     """Failures of workers and of links, and the ends of a run that follow from them.
 
-    Args:
-        run_dir: the run's directory, for what the user is told to do next.
+    All methods are called by the controller's thread, with events in the order in which they came.
 
+    Args:
+        run_dir: the run's directory, named in the advice that a user gets with the end of a run.
     """
 
-    def __init__(self, settings: Settings, protocol: ControllerProtocol, roster: Roster, run_dir: Path) -> None:
-        self._settings = settings
-        self._elastic: ElasticSettings = settings.elastic
+    def __init__(self, policy: FailurePolicy, protocol: ControllerProtocol, roster: Roster, run_dir: Path) -> None:
+        self._policy = policy
         self._protocol = protocol
         self._roster = roster
         self._run_dir = run_dir
@@ -170,7 +202,7 @@ class FailureHandler:
     def committed(self, applied: m.Applied) -> list[Action]:
         """A step is committed. Too many in a row whose gradient was not finite end the run."""
         self._num_skipped = 0 if applied.updated else self._num_skipped + 1
-        if not applied.updated and self._num_skipped >= self._settings.optim.max_skipped:
+        if not applied.updated and self._num_skipped >= self._policy.max_skipped:
             error = RunError(
                 f"the gradient was not finite in {self._num_skipped} steps in a row (optim.max_skipped); "
                 f"last: step {applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
@@ -185,7 +217,7 @@ class FailureHandler:
     @property
     def _survives_losses(self) -> bool:
         """True while the run can go on after a loss: not while the first workers start."""
-        return self._elastic.enabled and self._protocol.started
+        return self._policy.survives and self._protocol.started
 
     def _lose(self, rank: int, reason: str, at: float) -> list[Action]:
         if rank not in self._roster:
@@ -197,7 +229,7 @@ class FailureHandler:
         # workers may wait for the one that is lost.
         change = self._protocol.lost(rank, reason)
         if rank in mesh:
-            replacement = [Spawn(self._roster.allocate(1))] if self._elastic.replace else []
+            replacement = [Spawn(self._roster.allocate(1))] if self._policy.replaces else []
             return [RecordLoss(rank, at), *change, *replacement]
         fields = {
             "ranks": [rank],
@@ -336,14 +368,12 @@ class FailureHandler:
 
     def _restart(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
         """The run begins again with the workers that are left, if there is a good checkpoint and they are enough."""
-        settings, protocol = self._settings, self._protocol
-        left = settings.mesh.shape.num_workers if settings.elastic.replace else len(protocol.members)
+        policy, protocol = self._policy, self._protocol
+        left = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         is_lost = end.lost or not protocol.members
-        # With agents the launcher cannot be started again: they end with it.
-        is_possible = left >= settings.elastic.min_workers and settings.runtime.rendezvous is None
-        if checkpoint is None or not is_lost or not is_possible:
+        if checkpoint is None or not is_lost or not policy.restarts or left < policy.min_workers:
             return []
-        mesh = mesh_of(left, settings.mesh)
+        mesh = mesh_of(left, policy.mesh)
         pages = sum(replica_set.num_pages for replica_set in end.lost) or "all"
         fields = {
             "step": checkpoint.step,
@@ -356,13 +386,7 @@ class FailureHandler:
             f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, "
             f"from {checkpoint.path} or one that is becoming whole just now",
         }
-        again = dataclasses.replace(
-            settings,
-            mesh=mesh,
-            train=dataclasses.replace(settings.train, resume=str(self._run_dir)),
-            run=dataclasses.replace(settings.run, dir=None),
-        )
-        return [Record("restart", fields), End(RestartFrom(again, checkpoint.step))]
+        return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, checkpoint.step))]
 
     def _killed(self, event: WorkerEnded) -> list[Action]:
         """The end of the run, if the worker was killed: that is the cause, and what others report a consequence.
@@ -398,28 +422,6 @@ def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
     if len(set(sizes)) == 1:
         return MeshSettings(dp=sizes[0], pp=stages, tp=mesh.tp, fsdp=mesh.fsdp)
     return MeshSettings(stages=sizes, tp=mesh.tp, fsdp=mesh.fsdp)
-
-
-class Restarts:
-    """The restarts of one command: a run that gets no further is not begun again for ever."""
-
-    _MAX_IN_A_ROW = 3
-
-    def __init__(self) -> None:
-        self._steps: list[int] = []
-
-    def next(self, restart: RestartFrom) -> Settings:
-        """The settings to go on with.
-
-        Raises:
-            RunError: the run has been begun again at the same checkpoint too often.
-        """
-        self._steps.append(restart.step)
-        if self._steps[-self._MAX_IN_A_ROW - 1 :].count(restart.step) > self._MAX_IN_A_ROW:
-            raise RunError(
-                f"the run was begun again {self._MAX_IN_A_ROW} times after step {restart.step}, and got no further"
-            )
-        return restart.settings
 
 
 class Stopping:
@@ -474,9 +476,6 @@ class StartDeadline:
         """The end of the run, if a worker is late."""
         if self._protocol.started or now <= self._until:
             return []
-        missing = _missing(self._protocol)
+        protocol = self._protocol
+        missing = [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]
         return [End(Stopped(RunError(f"workers {missing} did not start within {self._seconds:g} s")))]
-
-
-def _missing(protocol: ControllerProtocol) -> Sequence[int]:
-    return [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]

@@ -37,7 +37,7 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
     WriteManifest,
 )
-from elaswave_spmd.controller.failures import FailureHandler, StartDeadline, Stopping
+from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, StartDeadline, Stopping
 from elaswave_spmd.controller.io import ControllerIO
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
@@ -101,7 +101,9 @@ class Controller:
         )
         self._roster = Roster(plan.placement.mesh.members)
         self._supervision = Supervision(settings.timeouts, now)
-        self._failures = FailureHandler(settings, self.protocol, self._roster, log.observer.run_dir.path)
+        self._failures = FailureHandler(
+            FailurePolicy.from_settings(settings), self.protocol, self._roster, log.observer.run_dir.path
+        )
         self._checkpoints = CheckpointCoordinator(checkpoints)
         self._stopping = Stopping(self._checkpoints, self._failures, settings.timeouts.shutdown)
         self._start_deadline = StartDeadline(self.protocol, settings.timeouts.start, now)

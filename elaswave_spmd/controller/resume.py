@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,56 +105,97 @@ class ResumePoint:
             lock.close()
 
 
+@dataclass(frozen=True)
+class _Source:
+    """An earlier run, from whose newest good checkpoint this one goes on.
+
+    Args:
+        lock: of its directory. It is kept as long as this run lasts, also where this run has another directory:
+            another controller must not remove the checkpoint that workers are reading.
+        is_run_dir: this run goes on in the same directory.
+        bad, lines, validations: as in ResumePoint.
+    """
+
+    path: Path
+    lock: RunLock
+    is_run_dir: bool
+    checkpoint: Checkpoint
+    bad: tuple[tuple[Path, str], ...]
+    lines: Mapping[int, MetricsLine]
+    validations: Mapping[int, str]
+
+
 def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
-    """The run's directory, open and locked, and where the run begins.
+    """Open and lock the run's directory, and find where the run begins.
 
     Raises:
         ConfigError: the directory cannot be used; another controller drives it; the run has other bits.
         CheckpointError: nothing to resume from.
     """
-    settings, shape = plan.settings, plan.placement.mesh.shape
-    model, mesh = settings.model.label, shape.name
-    if settings.train.resume is None:
-        run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
-        with contextlib.ExitStack() as undo:
-            undo.callback(run_dir.discard)
-            start = ResumePoint.fresh(run_dir.path)
-            undo.pop_all()
-        return run_dir, start
-    source = Path(settings.train.resume).expanduser()
-    where = checks.override("train.resume", settings.train.resume)
+    settings = plan.settings
     with contextlib.ExitStack() as undo:
-        lock = lock_run_dir(source)
+        source = None
+        if settings.train.resume is not None:
+            source = _open_source(plan, data, settings.train.resume)
+            undo.callback(source.lock.close)
+        if source is not None and source.is_run_dir:
+            remove_unfinished(source.path)
+            run_dir = RunDir.reopen(source.path)
+            run, incarnation, locks = source.checkpoint.manifest.run, next_incarnation(source.path), (source.lock,)
+        else:
+            label, mesh = settings.model.label, plan.placement.mesh.shape.name
+            run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=label, mesh=mesh)
+            undo.callback(run_dir.discard)
+            lock = lock_run_dir(run_dir.path)
+            undo.callback(lock.close)
+            run, incarnation, locks = _new_id(), 1, (lock,) if source is None else (source.lock, lock)
+        start = ResumePoint(run, incarnation, locks=locks)
+        if source is not None:
+            start = replace(
+                start,
+                checkpoint=source.checkpoint,
+                bad=source.bad,
+                lines=source.lines,
+                validations=source.validations,
+            )
+            if not source.is_run_dir:
+                # metrics.jsonl of the new directory begins as that of the old one, up to the checkpoint.
+                for line in source.lines.values():
+                    if line.step <= source.checkpoint.step:
+                        run_dir.write_metrics(line)
+        undo.pop_all()
+    return run_dir, start
+
+
+def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
+    """Lock the directory of the run that is to be resumed, and check that this run goes on with the same bits.
+
+    Raises:
+        ConfigError, CheckpointError: as for `open_run`.
+    """
+    settings = plan.settings
+    identity = identity_of(settings, data)
+    path = Path(resume).expanduser()
+    where = checks.override("train.resume", resume)
+    with contextlib.ExitStack() as undo:
+        lock = lock_run_dir(path)
         undo.callback(lock.close)
-        same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == source.absolute()
-        if same and (source / SUMMARY).exists():
+        same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
+        if same and (path / SUMMARY).exists():
             raise ConfigError(
-                f"the run in {source} has finished",
+                f"the run in {path} has finished",
                 rule="a run that has finished has nothing left to do",
                 where=where,
                 exists=SUMMARY,
                 fix="run.dir=DIR to go on from its newest checkpoint in another directory",
             )
-        complete(source, plan)
-        checkpoint, bad = load_newest_good(source)
-        manifest = checkpoint.manifest
-        check_identity(manifest.identity, identity_of(settings, data), where=where)
-        check_identity(manifest.layout, layout_fingerprint(plan.description.layout), where=where)
-        lines = _lines(source, checkpoint.step)
-        known = {"checkpoint": checkpoint, "bad": tuple(bad), "lines": lines, "validations": _validations(source)}
-        if same:
-            remove_unfinished(source)
-            run_dir = RunDir.reopen(source)
-            start = ResumePoint(manifest.run, next_incarnation(source), locks=(lock,), **known)
-        else:
-            run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=model, mesh=mesh)
-            undo.callback(run_dir.discard)
-            start = ResumePoint(_new_id(), 1, locks=(lock, lock_run_dir(run_dir.path)), **known)
-            for line in lines.values():
-                if line.step <= checkpoint.step:
-                    run_dir.write_metrics(line)
+        complete(path, plan)
+        checkpoint, bad = load_newest_good(path)
+        check_identity(checkpoint.manifest.identity, identity, where=where)
+        check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
+        lines, validations = _lines(path, checkpoint.step), _validations(path)
         undo.pop_all()
-    return run_dir, start
+    return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations)
 
 
 def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf import checks
@@ -15,13 +16,12 @@ from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.events import Finished, Outcome, RestartFrom, Stopped
-from elaswave_spmd.controller.failures import Restarts
 from elaswave_spmd.controller.io import ProcessIO, listen_host
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.resume import ResumePoint, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.checkpoints import remove_unfinished
@@ -56,12 +56,40 @@ def run(settings: Settings, *, here: bool = False) -> int:
     while True:
         match run_once(settings, here=here):
             case RestartFrom() as restart:
-                settings = restarts.next(restart)
-                here = False
+                restarts.count(restart)
+                # As if the user had resumed the run on the mesh that is left.
+                settings = replace(
+                    settings,
+                    mesh=restart.mesh,
+                    train=replace(settings.train, resume=str(restart.run_dir)),
+                    run=replace(settings.run, dir=None),
+                )
+                here = False  # by now this process has had threads, and must not fork
             case Stopped(error):
                 raise error
             case _:
                 return 0
+
+
+class Restarts:
+    """The restarts of one command: a run that gets no further is not begun again for ever."""
+
+    _MAX_IN_A_ROW = 3
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+
+    def count(self, restart: RestartFrom) -> None:
+        """The run is about to begin again.
+
+        Raises:
+            RunError: the run has been begun again at the same checkpoint too often.
+        """
+        self._steps.append(restart.step)
+        if self._steps[-self._MAX_IN_A_ROW - 1 :].count(restart.step) > self._MAX_IN_A_ROW:
+            raise RunError(
+                f"the run was begun again {self._MAX_IN_A_ROW} times after step {restart.step}, and got no further"
+            )
 
 
 def run_once(settings: Settings, *, here: bool = False) -> Outcome:
@@ -70,7 +98,6 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
     Raises:
         UserError, RunError: as for `run`.
     """
-    raise_fd_limit(settings.mesh.shape.num_workers)
     scratch = socket_directory()
     # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
     # data.
@@ -81,6 +108,7 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
 
         costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
         plan = plan_run(settings, data, costs=costs)
+        # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
         if (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
         run_dir, start = open_run(plan, data)
@@ -160,13 +188,16 @@ def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> L
     Raises:
         ConfigError: a device that cannot be used here; a token file, an address or a number of workers that cannot be.
     """
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, scratch, ignore_errors=True)
         agents = _open(settings)
+        if agents is not None:
+            undo.callback(agents.close, 0.0)
+        # Before the fork server: workers inherit the limit from it.
+        raise_fd_limit(settings.mesh.shape.num_workers + settings.runtime.agents)
         local = start_fork_server(worker_start(settings), scratch, settings.timeouts.orphan_grace, here=here)
-        return Launcher(local, agents)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        undo.pop_all()
+    return Launcher(local, agents)
 
 
 def start_fork_server(
@@ -222,6 +253,6 @@ def _open(settings: Settings) -> Agents | None:
             fix=f"runtime.local_workers={workers}, or a larger mesh",
         )
     assert runtime.token_file is not None
+    host = listen_host(runtime)
     secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
-    raise_fd_limit(workers + runtime.agents)
-    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, listen_host(runtime), runtime.agents)
+    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, host, runtime.agents)

@@ -8,7 +8,7 @@ between begins it again with the next epoch number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -79,58 +79,96 @@ class EvenAssigner:
 
 @dataclass
 class _Change:
-    """A change of the epoch that is under way: from Prepare to Reconfigure."""
+    """A change of the mesh epoch that is under way: Prepare was sent, and StepReports are coming in.
+
+    Args:
+        after: as in Prepare.
+        reports: rank -> its answer.
+    """
 
     epoch: int
     after: int
     reports: dict[int, StepReport] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Reported:
-    """What the members have reported, taken together.
+@dataclass
+class _Pending:
+    """What has happened to members since the last Reconfigure, and takes effect in the next one.
+
+    A member is *lost* (it failed, and is dropped at once) or *leaves* (it was asked to, and waits until every page that
+    it has is elsewhere too). Both are removed from the mesh.
 
     Args:
-        version: the last step that somebody has applied. Its state counts, and everybody has it or will get there.
-        held: by rank, what a worker has of the step after it; None: nothing.
-        is_clean: all are between the same two steps, so that there is nothing to finish.
+        lost, leaving: rank -> reason.
+        newcomers: workers that are ready and no members yet, in the order in which they came.
+        caught_up: learners that have reported that they have all of their state.
+        damaged: rank -> page ranges whose content on this member is not what it had written.
+        recovered: members whose device failed and was brought back: they have nothing of undecided steps any more.
+        relinked: ends of a link that is made again -> reason.
+    """
+
+    lost: dict[int, str] = field(default_factory=dict)
+    leaving: dict[int, str] = field(default_factory=dict)
+    newcomers: list[int] = field(default_factory=list)
+    caught_up: set[int] = field(default_factory=set)
+    damaged: dict[int, set[PageRange]] = field(default_factory=dict)
+    recovered: set[int] = field(default_factory=set)
+    relinked: dict[frozenset[int], str] = field(default_factory=dict)
+
+    def after(self, leavers: Collection[int]) -> _Pending:
+        """What is left for a later epoch: members that could not leave yet."""
+        return _Pending(leaving={rank: why for rank, why in self.leaving.items() if rank not in leavers})
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where the members of the old epoch stand, by their StepReports.
+
+    Args:
+        version: the highest of any member. Members that are a step behind have voted for it, and complete it by the
+            votes of the new epoch.
+        partial_steps: rank -> what it has of step version + 1; None: nothing. What a member that is behind has of its
+            own next step does not matter: that step is decided.
+        is_between_steps: all members are at the version and have nothing of the next step.
     """
 
     version: int
-    held: dict[int, PartialStep | None]
-    is_clean: bool
+    partial_steps: Mapping[int, PartialStep | None]
+    is_between_steps: bool
 
     @classmethod
-    def from_reports(cls, reports: Mapping[int, StepReport]) -> _Reported:
-        """Put the reports together; there is at least one."""
+    def from_reports(cls, reports: Mapping[int, StepReport]) -> _Standing:
         version = max(report.version for report in reports.values())
-        held = {rank: reconfiguration.of_step(report, version + 1) for rank, report in reports.items()}
-        is_clean = all(report.version == version for report in reports.values()) and not any(held.values())
-        return cls(version, held, is_clean)
+        parts = {rank: reconfiguration.partial_step_of(report, version + 1) for rank, report in reports.items()}
+        level = all(report.version == version for report in reports.values())
+        return cls(version, parts, level and not any(parts.values()))
 
 
 @dataclass(frozen=True)
-class _NextMembers:
-    """The members of a new epoch, by what has changed.
+class _Membership:
+    """Who goes and who comes in the new epoch.
 
     Args:
-        gone: rank -> reason, of workers that are lost or leave.
-        leaving: rank -> reason, of those that leave.
-        newcomers: ranks that join.
-        replicas: the replicas that are good, of all workers that there were.
-        are_the_same: nobody goes or comes, and no replica is damaged.
+        replicas: the replica map of the old epoch with learners that have caught up as replicas, and without damaged
+            replicas.
+        without_replica: page ranges of which no replica is good.
+        leaving: rank -> reason, of members that leave now.
+        newcomers: workers that become members.
+        removed: rank -> reason, of members that are lost or leave.
     """
 
-    gone: dict[int, str]
-    leaving: dict[int, str]
-    newcomers: tuple[int, ...]
     replicas: ReplicaMap
-    are_the_same: bool
+    without_replica: tuple[ReplicaSet, ...]
+    leaving: Mapping[int, str]
+    newcomers: Sequence[int]
+    removed: Mapping[int, str]
 
 
-@dataclass
 class ControllerProtocol:
-    """State of the controller over one run.
+    """State of the controller's half over one run.
+
+    Every method is called by the controller's thread. Those under "events" and "reports" take what has happened, and
+    return the actions to be carried out, in order.
 
     Args:
         placement: of the first epoch.
@@ -138,56 +176,65 @@ class ControllerProtocol:
         steps: of the run.
         num_validation_microbatches: micro-batches of a validation.
         validates_at: whether the state after a step is validated; the same function as the workers' (Job.validates_at).
-        assigner: says which worker gets how many micro-batches after a change of members.
+        policy: how the run reacts to losses.
+        version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
+        assigner: decides which worker gets how many micro-batches after a change of members.
     """
 
-    placement: Placement
-    layout: ModelLayout
-    steps: int
-    num_validation_microbatches: int = 0
-    validates_at: Callable[[int], bool] = lambda _: False
-    policy: Policy = field(default_factory=Policy)
-    addresses: dict[int, str] = field(default_factory=dict)
-    version: int = 0
-    assigner: MicrobatchAssigner = field(default_factory=EvenAssigner)
-    _domains: dict[int, Path | None] = field(default_factory=dict)  # of newcomers
-    _started: bool = False
-    _last_epoch: int = -1
-    _reports: dict[int, Applied] = field(default_factory=dict)
-    _applied: dict[int, int] = field(default_factory=dict)  # rank -> the step that it has applied last
-    _validation: dict[int, dict[int, float]] = field(default_factory=dict)
-    _validated: int = 0
-    _change: _Change | None = None
-    _lost: dict[int, str] = field(default_factory=dict)  # rank -> reason
-    _leaving: dict[int, str] = field(default_factory=dict)
-    _newcomers: list[int] = field(default_factory=list)
-    _caught_up: set[int] = field(default_factory=set)
-    _damaged: dict[int, set[PageRange]] = field(default_factory=dict)
-    _recovered: set[int] = field(default_factory=set)  # members that have nothing of undecided steps any more
-    _relinked: dict[frozenset[int], str] = field(default_factory=dict)  # ends of a link to be made again -> reason
-    _saving: str = ""  # why the run is about to stop
-    _finished: dict[int, int] = field(default_factory=dict)  # rank -> epoch
-    _plan: ReshardPlan | None = None  # the reshard plan under way: until all of its copies are there
-    _goal: Goal | None = None  # where to go when they have; given up when members come or go
-
-    def __post_init__(self) -> None:
-        self._last_epoch = self.placement.mesh.epoch
-        self._wanted_stages = self.placement.num_stages
+    def __init__(
+        self,
+        placement: Placement,
+        layout: ModelLayout,
+        steps: int,
+        num_validation_microbatches: int = 0,
+        validates_at: Callable[[int], bool] = lambda _: False,
+        policy: Policy | None = None,
+        version: int = 0,
+        assigner: MicrobatchAssigner | None = None,
+    ) -> None:
+        self.placement = placement
+        self.layout = layout
+        self.steps = steps
+        self.version = version
+        self.addresses: dict[int, str] = {}
+        """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
+        self._policy = policy or Policy()
+        self._assigner = assigner or EvenAssigner()
+        self._validates_at = validates_at
+        self._num_validation_microbatches = num_validation_microbatches
+        self._started = False
+        # Epochs and changes of them. The last epoch number may be that of a change which another one has overtaken.
+        self._last_epoch = placement.mesh.epoch
+        self._wanted_stages = placement.num_stages
+        self._change: _Change | None = None
+        self._pending = _Pending()
+        self._domains: dict[int, Path | None] = {}  # of newcomers
+        self._saving = ""  # why the run is about to stop
+        # State that moves. The plan stays until all of its copies are there; the goal, until then or until members come
+        # or go.
+        self._plan: ReshardPlan | None = None
+        self._goal: Goal | None = None
+        # What workers have reported of steps.
+        self._first_reports: dict[int, Applied] = {}  # step -> the first report of it
+        self._applied: dict[int, int] = {}  # rank -> the step that it has applied last
+        self._validation: dict[int, dict[int, float]] = {}  # step -> micro-batch -> loss
+        self._validated = 0  # the newest step whose validation is complete
+        self._finished: dict[int, int] = {}  # rank -> the epoch in which it has sent its final pages
 
     @property
     def members(self) -> tuple[int, ...]:
         """Members of the present epoch that are not known to be lost."""
-        return tuple(rank for rank in self.placement.mesh.members if rank not in self._lost)
+        return tuple(rank for rank in self.placement.mesh.members if rank not in self._pending.lost)
 
     @property
     def started(self) -> bool:
-        """Whether the first mesh has its places."""
+        """True once the workers of the first mesh have been told their places in it."""
         return self._started
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Members that are to leave at the next boundary."""
-        return tuple(sorted(self._leaving))
+        """Members that leave at the next boundary between steps, or as soon as their pages are elsewhere."""
+        return tuple(sorted(self._pending.leaving))
 
     @property
     def changing(self) -> tuple[int, ...]:
@@ -200,19 +247,24 @@ class ControllerProtocol:
     def unanswered(self) -> tuple[int, tuple[int, ...]]:
         """The epoch of the last Prepare, and the members that can answer it by now and have not.
 
-        A planned change is answered by whoever has applied its step, after the validation.
+        For the failure detector. A Prepare of a planned change can be answered by a member that has applied its step,
+        once the validation of that step is complete; before that, silence proves nothing.
         """
-        change, validating = self._change, self.validates_at(self.version) and self._validated < self.version
+        change = self._change
+        validating = self._validates_at(self.version) and self._validated < self.version
         if change is None or (change.after != AT_ONCE and validating):
             return self._last_epoch, ()
         return self._last_epoch, tuple(r for r in self.changing if self._applied.get(r, 0) >= change.after)
 
     @property
     def free_to_leave(self) -> tuple[int, ...]:
-        """Members that are to leave and have nothing that nobody else has. None once the run is about to stop."""
-        if not self._leaving or self._saving:
+        """Members that have asked to leave, and whose pages all have another replica.
+
+        None once the run is about to stop: then every member is needed to write its part of the checkpoint.
+        """
+        if not self._pending.leaving or self._saving:
             return ()
-        return dispensable(self._replicas(), self._lost, sorted(self._leaving))
+        return dispensable(self._replicas(), self._pending.lost, sorted(self._pending.leaving))
 
     @property
     def settled(self) -> bool:
@@ -229,7 +281,7 @@ class ControllerProtocol:
         """A worker listens. When all of the first mesh do, they get their places; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
         if self._started:
-            self._newcomers.append(message.rank)
+            self._pending.newcomers.append(message.rank)
             return self._begin(after=self._next_boundary())
         members = self.placement.mesh.members
         if len(self.addresses) < len(members) or not set(members) <= self.addresses.keys():
@@ -238,84 +290,99 @@ class ControllerProtocol:
         return self._send_all(self._reconfigure_message(self.version, None))
 
     def lost(self, rank: int, reason: str) -> list[Action]:
-        """A worker is gone for good. Known at once, and answered at once."""
+        """A worker is lost for good. The mesh changes at once: the others may be waiting for it in this very step.
+
+        Losses of workers that are no members, or of the same worker again, change nothing.
+        """
         self.addresses.pop(rank, None)
-        if rank in self._newcomers:
-            self._newcomers.remove(rank)
+        if rank in self._pending.newcomers:
+            self._pending.newcomers.remove(rank)
             return [RemoveMember(rank, lost=True)]
-        if rank not in self.placement.mesh or rank in self._lost or not self._started:
+        if rank not in self.placement.mesh or rank in self._pending.lost or not self._started:
             return []
-        self._lost[rank] = reason
-        self._leaving.pop(rank, None)
+        self._pending.lost[rank] = reason
+        self._pending.leaving.pop(rank, None)
         return [RemoveMember(rank, lost=True), *self._begin(after=AT_ONCE)]
 
     def drain(self, rank: int, reason: str) -> list[Action]:
-        """A member is to leave: at the next boundary between two steps, so that nothing is computed again."""
-        if rank not in self.members or rank in self._leaving:
+        """A member is asked to leave: at the next boundary between two steps, so that nothing is computed again."""
+        if rank not in self.members or rank in self._pending.leaving:
             return []
-        self._leaving[rank] = reason
+        self._pending.leaving[rank] = reason
         return self._begin(after=self._next_boundary())
 
     def relink(self, ends: frozenset[int], reason: str) -> list[Action]:
-        """A link between two living members is gone, and perhaps what was on its way.
+        """A link between two living members is lost, and perhaps what was on its way.
 
-        With its place in the next epoch each makes it again, and sends what the other may lack.
+        Both open it again when they enter the next epoch, and send what the other may lack. So this is handled as a
+        loss in which nobody is lost.
         """
         if not ends <= set(self.members):
             return []
-        self._relinked[ends] = reason
+        self._pending.relinked[ends] = reason
         return self._begin(after=AT_ONCE)
 
     def caught_up(self, message: CaughtUp) -> list[Action]:
-        """A learner has caught up. When all have, they are promoted by a planned change."""
+        """A learner has all of its state. When all have, they become replicas by a planned change."""
         if message.epoch != self.placement.mesh.epoch:
             return []
-        self._caught_up.add(message.rank)
+        self._pending.caught_up.add(message.rank)
         if self._change is not None:
-            return []
-        learners = {r for runs in self._replicas().values() for run in runs for r in run.learners}
-        return self._begin(after=self._next_boundary()) if learners <= self._caught_up else []
+            return []  # the change under way makes replicas of those that have caught up by then
+        learners = {rank for sets in self._replicas().values() for pages in sets for rank in pages.learners}
+        return self._begin(after=self._next_boundary()) if learners <= self._pending.caught_up else []
 
     def rebalance(self, goal: Goal) -> list[Action]:
-        """Micro-batches, layers or workers are to be elsewhere, while training goes on.
+        """Micro-batches, layers or workers are to be moved, while training goes on.
 
-        Micro-batches change at the next boundary. Where layers or workers change their stage, state is learned there
-        first, and the change comes when all of it is. Ignored while anything else changes.
+        Micro-batches change at the next boundary. Where layers or workers change their stage, state is copied there
+        first, and the change comes when all copies are made. Ignored while anything else changes: the rescheduler asks
+        again by itself.
         """
         assert sorted(r for members in goal.stages for r in members) == sorted(self.placement.mesh.members), goal
-        if not self._started or not self.settled or self._leaving or self._newcomers or self._lost:
+        pending = self._pending
+        if not self._started or not self.settled or pending.leaving or pending.newcomers or pending.lost:
             return []
         self._goal = goal
         return self._begin(after=self._next_boundary())
 
     def damaged(self, message: Damaged) -> list[Action]:
-        """A member's copies of some runs are not what it had written: others take over, and it learns them again."""
+        """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
         if message.rank not in self.members:
             return []
-        self._damaged.setdefault(message.rank, set()).update(message.page_ranges)
-        if message.reason:
-            self._recovered.add(message.rank)
+        self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
+        if message.reason:  # its device failed and was brought back
+            self._pending.recovered.add(message.rank)
         return self._begin(after=AT_ONCE)
 
     def report_received(self, message: StepReport) -> list[Action]:
-        """An answer to Prepare; one for another epoch is void (a mutant in tests/simulated breaks this rule)."""
+        """An answer to Prepare; one for another epoch is void (a mutant in tests/simulated breaks this rule).
+
+        A report of an older epoch is out of date: its sender has gone on since, and may have applied a step.
+        """
         if self._change is None or message.epoch != self._change.epoch or not self._is_living_member(message.rank):
             return []
         self._change.reports[message.rank] = message
         # Only living members are in `reports`, and each loss begins the change again: to count them is enough.
-        num_living = self.placement.mesh.num_workers - len(self._lost)
+        num_living = self.placement.mesh.num_workers - len(self._pending.lost)
         return [] if len(self._change.reports) < num_living else self._finish_change()
 
     def _is_living_member(self, rank: int) -> bool:
-        return rank in self.placement.mesh and rank not in self._lost
+        return rank in self.placement.mesh and rank not in self._pending.lost
 
     def _next_boundary(self) -> int:
+        """The step after which a planned change is made: the one under way, or the last."""
         return min(self.version + 1, self.steps)
 
     def _begin(self, after: int) -> list[Action]:
-        """Prepare of the next epoch number. One that is under way is superseded, and stays as urgent as it was."""
+        """Prepare of the next epoch number.
+
+        A change that is under way is overtaken: its epoch is never entered, and its reports are void. The new one is at
+        least as urgent. Otherwise a planned change could delay the recovery from a loss until a step is applied which
+        cannot be applied without that recovery.
+        """
         if self._saving and after != AT_ONCE:
-            return []
+            return []  # the run is about to stop: only a loss changes anything
         if self._change is not None:
             after = min(after, self._change.after)
         self._last_epoch += 1
@@ -330,114 +397,113 @@ class ControllerProtocol:
         return self.placement.replica_map(self.layout)
 
     def _finish_change(self) -> list[Action]:
-        """All members have reported: the new epoch begins with a Reconfigure to each of its members."""
-        change = self._change
-        assert change is not None
-        reported = _Reported.from_reports(change.reports)
-        stops = self._stops(reported.version)
-        members, unreplicated = self._next_members(goes_on=not stops)
-        plan = plan_reshard(self.layout, members.replicas, lost=members.gone)  # promotions alone: state stays in place
-        if lost := (*unreplicated, *plan.lost):
+        """All living members have answered: decide the new epoch, and send each of its members a Reconfigure.
+
+        In this order: who is a member, whether all state is still there, where everything runs, which state is copied,
+        and what of the step under way is computed again.
+        """
+        assert self._change is not None
+        epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
+        stops = self._why_stop(standing.version)
+        membership = self._next_membership(joins=not stops)
+        # Promotions alone move no state: they say whether every page has a replica left.
+        promoted = plan_reshard(self.layout, membership.replicas, lost=membership.removed)
+        if lost := (*membership.without_replica, *promoted.lost):
             return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
-        if stops and not reported.version:
+        if stops and not standing.version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
-        placement = self._next_placement(change.epoch, members)
-        if stops or not members.are_the_same:
-            self._goal = None  # it was made for other members
-        why = self._goal.why if self._goal else ""
-        if not stops:
-            placement, plan = self._place_state(placement, members, is_clean=reported.is_clean)
-        placement = replace(placement, replicas=plan.during)
-        work = () if stops else self._work_left(reported, placement)
-        kinds, reasons = reconfiguration.what_happens(self._lost, members.leaving, members.newcomers, self._relinked)
-        num_redone = reconfiguration.redone(work, reported.held)
-        begun = EpochBegun(placement, kinds, reasons, reported.version, num_redone, why, plan)
-        actions = self._enter_epoch(placement, reported.version, work, stops)
+        placement = self._next_placement(epoch, membership)
+        kinds, reasons = reconfiguration.membership_changes(
+            self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
+        )
         if stops:
-            return [*actions, *([begun] if kinds else []), Save(reported.version, change.epoch, stops)]
-        actions += [begun, *self._release(members.leaving)]
-        if self._plan is not None and not plan.copies:  # all replicas are there, but primaries are not those wanted
+            self._goal = None
+            self.placement = replace(placement, replicas=promoted.during)
+            message = self._enter(standing.version, (), membership, stops)
+            begun = EpochBegun(self.placement, kinds, reasons, standing.version, 0, plan=promoted)
+            return [message, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
+        why = self._drop_goal_unless_possible(membership)
+        old = self.placement
+        self.placement, plan = self._with_state(placement, membership, standing)
+        recovery = None
+        if not standing.is_between_steps:
+            old_layers = {rank: reconfiguration.layers_of_worker(old, rank) for rank in old.mesh.members}
+            recovery = recovery_plan(
+                standing.version + 1, self.placement, self.layout, standing.partial_steps, old_layers
+            )
+        num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps)
+        message = self._enter(standing.version, recovery, membership, stops)
+        actions: list[Action] = [
+            message,
+            EpochBegun(self.placement, kinds, reasons, standing.version, num_redone, why, plan),
+        ]
+        for rank in membership.leaving:
+            self.addresses.pop(rank, None)
+            actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
+        if self._plan is not None and not plan.copies:
+            # All replicas are there, but primaries are not those wanted: they change hands between two steps.
             actions += self._begin(after=self._next_boundary())
         return actions
 
-    def _next_members(self, *, goes_on: bool) -> tuple[_NextMembers, tuple[ReplicaSet, ...]]:
-        """The members of the new epoch; and the page ranges whose replicas are all damaged.
-
-        A worker that was asked to leave stays as long as it has pages that nobody else has. When the run stops, nobody
-        joins or leaves any more: whoever is there saves its part.
-        """
-        caught_up = self._caught_up - self._lost.keys()
-        replicas, unreplicated = reconfiguration.good_replicas(self._replicas(), caught_up, self._damaged)
-        free = dispensable(replicas, self._lost, self._leaving if goes_on else ())
-        leaving = {rank: self._leaving[rank] for rank in free}
-        newcomers = tuple(self._newcomers) if goes_on else ()
-        gone = {**self._lost, **leaving}
-        are_the_same = not gone and not newcomers and not self._damaged
-        return _NextMembers(gone, leaving, newcomers, replicas, are_the_same), unreplicated
-
-    def _next_placement(self, epoch: int, members: _NextMembers) -> Placement:
-        """The placement of the new epoch, without replicas."""
-        old = self.placement
-        stages = next_stages(old.mesh.stages, members.gone, members.newcomers, self._wanted_stages)
-        assign = partial(self.assigner.assign, old)
-        return reconfiguration.next_placement(old, self.layout, epoch, stages, self._domains.get, assign)
-
-    def _place_state(
-        self, placement: Placement, members: _NextMembers, *, is_clean: bool
-    ) -> tuple[Placement, ReshardPlan]:
-        """The placement that holds now, which is the goal's if its state is there; and the plan of the state."""
-        # While a worker that was asked to leave has pages that nobody else has, they need another replica.
-        someone_waits = len(members.leaving) < len(self._leaving)
-        mirror_count = max(self.policy.mirror_count, int(someone_waits))
-        aim = reconfiguration.placement_at(self._goal, placement)
-        goes_on = is_clean and members.are_the_same
-        plan = self._plan_state(aim, members.replicas, members.gone, mirror_count, goes_on=goes_on)
-        if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
-            self._goal = None
-            self._wanted_stages = aim.num_stages
-            return aim, plan
-        return placement, plan
-
-    def _work_left(self, reported: _Reported, placement: Placement) -> tuple[Recompute, ...] | None:
-        """What is left to compute of the step that the change interrupts; None if it interrupts none."""
-        if reported.is_clean:
-            return None
-        old = self.placement
-        old_layers = {rank: reconfiguration.layers_of(old, rank) for rank in old.mesh.members}
-        return recovery_plan(reported.version + 1, placement, self.layout, reported.held, old_layers)
-
-    def _enter_epoch(
-        self, placement: Placement, version: int, work: tuple[Recompute, ...] | None, stops: str
-    ) -> list[Action]:
-        """The new epoch holds from here on: its Reconfigure is made, and what led to the change is forgotten."""
-        self.placement = placement
-        self._change = None
-        self._newcomers = []
-        self._saving = stops
-        reconfigure = self._reconfigure_message(version, work)
-        for table in (self._lost, self._caught_up, self._damaged, self._recovered, self._relinked):
-            table.clear()
-        return self._send_all(reconfigure)
-
-    def _release(self, leaving: Collection[int]) -> list[Action]:
-        """Lets workers go that are no members any more."""
-        actions: list[Action] = []
-        for rank in leaving:
-            del self._leaving[rank]
-            self.addresses.pop(rank, None)
-            actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
-        return actions
-
-    def _stops(self, version: int) -> str:
-        """Why the run is to stop at a version; empty: it goes on. After the last step nobody is needed any more."""
+    def _why_stop(self, version: int) -> str:
+        """Why the run stops at a version; empty: it goes on. After the last step nobody is needed any more."""
         if version == self.steps:
             return ""
-        staying = len(self.members) - len(self._leaving) + len(self._newcomers)
-        return reconfiguration.too_few(staying, sorted(self._leaving), max(1, self.policy.min_workers)) or self._saving
+        pending = self._pending
+        staying = len(self.members) - len(pending.leaving) + len(pending.newcomers)
+        least = max(1, self._policy.min_workers)
+        return reconfiguration.why_too_few(staying, sorted(pending.leaving), least) or self._saving
 
-    def _plan_state(
-        self, aim: Placement, replicas: ReplicaMap, gone: Collection[int], mirror_count: int, *, goes_on: bool
-    ) -> ReshardPlan:
+    def _next_membership(self, *, joins: bool) -> _Membership:
+        """Who goes and who comes.
+
+        Args:
+            joins: False if the run stops: then nobody comes, and nobody leaves whose state is to be saved.
+        """
+        pending = self._pending
+        caught_up = pending.caught_up - pending.lost.keys()
+        replicas, without = reconfiguration.good_replicas(self._replicas(), caught_up, pending.damaged)
+        free = dispensable(replicas, pending.lost, pending.leaving if joins else ())
+        leaving = {rank: pending.leaving[rank] for rank in free}
+        newcomers = pending.newcomers if joins else []
+        return _Membership(replicas, without, leaving, newcomers, {**pending.lost, **leaving})
+
+    def _next_placement(self, epoch: int, membership: _Membership) -> Placement:
+        """Where layers and micro-batches are, before anything moves on purpose; without replicas."""
+        old = self.placement
+        stages = next_stages(old.mesh.stages, membership.removed, membership.newcomers, self._wanted_stages)
+        assign = partial(self._assigner.assign, old)
+        return reconfiguration.next_placement(old, self.layout, epoch, stages, self._domains.get, assign)
+
+    def _same_members(self, membership: _Membership) -> bool:
+        """True if the new epoch has the members of the old one, and all of their state is good."""
+        return not membership.removed and not membership.newcomers and not self._pending.damaged
+
+    def _drop_goal_unless_possible(self, membership: _Membership) -> str:
+        """Give up a move that was planned for other members. Returns the reason of the move that stays, in words."""
+        if not self._same_members(membership):
+            self._goal = None
+        return self._goal.why if self._goal else ""
+
+    def _with_state(
+        self, placement: Placement, membership: _Membership, standing: _Standing
+    ) -> tuple[Placement, ReshardPlan]:
+        """The placement with its replicas, and the plan that leads to them.
+
+        If a move is under way, state is copied to where the move leads; the placement itself changes only when that is
+        done.
+        """
+        goes_on = standing.is_between_steps and self._same_members(membership)
+        # A member that has asked to leave and has the only replica of a page leaves when the page has another one.
+        stays_for_its_pages = len(membership.leaving) < len(self._pending.leaving)
+        mirror_count = max(self._policy.mirror_count, int(stays_for_its_pages))
+        aim = reconfiguration.placement_at(self._goal, placement)
+        plan = self._plan_state(aim, membership, mirror_count, goes_on=goes_on)
+        if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
+            placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
+        return replace(placement, replicas=plan.during), plan
+
+    def _plan_state(self, aim: Placement, membership: _Membership, mirror_count: int, *, goes_on: bool) -> ReshardPlan:
         """The reshard plan of the new epoch: the rest of the one under way, or a new one.
 
         Args:
@@ -445,20 +511,37 @@ class ControllerProtocol:
                 between two steps.
         """
         if goes_on and self._plan is not None:
-            plan = self._plan.advanced(replicas)
+            plan = self._plan.advanced(membership.replicas)
         else:
-            sharding = aim.state_sharding(mirror_count, self.policy.mirror_scatter)
-            plan = plan_reshard(self.layout, replicas, lost=gone, to=sharding)
+            sharding = aim.state_sharding(mirror_count, self._policy.mirror_scatter)
+            plan = plan_reshard(self.layout, membership.replicas, lost=membership.removed, to=sharding)
         is_finished = not plan.copies and (goes_on or (plan.during == plan.after and self._goal is None))
         self._plan = None if is_finished else plan
         return replace(plan, during=plan.adopted()) if is_finished else plan
 
-    def _reconfigure_message(self, version: int, work: tuple[Recompute, ...] | None) -> Reconfigure:
-        again = version and not self._saving and self.validates_at(version) and self._validated < version
+    def _enter(
+        self, version: int, recovery: tuple[Recompute, ...] | None, membership: _Membership, saving: str
+    ) -> Broadcast:
+        """The new epoch is the present one from now on: what was pending has taken effect. Returns its Reconfigure."""
+        self._change = None
+        self._saving = saving
+        message = self._reconfigure_message(version, recovery)
+        self._pending = self._pending.after(membership.leaving)
+        return Broadcast(self.placement.mesh.members, message)
+
+    def _reconfigure_message(self, version: int, recovery: tuple[Recompute, ...] | None) -> Reconfigure:
+        # A validation whose losses are not all here is run again: its workers, or their losses, may be gone.
+        again = version and not self._saving and self._validates_at(version) and self._validated < version
         validate = version if again else None
-        recovered = tuple(sorted(self._recovered & {*self.placement.mesh.members}))
+        recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
         return reconfiguration.reconfigure_message(
-            self.placement, self.addresses, version, work, validate, saves=bool(self._saving), recovered=recovered
+            self.placement,
+            self.addresses,
+            version,
+            recovery,
+            validate,
+            saves=bool(self._saving),
+            recovered=recovered,
         )
 
     def _send_all(self, message: Message) -> list[Action]:
@@ -472,7 +555,7 @@ class ControllerProtocol:
         Raises:
             RunError: two workers applied different steps under one number.
         """
-        first = self._reports.setdefault(message.step, message)
+        first = self._first_reports.setdefault(message.step, message)
         pairs = [(a.loss.hex(), a.grad_norm.hex()) for a in (first, message)]
         if pairs[0] != pairs[1]:
             raise RunError(
@@ -480,8 +563,8 @@ class ControllerProtocol:
                 f"loss and gradient norm {pairs[0]} and {pairs[1]}"
             )
         self._applied[message.rank] = message.step
-        for old in [s for s in self._reports if s < message.step - 2]:
-            del self._reports[old]
+        for old in [s for s in self._first_reports if s < message.step - 2]:
+            del self._first_reports[old]
         if message.step <= self.version:
             return []
         self.version = message.step
@@ -493,7 +576,7 @@ class ControllerProtocol:
             return []
         found = self._validation.setdefault(message.step, {})
         found.update(zip(message.microbatches, message.losses, strict=True))
-        if len(found) < self.num_validation_microbatches:
+        if len(found) < self._num_validation_microbatches:
             return []
         del self._validation[message.step]
         self._validated = message.step

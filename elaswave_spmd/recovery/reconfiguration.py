@@ -146,24 +146,24 @@ def reconfigure_message(
     return Reconfigure(mesh.epoch, *of_mesh, rows, version, plan, validate, saves, recovered)
 
 
-def of_step(status: StepReport, step: int) -> PartialStep | None:
-    """What a worker said of a step; None: it has nothing of it."""
-    return next((part for part in status.partial_steps if part.step == step), None)
+def partial_step_of(report: StepReport, step: int) -> PartialStep | None:
+    """The part of a worker's report that is about this step; None: the worker has nothing of it."""
+    return next((part for part in report.partial_steps if part.step == step), None)
 
 
-def layers_of(placement: Placement, rank: int) -> tuple[int, int]:
+def layers_of_worker(placement: Placement, rank: int) -> tuple[int, int]:
     """The layers [first, stop) of a worker's stage."""
     layers = placement.layers_of_stage(placement.mesh.stage_of(rank))
     return layers.start, layers.stop
 
 
-def redone(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None]) -> int:
+def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None]) -> int:
     """Lines of a salvage plan that are not what their worker was to do anyway."""
     normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
     return sum((line.worker, line.microbatch) not in normal for line in plan or ())
 
 
-def what_happens(
+def membership_changes(
     gone: Mapping[int, str],
     leaving: Mapping[int, str],
     newcomers: Iterable[int],
@@ -181,7 +181,7 @@ def what_happens(
     return kinds | dict.fromkeys(newcomers, "join"), {**ends, **gone, **leaving}
 
 
-def too_few(num_staying: int, leaving: list[int], least: int) -> str:
+def why_too_few(num_staying: int, leaving: list[int], least: int) -> str:
     """Why a run stops when so many members stay, in words; empty: they are enough."""
     if num_staying >= least:
         return ""

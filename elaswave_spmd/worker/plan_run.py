@@ -83,29 +83,27 @@ def plan_run(
     Raises:
         UserError: a model, mesh, spec or size that contradicts another.
     """
+    job = _job(settings, data)
     model = make_model(settings, data.vocab_size)
     shardings = model.shardings.with_zero(settings.sharding.zero_level)
-    shape = settings.mesh.shape
-    _check_islands(model, settings)
     description = describe(model, page_size=settings.page.size)
-    if settings.runtime.device == EMULATED:
-        settings.emulated.check_layers(len(description.layout.layers))
-    job = _job(settings, data)
+    layout = description.layout
+    estimates = _unmeasured(job, layout)
+    _check_islands(model, settings)
     layer_costs = None
     if costs is not None:
-        costs.check(len(description.layout.layers), where=f"schedule.profile={settings.schedule.profile}")
+        costs.check(len(layout.layers), where=f"schedule.profile={settings.schedule.profile}")
         layer_costs = [layer.seconds for layer in costs.layers]
-    mesh = Mesh.initial(shape, topology)
     placement = place(
-        mesh,
-        description.layout,
-        shardings,
-        job.num_microbatches,
-        layer_costs=layer_costs,
+        Mesh.initial(settings.mesh.shape, topology), layout, shardings, job.num_microbatches, layer_costs=layer_costs
     )
-    placement = _with_mirrors(placement, description.layout, settings)
-    costs = costs or _unmeasured(job, description.layout)
-    costs = costs.with_links(settings.schedule.latency, settings.schedule.bandwidth)
+    if settings.elastic.enabled and settings.mirror.count:
+        sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
+        replicas = place_replicas(layout, sharding, least_pages=least_pages(layout))
+        placement = replace(placement, replicas=replicas)
+    if settings.runtime.device == EMULATED:
+        settings.emulated.check_layers(len(layout.layers))
+    costs = (costs or estimates).with_links(settings.schedule.latency, settings.schedule.bandwidth)
     return RunPlan(settings, data, job, description, placement, costs)
 
 
@@ -129,7 +127,7 @@ def _check_islands(model: LayeredModel, settings: Settings) -> None:
                 exists=f"axes in this model's specs: {', '.join(sorted(used)) or 'none'}",
                 fix=f'leave mesh.{axis} out, or declare it in the model: shard(self.up, weight=P("{axis}", None))',
             )
-    if kind_of(settings).capabilities.compiles and has_constants(model):
+    if has_constants(model) and kind_of(settings).capabilities.compiles:
         raise ModelError(
             f"layers of model.target={settings.model.target} keep tensors besides parameters",
             rule="a layer that is compiled has parameters only",
@@ -168,15 +166,6 @@ def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
         for layer in layout.layers
     )
     return CostModel(layers, 1e9, 1e-4)
-
-
-def _with_mirrors(placement: Placement, layout: ModelLayout, settings: Settings) -> Placement:
-    """The placement with mirrors in its replica map, if the settings ask for losses to be survived."""
-    if not settings.elastic.enabled or not settings.mirror.count:
-        return placement
-    sharding = placement.state_sharding(settings.mirror.count, settings.mirror.scatter)
-    replicas = place_replicas(layout, sharding, least_pages=least_pages(layout))
-    return replace(placement, replicas=replicas)
 
 
 def _job(settings: Settings, data: PreparedData) -> Job:

@@ -27,7 +27,7 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.failures import FailureHandler, SaveEnded
+from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import RunError, WorkerError
 from elaswave_spmd.mesh import Mesh, MeshShape
@@ -55,7 +55,9 @@ class World:
             relink=self.relink,
         )
         settings = Settings.from_dict({"elastic": elastic, "mesh": {"dp": 2}})
-        self.losses = FailureHandler(settings, cast(Any, self.protocol), self.roster, Path("run"))
+        self.losses = FailureHandler(
+            FailurePolicy.from_settings(settings), cast(Any, self.protocol), self.roster, Path("run")
+        )
         self.actions: list[Action] = []
         self.now = 1.0
 

@@ -81,7 +81,7 @@ def test_reports_are_forgotten_after_a_while() -> None:
     for step in range(1, 50):
         for rank in (0, 1, 2):
             protocol.applied(applied(rank, step))
-    assert len(protocol._reports) <= 4
+    assert len(protocol._first_reports) <= 4
 
 
 # ---- validations
