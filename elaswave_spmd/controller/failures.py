@@ -187,7 +187,7 @@ class FailureHandler:
         """Compares the copies of state. A worker that a majority contradicts is not trusted any longer."""
         actions: list[Action] = []
         for found in self._copies.add(message):
-            layer, first, stop = found.run
+            layer, first, stop = found.pages
             ranks = list(found.ranks)
             what = f"layer {layer} pages [{first}, {stop}) of workers {ranks} differ after step {found.step}"
             if not found.minority:

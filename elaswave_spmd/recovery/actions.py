@@ -1,4 +1,8 @@
-"""Actions of the controller's half of the protocol: what its driver has to carry out, in order."""
+"""Actions of the controller's half of the protocol: its driver carries them out, in the order in which they come.
+
+Four of them only tell the driver something, for the log and its other parts: Committed, ValidationDone, EpochBegun and
+Done.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,11 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class RemoveMember:
-    """The worker is no member any more: it must not live on, or was asked to leave and may end."""
+    """The worker is no member any more.
+
+    Args:
+        lost: it failed, and must not live on: its process is killed. Else it has left, and ends by itself (Stop).
+    """
 
     rank: int
     lost: bool
@@ -53,13 +61,13 @@ class ValidationDone:
 
 @dataclass(frozen=True)
 class EpochBegun:
-    """A new mesh epoch: why, and what it costs.
+    """A new mesh epoch has begun: its reasons, and its cost.
 
     Args:
         kinds: rank -> "fail", "leave", "join" or "link"; empty when only state changed hands.
         microbatches_redone: (micro-batch, stage) pairs that are computed again, or by another worker than planned.
-        why: of a move of micro-batches, layers or workers.
-        plan: what becomes of the state; None: nothing changes.
+        why: the reason of a move of micro-batches, layers or workers, in words; else empty.
+        plan: the movement of state; None: no state moves.
     """
 
     placement: Placement
@@ -78,7 +86,7 @@ class EpochBegun:
 
 @dataclass(frozen=True)
 class Save:
-    """The members of an epoch have been told to write their state and to begin no other step: they are too few.
+    """The Reconfigure of an epoch orders its members to write their state and to begin no other step: they are too few.
 
     Args:
         version: of the state.
@@ -92,7 +100,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Done:
-    """All steps are applied, and whoever holds them now has sent the final pages."""
+    """All steps are applied, and the present primaries have sent the final values of all pages."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The controller's half: it decides membership, never the outcome of a step (protocol.md, rule 2).
+"""The controller's half of the step protocol: it decides membership, never the outcome of a step (protocol.md, rule 2).
 
-A state machine without I/O: facts and messages in, effects out. There is one way to change the mesh epoch, for every
-event: Prepare to the living members, a StepReport from each, Reconfigure to the members of the new epoch. An event in
-between begins it again with the next epoch number.
+A state machine without I/O and without a clock: facts and messages in, actions out. The controller's loop carries the
+actions out (controller/loop.py); the simulated cluster and the benchmarks drive the same class.
+
+There is one way to change the mesh epoch, for every event: Prepare to the living members, a StepReport from each,
+Reconfigure to the members of the new epoch. An event in between begins it again with the next epoch number.
 """
 
 from __future__ import annotations
@@ -55,7 +57,13 @@ from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run reacts. `mirror_count`, `mirror_scatter`: of replicas. Below `min_workers` it is saved and stops."""
+    """The settings of how a run reacts to losses.
+
+    Args:
+        mirror_count: mirrors of each page, besides its primary.
+        mirror_scatter: number of workers that share the mirrors of one worker's pages; 0: chosen.
+        min_workers: with fewer left, the state is saved and the run stops.
+    """
 
     mirror_count: int = 1
     mirror_scatter: int = 0
@@ -93,7 +101,7 @@ class _Change:
 
 @dataclass
 class _Pending:
-    """What has happened to members since the last Reconfigure, and takes effect in the next one.
+    """Events that have happened to members since the last Reconfigure, and take effect in the next one.
 
     A member is *lost* (it failed, and is dropped at once) or *leaves* (it was asked to, and waits until every page that
     it has is elsewhere too). Both are removed from the mesh.
@@ -116,13 +124,13 @@ class _Pending:
     relinked: dict[frozenset[int], str] = field(default_factory=dict)
 
     def after(self, leavers: Collection[int]) -> _Pending:
-        """What is left for a later epoch: members that could not leave yet."""
+        """The events left for a later epoch: requests to leave, of members that have the only replica of a page."""
         return _Pending(leaving={rank: why for rank, why in self.leaving.items() if rank not in leavers})
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """Where the members of the old epoch stand, by their StepReports.
+    """The position of the old epoch's members in the step under way, by their StepReports.
 
     Args:
         version: the highest of any member. Members that are a step behind have voted for it, and complete it by the
@@ -146,7 +154,7 @@ class _Standing:
 
 @dataclass(frozen=True)
 class _Membership:
-    """Who goes and who comes in the new epoch.
+    """The workers that go and that come in the new epoch, and the state that is left.
 
     Args:
         replicas: the replica map of the old epoch with learners that have caught up as replicas, and without damaged
@@ -455,10 +463,10 @@ class ControllerProtocol:
         return reconfiguration.why_too_few(staying, sorted(pending.leaving), least) or self._saving
 
     def _next_membership(self, *, joins: bool) -> _Membership:
-        """Who goes and who comes.
+        """Decide which members go and which newcomers come.
 
         Args:
-            joins: False if the run stops: then nobody comes, and nobody leaves whose state is to be saved.
+            joins: False if the run stops: then no worker joins, and none leaves before it has written its state.
         """
         pending = self._pending
         caught_up = pending.caught_up - pending.lost.keys()
@@ -469,7 +477,7 @@ class ControllerProtocol:
         return _Membership(replicas, without, leaving, newcomers, {**pending.lost, **leaving})
 
     def _next_placement(self, epoch: int, membership: _Membership) -> Placement:
-        """Where layers and micro-batches are, before anything moves on purpose; without replicas."""
+        """The placement on the new members, without replicas, before anything moves on purpose."""
         old = self.placement
         stages = next_stages(old.mesh.stages, membership.removed, membership.newcomers, self._wanted_stages)
         assign = partial(self._assigner.assign, old)
@@ -500,7 +508,9 @@ class ControllerProtocol:
         aim = reconfiguration.placement_at(self._goal, placement)
         plan = self._plan_state(aim, membership, mirror_count, goes_on=goes_on)
         if self._goal is not None and self._plan is None:  # no state has to be copied for it any more
-            placement, self._goal, self._wanted_stages = aim, None, aim.num_stages
+            placement = aim
+            self._goal = None
+            self._wanted_stages = aim.num_stages
         return replace(placement, replicas=plan.during), plan
 
     def _plan_state(self, aim: Placement, membership: _Membership, mirror_count: int, *, goes_on: bool) -> ReshardPlan:
@@ -571,7 +581,10 @@ class ControllerProtocol:
         return [Committed(message)]
 
     def validation(self, message: ValidationLoss) -> list[Action]:
-        """When all micro-batches have been reported, training may go on."""
+        """Collect the losses of a validation. With those of all micro-batches it is complete, and training goes on.
+
+        The sum is exactly rounded (math.fsum), so it does not depend on which worker reports first.
+        """
         if message.step <= self._validated:
             return []
         found = self._validation.setdefault(message.step, {})
@@ -584,7 +597,10 @@ class ControllerProtocol:
         return [done, Broadcast(self.members, Validated(message.step))]
 
     def finished(self, message: Finished) -> list[Action]:
-        """When all members of the present epoch have sent their final pages, and it is not about to change."""
+        """A member has sent its final pages. When all of the present epoch have, and it is not about to change: Done.
+
+        Pages sent in an older epoch do not count: their sender may not have been the primary of all that it is now.
+        """
         self._finished[message.rank] = message.epoch
         mesh = self.placement.mesh
         if self._change is not None or len(self._finished) < mesh.num_workers:

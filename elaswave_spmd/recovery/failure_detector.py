@@ -17,7 +17,7 @@ from elaswave_spmd.conf.schema import Timeouts
 
 @dataclass(frozen=True)
 class Suspect:
-    """Worker `rank` is taken to hang; `reason` says why, in words."""
+    """Worker `rank` is taken to hang, for a `reason` in words."""
 
     rank: int
     reason: str
@@ -61,7 +61,7 @@ class Liveness:
         self._workers: dict[int, _Watched] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are gone are skipped
         self._leavers = set[int]()
-        self._starting: dict[int, float] = {}  # newcomer -> when it was started, or last said that it gets on
+        self._starting: dict[int, float] = {}  # newcomer -> when it was started, or last reported progress
         self._prepare_epoch = -1
         self._unanswered = frozenset[int]()
         self._busy_seconds = 0.0
@@ -96,7 +96,12 @@ class Liveness:
         self._leavers.discard(rank)
 
     def expect_answers(self, epoch: int, ranks: Collection[int]) -> None:
-        """These could answer the Prepare of `epoch` by now and have not. Another epoch is another question."""
+        """Note the members that could answer the Prepare of `epoch` by now and have not.
+
+        `timeouts.status` runs for each of them from the first call that names it.
+
+        A Prepare of another epoch is another question: the time of each begins again.
+        """
         if epoch == self._prepare_epoch and len(ranks) == len(self._unanswered) and self._unanswered.issuperset(ranks):
             return
         unanswered = frozenset(ranks)
@@ -182,7 +187,7 @@ class Liveness:
         return [Suspect(rank, f"not ready after {self._clock - self._starting.pop(rank):.1f} s") for rank in late]
 
     def _usual_limit(self) -> float:
-        """How long an action may take by what actions have taken."""
+        """Seconds that an action may take, by the mean of those that the watched workers have finished."""
         usual = self._busy_seconds / self._num_actions if self._num_actions else 0.0
         return self._timeouts.progress_factor * usual
 
@@ -190,11 +195,11 @@ class Liveness:
         return worker.leaving_since is not None and self._clock - worker.leaving_since >= self._timeouts.leave
 
     def _next_deadline(self, worker: _Watched, usual: float) -> tuple[float, str]:
-        """When the worker is suspect if nothing is heard of it, and the reason that holds if that is now."""
+        """The time at which the worker becomes suspect if nothing is heard of it, and the reason if that is now."""
         timeouts, now = self._timeouts, self._clock
         longest_action = usual if worker.finished else max(usual, timeouts.start)
         deadline, reason = math.inf, ""
-        # In the order of what says most to a reader, where several limits are over at once.
+        # Where several limits are over at once, the first of these reasons tells a reader most.
         for since, limit, what in (
             (worker.heard, timeouts.suspect, "no heartbeat for {:.1f} s"),
             (
@@ -265,7 +270,7 @@ class BrokenLinks:
             del self._beats[ends]
 
     def heartbeat(self, rank: int) -> list[Verdict]:
-        """A worker lives. What that proves."""
+        """A worker lives. Returns the verdicts on its lost links of which both ends are known to live by now."""
         found = []
         for ends, beats in list(self._beats.items()):
             if rank in beats:

@@ -1,6 +1,7 @@
 """Partial-step recovery: which worker recomputes what of a step that was under way when the mesh changed.
 
-`recovery_plan` is a pure function of the StepReports of the members and of the new placement.
+`recovery_plan` is a pure function of the StepReports of the members and of the new placement. The controller calls it
+once for each change of the mesh that finds a step under way; the simulator calls it for what a loss would cost.
 
 **Covered.** A contribution is the gradient of one micro-batch u by one layer l. It goes into every page range r whose
 gradient includes l: those of layer l itself, and those of parameters that l reads (ties). It is covered for r if, and
@@ -59,7 +60,7 @@ def recovery_plan(
     step: int,
     placement: Placement,
     layout: ModelLayout,
-    held: Mapping[int, PartialStep | None],
+    partial_steps: Mapping[int, PartialStep | None],
     old_layers: Mapping[int, tuple[int, int]],
     *,
     boundaries_kept: bool = True,
@@ -68,11 +69,11 @@ def recovery_plan(
     """The recovery plan of an interrupted step: everything of it that is still to run, on the new mesh.
 
     Args:
-        step: the step, the only one that `held` may report on.
+        step: the step, the only one that `partial_steps` may report on.
         placement: of the new epoch; its replica map says which worker needs which reduced gradient.
         layout: the pages.
-        held: rank -> what that member reported of the step; None, or no key: it has nothing. Ranks that are no members
-            of the new mesh are ignored.
+        partial_steps: rank -> what that member reported of the step; None, or no key: it has nothing. Ranks that are no
+            members of the new mesh are ignored.
         old_layers: rank -> layers [first, stop) of the stage that it was on when it reported.
         boundaries_kept: senders keep boundary tensors until the step is decided. Else what was sent counts as received
             only with `undisturbed`, and only by the one claimer of the micro-batch, if it has not used it up.
@@ -84,10 +85,12 @@ def recovery_plan(
         and no worker is lost, it is the assignment of the placement. A stage without parameters has nothing to cover:
         only what other stages need of it is run.
     """
-    said = {rank: report for rank in placement.mesh.members if (report := held.get(rank)) is not None}
-    assert all(report.step == step for report in said.values()), (step, said)
-    survey = _Survey(placement, said, old_layers, boundaries_kept, undisturbed)
-    levels = _backward_levels(survey, _missing_microbatches(placement, layout, said))
+    reported = {rank: report for rank in placement.mesh.members if (report := partial_steps.get(rank)) is not None}
+    assert all(report.step == step for report in reported.values()), (step, reported)
+    survey = _Survey(placement, reported, old_layers, boundaries_kept, undisturbed)
+    # Two passes over the stages. From the first to the last: which backwards are missing, and which further ones they
+    # need of the next stage. From the last to the first: which forwards these need of the stage before.
+    levels = _backward_levels(survey, _missing_microbatches(placement, layout, reported))
     workers = [_assign(survey, stage, level, ()) for stage, level in enumerate(levels)]
     lines: list[Recompute] = []
     wanted: set[int] = set()  # micro-batches whose output of this stage the next stage needs again
@@ -105,7 +108,7 @@ def recovery_plan(
 
 
 def executor_view(plan: Sequence[Recompute], stage: int, rank: int) -> tuple[Recompute, ...]:
-    """One worker's lines, by micro-batch."""
+    """The lines of a plan that one worker runs, by micro-batch."""
     return tuple(w for w in _of_stage(plan, stage) if w.worker == rank)
 
 
@@ -129,26 +132,31 @@ def _of_stage(plan: Sequence[Recompute], stage: int) -> Sequence[Recompute]:
 
 @dataclass(frozen=True)
 class _Survey:
-    """The reports of all members, to be asked by stage and micro-batch of the new placement."""
+    """The reports of all members, by stage and micro-batch of the new placement.
+
+    Args:
+        reported: rank -> its report, of members that have something of the step.
+        old_layers, boundaries_kept, undisturbed: as for `recovery_plan`.
+    """
 
     placement: Placement
-    said: Mapping[int, PartialStep]
+    reported: Mapping[int, PartialStep]
     old_layers: Mapping[int, tuple[int, int]]
     boundaries_kept: bool
     undisturbed: bool
 
     @cached_property
     def _microbatches(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:
-        """Rank -> (micro-batches with a saved forward, micro-batches computed).
+        """Rank -> (micro-batches with a saved forward, micro-batches computed), of members that kept their layers.
 
-        Of members whose stage has the layers that it had: else they went through other layers.
+        A micro-batch that went through other layers than those of the new stage is of no use to it.
         """
         found = {}
         for stage, members in enumerate(self.placement.mesh.stages):
             layers = self.placement.layers_of_stage(stage)
             for rank in members:
-                if rank in self.said and self.old_layers.get(rank) == (layers.start, layers.stop):
-                    report = self.said[rank]
+                if rank in self.reported and self.old_layers.get(rank) == (layers.start, layers.stop):
+                    report = self.reported[rank]
                     found[rank] = frozenset(report.forwarded), frozenset(report.computed)
         return found
 
@@ -159,18 +167,18 @@ class _Survey:
         for members in self.placement.mesh.stages:
             claims: dict[int, tuple[int, ...]] = {}
             for rank in sorted(set(members) & self._microbatches.keys()):
-                for microbatch in self.said[rank].assigned:
+                for microbatch in self.reported[rank].assigned:
                     claims[microbatch] = (*claims.get(microbatch, ()), rank)
             found.append(claims)
         return tuple(found)
 
     @cached_property
     def _gradients(self) -> frozenset[tuple[int, int]]:
-        return frozenset(at for report in self.said.values() for at in report.gradients)
+        return frozenset(at for report in self.reported.values() for at in report.gradients)
 
     @cached_property
     def _activations(self) -> frozenset[tuple[int, int]]:
-        return frozenset(at for report in self.said.values() for at in report.activations)
+        return frozenset(at for report in self.reported.values() for at in report.activations)
 
     def has_forward(self, stage: int, microbatch: int, rank: int) -> bool:
         """True if the member has a saved forward of the micro-batch through all layers of the stage."""
@@ -204,39 +212,41 @@ class _Survey:
 
 
 def _missing_microbatches(
-    placement: Placement, layout: ModelLayout, said: Mapping[int, PartialStep]
+    placement: Placement, layout: ModelLayout, reported: Mapping[int, PartialStep]
 ) -> list[list[int]]:
     """Per stage the micro-batches that are not covered (see the module) for some page range and use, ascending."""
-    runs = placement.replica_map(layout)
-    reports = _Reports.of(runs, said)
+    replica_map = placement.replica_map(layout)
+    reports = _Reports.by_range(replica_map, reported)
     everything = (1 << placement.num_microbatches) - 1
     found = []
     for stage in range(placement.num_stages):
         missing = 0
         for layer in placement.layers_of_stage(stage):
-            local = {rank: mask for rank, report in said.items() if (mask := _mask(report.layer_sums.get(layer, ())))}
+            local = {
+                rank: mask for rank, report in reported.items() if (mask := _mask(report.layer_sums.get(layer, ())))
+            }
             everybody = reduce(or_, local.values(), 0)
-            for run in _runs_of_use(layout, runs, layer):
+            for pages in _ranges_of_use(layout, replica_map, layer):
                 if missing == everything:
                     break
-                if not run.replicas.isdisjoint(reports.with_entry.get(run.key, ())):
-                    continue
-                excluded = reports.excluded.get(run.key, frozenset())
-                usable = everybody
+                if not pages.replicas.isdisjoint(reports.with_reduced.get(pages.key, ())):
+                    continue  # rule 1 of the module: a replica has the whole sum
+                excluded = reports.excluded.get(pages.key, frozenset())
+                usable = everybody  # the same for most ranges, so it is not computed again for each
                 if not excluded.isdisjoint(local):
                     usable = reduce(or_, (mask for rank, mask in local.items() if rank not in excluded), 0)
-                missing |= everything & ~(usable | reports.in_trees.get((run.key, layer), 0))
+                missing |= everything & ~(usable | reports.in_trees.get((pages.key, layer), 0))
         found.append(_microbatches_in(missing))
     return found
 
 
-def _runs_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> Iterator[ReplicaSet]:
+def _ranges_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> Iterator[ReplicaSet]:
     """The page ranges whose gradient includes that of a layer: its own, and those of parameters that it reads."""
     yield from replica_map[layer]
     for block in layout.layers[layer].reader_blocks:
         assert block.source is not None
         owner, first = block.source
-        yield from (run for run in replica_map[owner] if first <= run.first < first + block.num_pages)
+        yield from (pages for pages in replica_map[owner] if first <= pages.first < first + block.num_pages)
 
 
 @dataclass(frozen=True)
@@ -246,44 +256,47 @@ class _Reports:
     Sets of micro-batches are bit masks: a step of a large job has thousands of micro-batches and ranges.
 
     Args:
-        with_entry: page range -> members that have its reduced gradient.
+        with_reduced: page range -> members that have its reduced gradient.
         excluded: page range -> members that have its reduced gradient or a tree of it.
         in_trees: (page range, use) -> micro-batches in nodes of trees.
     """
 
-    with_entry: Mapping[PageRange, Collection[int]]
+    with_reduced: Mapping[PageRange, Collection[int]]
     excluded: Mapping[PageRange, frozenset[int]]
     in_trees: Mapping[tuple[PageRange, int], int]
 
     @classmethod
-    def of(cls, replica_map: ReplicaMap, said: Mapping[int, PartialStep]) -> _Reports:
-        with_entry: dict[PageRange, set[int]] = {}
+    def by_range(cls, replica_map: ReplicaMap, reported: Mapping[int, PartialStep]) -> _Reports:
+        with_reduced: dict[PageRange, set[int]] = {}
         excluded: dict[PageRange, set[int]] = {}
         in_trees: dict[tuple[PageRange, int], int] = {}
-        for rank, report in said.items():
+        for rank, report in reported.items():
             for layer, first, stop in report.reduced:
                 for key in _keys_inside(replica_map[layer], first, stop):
-                    with_entry.setdefault(key, set()).add(rank)
+                    with_reduced.setdefault(key, set()).add(rank)
                     excluded.setdefault(key, set()).add(rank)
-            for layer, first, stop, use, nodes in report.page_sums:
-                mask = _mask(nodes)
+            for layer, first, stop, use, tree_nodes in report.page_sums:
+                mask = _mask(tree_nodes)
                 for key in _keys_inside(replica_map[layer], first, stop):
                     excluded.setdefault(key, set()).add(rank)
                     in_trees[key, use] = in_trees.get((key, use), 0) | mask
-        return cls(with_entry, {key: frozenset(ranks) for key, ranks in excluded.items()}, in_trees)
+        return cls(with_reduced, {key: frozenset(ranks) for key, ranks in excluded.items()}, in_trees)
 
 
-def _keys_inside(runs: Sequence[ReplicaSet], first: int, stop: int) -> Iterator[PageRange]:
-    """The page ranges, in page order, that lie within pages [first, stop)."""
-    at = bisect_left(runs, first, key=lambda run: run.first)
-    while at < len(runs) and runs[at].stop <= stop:
-        yield runs[at].key
+def _keys_inside(ranges: Sequence[ReplicaSet], first: int, stop: int) -> Iterator[PageRange]:
+    """The page ranges, in page order, that lie within pages [first, stop) of a layer.
+
+    Reports name ranges of older epochs, which may have been split since.
+    """
+    at = bisect_left(ranges, first, key=lambda pages: pages.first)
+    while at < len(ranges) and ranges[at].stop <= stop:
+        yield ranges[at].key
         at += 1
 
 
-def _mask(nodes: Iterable[Node]) -> int:
+def _mask(tree_nodes: Iterable[Node]) -> int:
     """The micro-batches of tree nodes, as bits."""
-    return reduce(or_, (((1 << (hi - lo)) - 1) << lo for lo, hi in nodes), 0)
+    return reduce(or_, (((1 << (hi - lo)) - 1) << lo for lo, hi in tree_nodes), 0)
 
 
 def _microbatches_in(mask: int) -> list[int]:
@@ -296,14 +309,15 @@ def _microbatches_in(mask: int) -> list[int]:
 def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[dict[int, int]]:
     """Per stage: micro-batch -> FULL if its contribution is missing, INPUT_GRADIENT if only the stage before needs it.
 
-    Stages in order: what a stage cannot get from a kept gradient, it asks of the next one.
+    In the order of stages: a backward whose output gradient is not kept anywhere needs a backward of the same
+    micro-batch on the next stage.
     """
     levels: list[dict[int, int]] = []
-    asked: Iterable[int] = ()
+    needed: Iterable[int] = ()  # micro-batches whose input gradient of this stage the stage before needs
     for stage, microbatches in enumerate(missing):
-        level = dict.fromkeys(asked, INPUT_GRADIENT) | dict.fromkeys(microbatches, FULL)
+        level = dict.fromkeys(needed, INPUT_GRADIENT) | dict.fromkeys(microbatches, FULL)  # FULL gives both
         levels.append(level)
-        asked = [u for u in level if not survey.has_gradient(stage, u)]
+        needed = [u for u in level if not survey.has_gradient(stage, u)]
     return levels
 
 
@@ -319,17 +333,21 @@ def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: It
     members, claims = survey.placement.mesh.stages[stage], survey.claims[stage]
     found = {microbatch: claims[microbatch][0] for microbatch in microbatches if microbatch in claims}
     rest = sorted(set(microbatches) - found.keys())
-    lines = dict.fromkeys(members, 0)
+    num_lines = dict.fromkeys(members, 0)
     for rank in (*busy, *found.values()):
-        lines[rank] += 1
-    counts = _fill(list(lines.values()), len(rest))
+        num_lines[rank] += 1
+    counts = _fill(list(num_lines.values()), len(rest))
     return found | dict(
         zip(rest, workers_of_microbatches(members, counts, survey.placement.microbatch_order), strict=True)
     )
 
 
 def _fill(loads: Sequence[int], more: int) -> list[int]:
-    """The number of `more` items that each position gets: one after another to the smallest load, ties by position."""
+    """Distribute `more` items: one after another to the position of the smallest load, ties by position.
+
+    Returns:
+        The number of items that each position gets.
+    """
     counts = [0] * len(loads)
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)

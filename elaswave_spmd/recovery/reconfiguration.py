@@ -1,4 +1,7 @@
-"""What the next mesh epoch is made of: pure functions of the placement before it and of what members have said."""
+"""The content of the next mesh epoch: pure functions of the placement before it and of what members have reported.
+
+`ControllerProtocol._finish_change` calls them, once for each change, when all living members have sent a StepReport.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, disown, graduate, to_rows
 from elaswave_spmd.sharding.state_sharding import Stages
 
+# ---- stages, when workers go or come
 
-# What the mesh becomes when workers go or come: pure functions of the mesh and the event.
+
 def assign_evenly(stages: Stages, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches of each worker, by stage, when all are equally fast."""
     return tuple(even_counts(num_microbatches, len(members)) for members in stages)
 
 
-def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:
+def next_stages(stages: Stages, removed: Collection[int], newcomers: Sequence[int], wanted: int) -> Stages:
     """The stages without some workers and with others.
 
     A stage that lost its last worker gets a newcomer, else a worker of the nearest stage that has two or more (its
@@ -29,10 +33,16 @@ def next_stages(stages: Stages, gone: Collection[int], newcomers: Sequence[int],
     newcomers open stages that were given up before, as long as there are fewer than `wanted`, and then go to the
     smallest stage.
 
-    Returns: as few as no stage at all, when nobody is left.
+    All other workers stay on the stage that they are on: a worker that changes its stage has none of its parameters.
+
+    Args:
+        wanted: number of stages that the run began with, or was moved to on purpose.
+
+    Returns:
+        The stages; none at all if no worker is left.
     """
-    lost = frozenset(gone)
-    left = [[rank for rank in members if rank not in lost] for members in stages]
+    gone = frozenset(removed)
+    left = [[rank for rank in members if rank not in gone] for members in stages]
     free = list(newcomers)
     for number, members in enumerate(left):
         if not members and free:
@@ -58,8 +68,10 @@ def _donor(stages: Sequence[Sequence[int]], empty: int) -> int | None:
 
 @dataclass(frozen=True)
 class Goal:
-    """Where micro-batches, layers and workers are to be, of the members that there are: fields as in `Placement`. And
-    why.
+    """An aim of the rescheduler: micro-batches, layers and workers of the present members, fields as in `Placement`.
+
+    Args:
+        why: the reason in words, for the log.
     """
 
     stages: Stages
@@ -74,7 +86,7 @@ def next_placement(
     epoch: int,
     stages: Stages,
     domain_of: Callable[[int], Path | None],
-    deal: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = assign_evenly,
+    assign: Callable[[Stages, int], tuple[tuple[int, ...], ...]] = assign_evenly,
 ) -> Placement:
     """The placement on these stages, without replicas.
 
@@ -82,7 +94,7 @@ def next_placement(
 
     Args:
         domain_of: the failure domains of a newcomer; None: those of all the others.
-        deal: (stages, number of micro-batches) -> the micro-batches of each worker, by stage.
+        assign: (stages, number of micro-batches) -> the micro-batches of each worker, by stage.
     """
     ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
     domains = {rank: path for rank in ranks if (path := domain_of(rank)) is not None}
@@ -91,13 +103,14 @@ def next_placement(
     if len(stages) != old.num_stages:
         costs = [max(1.0, float(layer.num_value_elements)) for layer in layout.layers]
         cuts = balance_layers(costs, [len(members) for members in stages])
-    counts = old.microbatch_counts if stages == old.mesh.stages else deal(stages, old.num_microbatches)
+    counts = old.microbatch_counts if stages == old.mesh.stages else assign(stages, old.num_microbatches)
     return replace(old, mesh=mesh, layer_cuts=cuts, microbatch_counts=counts, replicas=None)
 
 
 def placement_at(goal: Goal | None, placement: Placement) -> Placement:
-    """The same epoch with micro-batches, layers and workers where they are to be, without replicas. No goal: as it
-    is.
+    """The same epoch with micro-batches, layers and workers as the goal has them, without replicas.
+
+    Without a goal the placement itself.
     """
     if goal is None:
         return placement
@@ -139,11 +152,23 @@ def reconfigure_message(
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields."""
     mesh = placement.mesh
-    # Of the first epoch everybody has worked the replicas out alone, but only we know of several failure domains.
+    # In the first epoch every worker computes the same replica map from the settings, so that it need not be sent to
+    # each of a thousand workers; but only the controller knows several failure domains, in which mirrors are spread.
     known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
     rows = to_rows(placement.replicas) if placement.replicas is not None and not known else ()
-    of_mesh = mesh.stages, placement.layer_cuts, placement.microbatch_counts, dict(addresses)
-    return Reconfigure(mesh.epoch, *of_mesh, rows, version, plan, validate, saves, recovered)
+    return Reconfigure(
+        epoch=mesh.epoch,
+        stages=mesh.stages,
+        layer_cuts=placement.layer_cuts,
+        microbatch_counts=placement.microbatch_counts,
+        addresses=dict(addresses),
+        replicas=rows,
+        version=version,
+        recovery_plan=plan,
+        validate=validate,
+        save=saves,
+        recovered=recovered,
+    )
 
 
 def partial_step_of(report: StepReport, step: int) -> PartialStep | None:
@@ -158,31 +183,35 @@ def layers_of_worker(placement: Placement, rank: int) -> tuple[int, int]:
 
 
 def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None]) -> int:
-    """Lines of a salvage plan that are not what their worker was to do anyway."""
+    """Number of lines of a recovery plan that their worker would not have run without the change."""
     normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
     return sum((line.worker, line.microbatch) not in normal for line in plan or ())
 
 
 def membership_changes(
-    gone: Mapping[int, str],
+    lost: Mapping[int, str],
     leaving: Mapping[int, str],
     newcomers: Iterable[int],
     relinked: Mapping[frozenset[int], str],
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Of each worker to which something happens in the new epoch: what ("fail", "leave", "join" or "link"), and why.
+    """Summarize a change of members for the log.
 
     Args:
-        gone, leaving: rank -> reason.
+        lost, leaving: rank -> reason.
         relinked: ends of links that are made again -> reason.
+
+    Returns:
+        rank -> "fail", "leave", "join" or "link", of each worker that the change is about; and rank -> reason.
     """
-    again = {pair: why for pair, why in relinked.items() if gone.keys().isdisjoint(pair)}
+    # A link to a worker that is lost ended with that worker: the loss is what is logged.
+    again = {pair: why for pair, why in relinked.items() if lost.keys().isdisjoint(pair)}
     ends = {rank: why for pair, why in again.items() for rank in pair}
-    kinds = dict.fromkeys(ends, "link") | dict.fromkeys(gone, "fail") | dict.fromkeys(leaving, "leave")
-    return kinds | dict.fromkeys(newcomers, "join"), {**ends, **gone, **leaving}
+    kinds = dict.fromkeys(ends, "link") | dict.fromkeys(lost, "fail") | dict.fromkeys(leaving, "leave")
+    return kinds | dict.fromkeys(newcomers, "join"), {**ends, **lost, **leaving}
 
 
 def why_too_few(num_staying: int, leaving: list[int], least: int) -> str:
-    """Why a run stops when so many members stay, in words; empty: they are enough."""
+    """The reason for which a run stops when so many members stay, in words; empty if they are enough."""
     if num_staying >= least:
         return ""
     who = f"worker{'s' * (len(leaving) > 1)} {', '.join(map(str, leaving))} leave{'s' * (len(leaving) == 1)}, "

@@ -1,4 +1,9 @@
-"""Comparison of replicas: hashes of their state, compared as they arrive, beside the steps."""
+"""Comparison of replicas: hashes of their state, compared by the controller as they arrive, beside the steps.
+
+All replicas of a page apply the same gradients to the same state, so their bits are equal unless memory or a program is
+at fault. A worker checks by itself that its state is still what it had written (HeldState.disown_damaged); this finds
+the other case, in which a worker computed something else than the others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from elaswave_spmd.recovery.messages import Fingerprints
 PageRange = tuple[int, int, int]
 
 _KEPT_VERSIONS = 4
-"""Versions that are remembered. Workers are at most two steps apart, so a hash of an older one comes no more."""
+"""Number of versions that are remembered. Workers are at most two steps apart: no older hash comes any more."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +23,13 @@ class Disagreement:
 
     Args:
         step: the version.
-        run: the page range.
+        pages: the page range.
         ranks: the workers whose hashes are known.
         minority: the workers to distrust, where a majority agrees; empty where there is none.
     """
 
     step: int
-    run: PageRange
+    pages: PageRange
     ranks: tuple[int, ...]
     minority: tuple[int, ...]
 
@@ -49,9 +54,9 @@ class Copies:
         return found
 
 
-def _judge(step: int, run: PageRange, known: dict[int, bytes]) -> Disagreement:
+def _judge(step: int, pages: PageRange, known: dict[int, bytes]) -> Disagreement:
     votes = sorted(known.values(), key=lambda digest: (list(known.values()).count(digest), digest))
     best = votes[-1]
     agree = [rank for rank, digest in known.items() if digest == best]
     minority = tuple(sorted(known.keys() - set(agree))) if 2 * len(agree) > len(known) else ()
-    return Disagreement(step, run, tuple(sorted(known)), minority)
+    return Disagreement(step, pages, tuple(sorted(known)), minority)

@@ -2,8 +2,12 @@
 
 It is given facts ("this reduced gradient is complete") and messages (votes, published pages), and returns effects for
 the caller to carry out, in order, before it gives the protocol anything else. It knows ids and norm values, never
-tensors. The rules of docs/protocol.md are the asserts and the conditions of this file; those marked [m] have a mutant
-in tests/simulated that breaks just this rule.
+tensors. Its one caller is `worker.step_commit.StepCommit`, on the training thread. The rules of docs/protocol.md are
+the asserts and the conditions of this file; those marked [m] have a mutant in tests/simulated that breaks just this
+rule.
+
+One step, as this half sees it: `computed` and `gradient_complete` until nothing is missing, then SendVote; votes of the
+others come in by `vote_received`, and with the last one Apply.
 """
 
 from __future__ import annotations
@@ -225,15 +229,19 @@ class WorkerProtocol:
                 decided: its reduced gradients are all here.
         """
         assert self.accepts(epoch) and self.version <= highest_version <= self.version + 1, (epoch, self)
-        self.epoch, self.promised = epoch, max(epoch, self.promised)
+        self.epoch = epoch
+        self.promised = max(epoch, self.promised)
         self.members = members
         self.held = held
         self.loss_range = loss_range
         self._index_held()
+        # Page ranges are only ever split, so the norms of a range that is new here are those of a part of an old one.
         self._norms = {step: _resplit(norms, self._holds) for step, norms in self._norms.items()}
         self._missing = {step: set(self._holds - norms.keys()) for step, norms in self._norms.items()}
         if self.version < highest_version:
             self._missing[highest_version] = set()  # what it lacks are pages that it learns: their state comes later
+        # Votes of older epochs are void, this worker's own too: a member of the old epoch may be lost, and the votes of
+        # the new epoch must come from exactly its members.
         self._votes.clear()
         self._computed = self._entered_at = highest_version
 
@@ -268,6 +276,7 @@ class WorkerProtocol:
 
     def _vote_if_complete(self, step: int) -> list[Effect]:
         ready = step == self.version + 1 == self._computed and not self._missing_of(step)
+        # After a promise the controller plans with what was reported: a vote now could decide the step behind its back.
         if not ready or self.promised > self.epoch or self.rank in self._votes.get(step, {}):
             return []
         vote = self._vote(step)
@@ -276,6 +285,8 @@ class WorkerProtocol:
 
     def _vote(self, step: int) -> Vote:
         norms = self._norms.get(step, {})
+        # Each primary contributes its own pages, so that every page counts once. The sum is exact (an expansion, not a
+        # rounded float), so it has the same bits on whatever members the pages lie.
         own = (value for pages in sorted(self._primary) if pages != self.loss_range for value in norms[pages])
         loss = self._losses.get(step) if self.loss_range in self._primary else None
         # A step that some member has applied in an older epoch is not applied by all in this one.
@@ -288,12 +299,13 @@ class WorkerProtocol:
         votes = self._votes.get(step, {})
         if len(votes) < len(self.members) or self.promised > self.epoch:
             return []
+        # Every member computes the same norm from the same votes, so all clip alike without another message.
         total = exact_sum(votes[m].norm for m in self.members)
         loss = next(v.loss for v in votes.values() if v.loss is not None)
         self.version = step
         self._losses[step] = loss
         self._forget(step)
-        norm = math.sqrt(total) if total >= 0 else math.nan
+        norm = math.sqrt(total) if total >= 0 else math.nan  # nan >= 0 is False as well
         effects: list[Effect] = [Apply(step, loss, norm, _agreed(votes.values()))]
         return [*effects, *map(Install, self._filed.pop(step, ()))]
 

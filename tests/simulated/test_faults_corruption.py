@@ -35,7 +35,7 @@ def test_two_copies_that_differ_are_seen_but_not_judged() -> None:
     copies = Copies()
     assert copies.add(m.Fingerprints(0, 4, ((1, 0, 2, b"a"), (1, 2, 3, b"x")))) == []
     (found,) = copies.add(m.Fingerprints(1, 4, ((1, 0, 2, b"b"), (1, 2, 3, b"x"))))
-    assert (found.step, found.run, found.ranks, found.minority) == (4, (1, 0, 2), (0, 1), ())
+    assert (found.step, found.pages, found.ranks, found.minority) == (4, (1, 0, 2), (0, 1), ())
 
 
 def test_of_three_copies_the_majority_is_right() -> None:

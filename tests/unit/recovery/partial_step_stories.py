@@ -1,4 +1,4 @@
-"""Random layouts, ragged placements and changes of them, for the tests of salvage plans."""
+"""Random layouts, ragged placements and changes of them, for the tests of recovery plans."""
 
 from __future__ import annotations
 

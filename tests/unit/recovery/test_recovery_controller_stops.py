@@ -165,7 +165,7 @@ def test_a_link_is_made_again_by_an_epoch_with_the_same_members() -> None:
     effects = answer(protocol, 4, HALF_DONE)
     place = places(effects)[0]
     assert (place.epoch, place.stages) == (1, ((0, 1, 2), (3,))) and place.recovery_plan, (
-        "what is under way is salvaged"
+        "what is under way is recovered"
     )
     assert begun(effects).kinds == {0: "link", 2: "link"} and begun(effects).reasons[2] == "the link was lost"
     assert not any(run.learners for run in replicas_of(protocol))
