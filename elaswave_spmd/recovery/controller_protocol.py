@@ -163,6 +163,7 @@ class _Membership:
         leaving: rank -> reason, of members that leave now.
         newcomers: workers that become members.
         removed: rank -> reason, of members that are lost or leave.
+        is_unchanged: the members are those of the old epoch, and all of their state is good.
     """
 
     replicas: ReplicaMap
@@ -170,6 +171,7 @@ class _Membership:
     leaving: Mapping[int, str]
     newcomers: Sequence[int]
     removed: Mapping[int, str]
+    is_unchanged: bool
 
 
 class ControllerProtocol:
@@ -424,30 +426,20 @@ class ControllerProtocol:
         kinds, reasons = reconfiguration.membership_changes(
             self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
         )
+        if stops or not membership.is_unchanged:
+            self._goal = None  # it was planned for other members
+        why = self._goal.why if self._goal else ""
         if stops:
-            self._goal = None
-            self.placement = replace(placement, replicas=promoted.during)
-            message = self._enter(standing.version, (), membership, stops)
-            begun = EpochBegun(self.placement, kinds, reasons, standing.version, 0, plan=promoted)
-            return [message, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
-        why = self._drop_goal_unless_possible(membership)
-        old = self.placement
-        self.placement, plan = self._with_state(placement, membership, standing)
-        recovery = None
-        if not standing.is_between_steps:
-            old_layers = {rank: reconfiguration.layers_of_worker(old, rank) for rank in old.mesh.members}
-            recovery = recovery_plan(
-                standing.version + 1, self.placement, self.layout, standing.partial_steps, old_layers
-            )
+            placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
+        else:
+            placement, plan = self._with_state(placement, membership, standing)
+            recovery = self._recovery_plan(placement, standing)
         num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps)
-        message = self._enter(standing.version, recovery, membership, stops)
-        actions: list[Action] = [
-            message,
-            EpochBegun(self.placement, kinds, reasons, standing.version, num_redone, why, plan),
-        ]
-        for rank in membership.leaving:
-            self.addresses.pop(rank, None)
-            actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
+        begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan)
+        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops)
+        if stops:
+            return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
+        actions = [reconfigure, begun, *self._release(membership.leaving)]
         if self._plan is not None and not plan.copies:
             # All replicas are there, but primaries are not those wanted: they change hands between two steps.
             actions += self._begin(after=self._next_boundary())
@@ -474,7 +466,9 @@ class ControllerProtocol:
         free = dispensable(replicas, pending.lost, pending.leaving if joins else ())
         leaving = {rank: pending.leaving[rank] for rank in free}
         newcomers = pending.newcomers if joins else []
-        return _Membership(replicas, without, leaving, newcomers, {**pending.lost, **leaving})
+        removed = {**pending.lost, **leaving}
+        is_unchanged = not removed and not newcomers and not pending.damaged
+        return _Membership(replicas, without, leaving, newcomers, removed, is_unchanged)
 
     def _next_placement(self, epoch: int, membership: _Membership) -> Placement:
         """The placement on the new members, without replicas, before anything moves on purpose."""
@@ -482,16 +476,6 @@ class ControllerProtocol:
         stages = next_stages(old.mesh.stages, membership.removed, membership.newcomers, self._wanted_stages)
         assign = partial(self._assigner.assign, old)
         return reconfiguration.next_placement(old, self.layout, epoch, stages, self._domains.get, assign)
-
-    def _same_members(self, membership: _Membership) -> bool:
-        """True if the new epoch has the members of the old one, and all of their state is good."""
-        return not membership.removed and not membership.newcomers and not self._pending.damaged
-
-    def _drop_goal_unless_possible(self, membership: _Membership) -> str:
-        """Give up a move that was planned for other members. Returns the reason of the move that stays, in words."""
-        if not self._same_members(membership):
-            self._goal = None
-        return self._goal.why if self._goal else ""
 
     def _with_state(
         self, placement: Placement, membership: _Membership, standing: _Standing
@@ -501,7 +485,7 @@ class ControllerProtocol:
         If a move is under way, state is copied to where the move leads; the placement itself changes only when that is
         done.
         """
-        goes_on = standing.is_between_steps and self._same_members(membership)
+        goes_on = standing.is_between_steps and membership.is_unchanged
         # A member that has asked to leave and has the only replica of a page leaves when the page has another one.
         stays_for_its_pages = len(membership.leaving) < len(self._pending.leaving)
         mirror_count = max(self._policy.mirror_count, int(stays_for_its_pages))
@@ -529,15 +513,37 @@ class ControllerProtocol:
         self._plan = None if is_finished else plan
         return replace(plan, during=plan.adopted()) if is_finished else plan
 
+    def _recovery_plan(self, placement: Placement, standing: _Standing) -> tuple[Recompute, ...] | None:
+        """The plan for what is left of the step under way; None if no member has begun it."""
+        if standing.is_between_steps:
+            return None
+        old = self.placement
+        old_layers = {rank: reconfiguration.layers_of_worker(old, rank) for rank in old.mesh.members}
+        return recovery_plan(standing.version + 1, placement, self.layout, standing.partial_steps, old_layers)
+
     def _enter(
-        self, version: int, recovery: tuple[Recompute, ...] | None, membership: _Membership, saving: str
+        self,
+        placement: Placement,
+        version: int,
+        recovery: tuple[Recompute, ...] | None,
+        leaving: Collection[int],
+        saving: str,
     ) -> Broadcast:
         """The new epoch is the present one from now on: what was pending has taken effect. Returns its Reconfigure."""
+        self.placement = placement
         self._change = None
         self._saving = saving
         message = self._reconfigure_message(version, recovery)
-        self._pending = self._pending.after(membership.leaving)
-        return Broadcast(self.placement.mesh.members, message)
+        self._pending = self._pending.after(leaving)
+        return Broadcast(placement.mesh.members, message)
+
+    def _release(self, leaving: Collection[int]) -> list[Action]:
+        """Let workers end that have left the mesh."""
+        actions: list[Action] = []
+        for rank in leaving:
+            self.addresses.pop(rank, None)
+            actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
+        return actions
 
     def _reconfigure_message(self, version: int, recovery: tuple[Recompute, ...] | None) -> Reconfigure:
         # A validation whose losses are not all here is run again: its workers, or their losses, may be gone.
