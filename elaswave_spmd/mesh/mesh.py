@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -120,48 +120,6 @@ class Mesh:
         known = domains is None and all(rank in self.topology for rank in members)
         topology = self.topology if known else self.topology.with_ranks(members, domains)
         return Mesh(shape, ranks, self.epoch + 1, topology)
-
-    def without(self, ranks: Collection[int]) -> Mesh:
-        """The next epoch, without `ranks`; the others keep their stage and order.
-
-        Raises:
-            MeshError: a rank is no member, or a stage would be empty.
-        """
-        lost = set(ranks)
-        for rank in sorted(lost):
-            self.coordinate(rank)
-        left = tuple(tuple(rank for rank in stage if rank not in lost) for stage in self.stages)
-        empty = [number for number, stage in enumerate(left) if not stage]
-        if empty:
-            raise MeshError(
-                f"{self.shape} without ranks {format_ints(sorted(lost))} leaves stage {format_ints(empty)} empty",
-                rule="every stage keeps at least one worker",
-                exists=f"{sum(map(len, left))} other workers",
-                fix="move a worker to that stage, or use fewer stages, by Mesh.with_stages",
-            )
-        return self.with_stages(left)
-
-    def with_members(self, stage: int, ranks: Iterable[int], domains: Mapping[int, Path] | None = None) -> Mesh:
-        """The next epoch, with `ranks` added at the end of `stage`.
-
-        Raises:
-            MeshError: no such stage, or a rank that is a member already.
-        """
-        if not 0 <= stage < self.num_stages:
-            raise MeshError(
-                f"the mesh has no stage {stage}",
-                rule="newcomers join a stage that exists",
-                exists=f"stages 0-{self.num_stages - 1}",
-            )
-        more = tuple(ranks)
-        if again := sorted(rank for rank in more if rank in self):
-            raise MeshError(
-                f"rank {format_ints(again)} is a member already",
-                rule="a newcomer has a rank of its own",
-                fix="give it a new rank: ranks are never reused",
-            )
-        stages = [*self.stages[:stage], self.stages[stage] + more, *self.stages[stage + 1 :]]
-        return self.with_stages(stages, domains)
 
     @cached_property
     def _coordinate_of(self) -> dict[int, tuple[int, int]]:

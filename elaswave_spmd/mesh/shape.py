@@ -159,11 +159,6 @@ class MeshShape:
         return next((axis.size for axis in self.axes if axis.name == name), 1)
 
     @property
-    def is_ragged(self) -> bool:
-        """Whether stages differ in their number of workers."""
-        return self.stages is not None
-
-    @property
     def num_stages(self) -> int:
         """Number of stages, the size of axis pp."""
         return self.axis_size("pp")

@@ -52,21 +52,6 @@ class Topology:
         """All ranks on one host: nothing lies in another failure domain."""
         return cls(tuple((rank, ("host0",)) for rank in ranks))
 
-    @classmethod
-    def regular(cls, ranks: Iterable[int], *, per_host: int = 8, hosts_per_rack: int = 16) -> Topology:
-        """Ranks dealt in order to hosts of `per_host` workers, hosts to racks of `hosts_per_rack`."""
-        if per_host < 1 or hosts_per_rack < 1:
-            raise MeshError(
-                f"per_host={per_host} with hosts_per_rack={hosts_per_rack} leaves a host or a rack empty",
-                rule="a host has at least 1 worker, a rack at least 1 host",
-            )
-        return cls(
-            tuple(
-                (rank, (f"rack{place // (per_host * hosts_per_rack)}", f"host{place // per_host}"))
-                for place, rank in enumerate(ranks)
-            )
-        )
-
     @cached_property
     def _path_of(self) -> dict[int, Path]:
         return dict(self.domains)
@@ -95,10 +80,6 @@ class Topology:
             (level for level, pair in enumerate(zip(path_a, path_b, strict=True)) if pair[0] != pair[1]), len(path_a)
         )
         return len(path_a) - shared
-
-    def same_domain(self, a: int, b: int) -> bool:
-        """Whether one broken host takes both."""
-        return self.path(a) == self.path(b)
 
     def with_ranks(self, ranks: Iterable[int], domains: Mapping[int, Path] | None = None) -> Topology:
         """This topology and `ranks`: newcomers go where `domains` says, or to the one domain there is.

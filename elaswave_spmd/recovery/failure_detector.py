@@ -68,11 +68,6 @@ class Liveness:
         self._num_actions = 0
 
     @property
-    def watched(self) -> frozenset[int]:
-        """The ranks that are watched, suspects included."""
-        return frozenset(self._workers)
-
-    @property
     def has_leavers(self) -> bool:
         """True while a watched worker has asked to leave."""
         return bool(self._leavers)

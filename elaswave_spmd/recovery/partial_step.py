@@ -107,27 +107,8 @@ def recovery_plan(
     return tuple(sorted(lines, key=_place_of))
 
 
-def executor_view(plan: Sequence[Recompute], stage: int, rank: int) -> tuple[Recompute, ...]:
-    """The lines of a plan that one worker runs, by micro-batch."""
-    return tuple(w for w in _of_stage(plan, stage) if w.worker == rank)
-
-
-def peer_of(plan: Sequence[Recompute], placement: Placement, stage: int, microbatch: int) -> int | None:
-    """The worker that runs a micro-batch on a stage in this step; None if none does: its input is kept, not sent."""
-    assert 0 <= stage < placement.num_stages and 0 <= microbatch < placement.num_microbatches, (stage, microbatch)
-    at = bisect_left(plan, (stage, microbatch), key=_place_of)
-    return plan[at].worker if at < len(plan) and _place_of(plan[at]) == (stage, microbatch) else None
-
-
 def _place_of(line: Recompute) -> tuple[int, int]:
     return line.stage, line.microbatch
-
-
-def _of_stage(plan: Sequence[Recompute], stage: int) -> Sequence[Recompute]:
-    return plan[bisect_left(plan, (stage,), key=_place_of) : bisect_left(plan, (stage + 1,), key=_place_of)]
-
-
-# ---- what members have
 
 
 @dataclass(frozen=True)

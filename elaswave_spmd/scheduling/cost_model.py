@@ -193,10 +193,6 @@ class CostModel:
         forward, backward = self.prefix("forward_s"), self.prefix("backward_s")
         return float(forward[stop] - forward[first]), float(backward[stop] - backward[first])
 
-    def microbatch_s(self, first: int, stop: int, rank: int) -> float:
-        """Seconds of one micro-batch's forward and backward through layers [first, stop) on a worker."""
-        return sum(self.stage_s(first, stop)) / self.speed(rank)
-
     def message_s(self, layer: int) -> float:
         """Seconds until a micro-batch's output of a layer, or the gradient of the output, has crossed a link."""
         return self.latency_s + self.layers[layer].boundary_bytes / self.bandwidth

@@ -196,11 +196,6 @@ class ModelLayout:
         return sum(s.parameter.num_elements for layer in self.layers for b in layer.state_blocks for s in b.slots)
 
     @cached_property
-    def owned(self) -> Mapping[str, tuple[int, Slot]]:
-        """Parameter name -> (layer, slot), owned parameters only."""
-        return {s.parameter.name: (ly.index, s) for ly in self.layers for b in ly.state_blocks for s in b.slots}
-
-    @cached_property
     def readers(self) -> Mapping[tuple[int, int], tuple[tuple[int, Block], ...]]:
         """(owner layer, owner's first page) -> the reader blocks of that parameter, in layer order."""
         found: dict[tuple[int, int], list[tuple[int, Block]]] = {}

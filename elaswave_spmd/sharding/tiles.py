@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd.errors import SpecError
-from elaswave_spmd.mesh import ISLAND_AXES, MeshShape
+from elaswave_spmd.mesh import MeshShape
 from elaswave_spmd.sharding.spec import P, check_spec
 
 Ints = Any
@@ -87,25 +87,8 @@ class TileMap:
                 where=self.name,
             )
         assert 0 <= self.longer_from < min(self.mesh_shape.stage_sizes), (self.longer_from, self.mesh_shape)
-        assert not (self.longer_from and self.mesh_shape.is_ragged), (self.longer_from, self.mesh_shape)
+        assert not self.longer_from or self.mesh_shape.stages is None, (self.longer_from, self.mesh_shape)
         check_spec(self.spec, self.shape, self.mesh_shape, self.name)
-
-    def tile(self, stage: int = 0, position: int = 0, **island: int) -> tuple[slice, ...]:
-        """The tile at a coordinate, one slice per dim: of the worker, or with `tp=`, `fsdp=` of one of its devices.
-
-        Raises:
-            SpecError: the mesh shape has no such coordinate, or some axes of the island are named and others not.
-        """
-        sizes = self.mesh_shape.stage_sizes
-        self._check_index("stage", stage, len(sizes))
-        self._check_index("position", position, sizes[stage])
-        cuts: dict[str, tuple[Ints, Ints]] = {"pp": (len(sizes), stage), "dp": (sizes[stage], position)}
-        for axis in {*island, *ISLAND_AXES} if island else ():
-            size = self.mesh_shape.axis_size(axis)
-            self._check_index(axis, island.get(axis, 0 if size == 1 else None), size)
-            cuts[axis] = (size, island.get(axis, 0))
-        bounds = [self._cut(length, self.spec.axes_of(dim), cuts) for dim, length in enumerate(self.shape)]
-        return tuple(slice(start, stop) for start, stop in bounds)
 
     @cached_property
     def coordinates(self) -> np.ndarray:
@@ -137,17 +120,6 @@ class TileMap:
                 first, last = (part_start(length, parts, it, longer_from) for it in (part, part + 1))
                 start, length = start + first, last - first
         return start, start + length
-
-    def _check_index(self, what: str, value: int | None, size: int) -> None:
-        if value is None or not 0 <= value < size:
-            raise SpecError(
-                f"{what} {value} is not on mesh {self.mesh_shape}"
-                if value is not None
-                else f"no {what} is given beside the other axes of the island",
-                rule="a tile belongs to a coordinate of the mesh",
-                where=self.name,
-                exists=f"{what} 0-{size - 1} on mesh {self.mesh_shape}",
-            )
 
     def __str__(self) -> str:
         lines = [f"{self.name} {self.shape} by {self.spec} on {self.mesh_shape}"]

@@ -2,7 +2,7 @@
 
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.engine import FREE, Run, Wires, execute
-from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Repair, exponential, outages
+from elaswave_spmd.simulator.failures import FailureRate, Fleet, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls
 from elaswave_spmd.simulator.optimum import Optimum, optimum
 from elaswave_spmd.simulator.policies import Case, Constants, DropReplica, Ours, Outcome, Policy, Restart
@@ -16,7 +16,6 @@ from elaswave_spmd.simulator.work import Span, Work
 
 __all__ = [
     "FREE",
-    "LLAMA3",
     "Case",
     "Change",
     "Constants",

@@ -9,7 +9,6 @@ Not modelled: a receiver's own wire, switches, and compute that links slow down.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,14 +63,6 @@ class Run:
     def step_s(self) -> float:
         """Of the last step, which has the publication of the one before in it."""
         return self.seconds[-1]
-
-    @property
-    def compute_s(self) -> dict[int, float]:
-        """Rank -> seconds that it computed."""
-        found: defaultdict[int, float] = defaultdict(float)
-        for span in self.spans:
-            found[span.worker] += span.stop - span.start
-        return dict(found)
 
 
 def execute(

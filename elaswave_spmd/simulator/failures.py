@@ -18,7 +18,9 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class FailureRate:
-    """So many interruptions in so many days on so many devices.
+    """A number of interruptions in a number of days, over a number of devices.
+
+    The defaults are the unexpected interruptions of the training of Llama 3 405B (Llama 3, 2024, table 5).
 
     Raises:
         PlanError: a number that is not above 0 (no interruption at all is allowed).
@@ -37,10 +39,6 @@ class FailureRate:
     def per_second(self) -> float:
         """Of one device."""
         return self.count / (self.days * DAY * self.devices)
-
-
-LLAMA3 = FailureRate()
-"""Unexpected interruptions of the Llama 3 405B training (Llama 3, 2024, table 5)."""
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,6 @@ class RecomputedStep:
     rest: tuple[Span, ...]
     seconds: float
 
-    @property
-    def longer_s(self) -> float:
-        """Seconds that it took longer than undisturbed."""
-        return max(0.0, self.seconds - self.whole_s)
-
 
 def recompute_step(
     assignment: Assignment, costs: CostModel, gone: Collection[int], at: float, undisturbed: Run | None = None

@@ -6,7 +6,7 @@ frequencies are numbers of their workers. Times are in virtual seconds here, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -90,14 +90,3 @@ class Timeline:
         with path.open("w", encoding="utf-8") as file:
             write_trace(file, self.events(), title=self.title, modelled=True)
         return path
-
-
-def bubble_share(spans: Sequence[Span]) -> Mapping[int, float]:
-    """Rank -> the part of the time between first start and last stop in which it did nothing."""
-    if not spans:
-        return {}
-    first, last = min(s.start for s in spans), max(s.stop for s in spans)
-    busy: dict[int, float] = {}
-    for span in spans:
-        busy[span.worker] = busy.get(span.worker, 0.0) + span.stop - span.start
-    return {rank: 1 - seconds / (last - first) for rank, seconds in sorted(busy.items())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action, Schedule, schedule
@@ -59,10 +59,6 @@ class Work:
         owners = owners_of(assignment)
         lists = schedule(assignment.placement())
         return cls(assignment.stages, assignment.layer_cuts, owners, lists, assignment.limits)
-
-    def as_ready(self, **changes: object) -> Work:
-        """The same without lists."""
-        return replace(self, lists=None, **changes)  # type: ignore[arg-type]
 
     @property
     def num_stages(self) -> int:

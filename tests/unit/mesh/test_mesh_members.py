@@ -6,11 +6,12 @@ import copy
 import pickle
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.errors import MeshError
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from tests.unit.sharding.sharding_strategies import regular_topology
 
 stage_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -35,41 +36,21 @@ def test_coordinates_are_the_inverse_of_stages(sizes: list[int]) -> None:
         assert mesh.stages[mesh.stage_of(rank)][mesh.position_in_stage(rank)] == rank
 
 
-@given(stage_sizes, st.data())
-def test_without_keeps_the_others_in_order(sizes: list[int], data: st.DataObject) -> None:
-    mesh = mesh_of(*sizes)
-    lost = data.draw(st.sets(st.sampled_from(mesh.members)))
-    assume(all(set(stage) - lost for stage in mesh.stages))
-    left = mesh.without(lost)
-    assert left.epoch == 1
-    assert left.stages == tuple(tuple(rank for rank in stage if rank not in lost) for stage in mesh.stages)
-    assert left.shape == MeshShape.of_stages(map(len, left.stages))
-    assert mesh == mesh_of(*sizes)
-
-
-def test_loss_makes_stages_ragged_and_joining_mends_them() -> None:
-    mesh = Mesh.initial(MeshShape.parse("dp2_pp2_tp4")).without({1})
-    assert mesh.shape == MeshShape.of_stages((1, 2), tp=4)
-    mended = mesh.with_members(0, [4])
-    assert mended.shape == MeshShape.parse("dp2_pp2_tp4")
+def test_a_loss_makes_stages_ragged_and_a_newcomer_mends_them() -> None:
+    mesh = Mesh.initial(MeshShape.parse("dp2_pp2_tp4"))
+    ragged = mesh.with_stages([(0,), (2, 3)])
+    assert ragged.shape == MeshShape.of_stages((1, 2), tp=4)
+    mended = ragged.with_stages([(0, 4), (2, 3)])
+    assert mended.shape == mesh.shape == MeshShape.parse("dp2_pp2_tp4")
     assert (mended.stages, mended.epoch) == (((0, 4), (2, 3)), 2)
-
-
-def test_empty_stage_is_refused() -> None:
-    with pytest.raises(MeshError, match=r"(?s)leaves stage 1 empty.*2 other workers.*with_stages"):
-        mesh_of(2, 1).without({2})
 
 
 def test_strangers_are_refused() -> None:
     mesh = mesh_of(2, 2)
     assert 3 in mesh and 4 not in mesh
-    for ask in (mesh.stage_of, mesh.position_in_stage, lambda rank: mesh.without({rank})):
+    for ask in (mesh.stage_of, mesh.position_in_stage):
         with pytest.raises(MeshError, match=r"(?s)rank 4.*epoch 0.*ranks 0-3"):
             ask(4)
-    with pytest.raises(MeshError, match="never reused"):
-        mesh.with_members(0, [3])
-    with pytest.raises(MeshError, match="stages 0-1"):
-        mesh.with_members(2, [9])
 
 
 @pytest.mark.parametrize("stages", [((0, 1), (1, 2)), ((0, 0), (1, 2)), ((-1, 0), (1, 2)), ((0, 1), (2,)), ((0, 1),)])
@@ -81,32 +62,32 @@ def test_members_that_contradict_the_shape_are_refused(stages: tuple[tuple[int, 
 def test_meshes_are_values() -> None:
     mesh = mesh_of(3, 2)
     assert mesh == mesh_of(3, 2)
-    assert len({mesh, mesh_of(3, 2), mesh.without({0})}) == 2
+    assert len({mesh, mesh_of(3, 2), mesh.with_stages([(1, 2), (3, 4)])}) == 2
     assert pickle.loads(pickle.dumps(mesh)) == copy.deepcopy(mesh) == mesh
 
 
 def test_large_meshes_print_short() -> None:
-    mesh = Mesh.initial(MeshShape.parse("dp10_pp200")).without({5})
+    mesh = mesh_of(9, *[10] * 199)
     assert len(str(mesh)) < 500
 
 
 def test_topology_distances() -> None:
-    topology = Topology.regular(range(64), per_host=8, hosts_per_rack=2)
+    topology = regular_topology(64, per_host=8, hosts_per_rack=2)
     assert topology.path(17) == ("rack1", "host2")
     assert [topology.distance(0, rank) for rank in (0, 7, 8, 16)] == [0, 0, 1, 2]
-    assert topology.same_domain(0, 7) and not topology.same_domain(7, 8)
     same_names = Topology.of({0: ("a", "host0"), 1: ("b", "host0")})
     assert same_names.distance(0, 1) == 2
 
 
 def test_topology_of_newcomers() -> None:
-    assert mesh_of(2).with_members(0, [7]).topology.same_domain(0, 7)
-    mesh = Mesh.initial(MeshShape.parse("dp16"), Topology.regular(range(16)))
+    assert mesh_of(2).with_stages([(0, 1, 7)]).topology.distance(0, 7) == 0
+    mesh = Mesh.initial(MeshShape.parse("dp16"), regular_topology(16))
+    more = [(*range(16), 16)]
     with pytest.raises(MeshError, match=r"(?s)rank 16.*2 domains.*domains=\{16"):
-        mesh.with_members(0, [16])
-    joined = mesh.with_members(0, [16], {16: ("rack0", "host9")})
+        mesh.with_stages(more)
+    joined = mesh.with_stages(more, {16: ("rack0", "host9")})
     assert joined.topology.distance(0, 16) == 1
-    assert joined.without({16}).topology is joined.topology
+    assert joined.with_stages(mesh.stages).topology is joined.topology
 
 
 def test_topology_is_complete_and_even() -> None:

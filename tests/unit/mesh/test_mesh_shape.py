@@ -26,7 +26,7 @@ def test_name_is_read_back(shape: MeshShape) -> None:
 def test_sizes_agree(shape: MeshShape) -> None:
     assert len(shape.stage_sizes) == shape.num_stages == shape.axis_size("pp")
     assert sum(shape.stage_sizes) == shape.num_workers
-    assert shape.is_ragged == (len(set(shape.stage_sizes)) > 1)
+    assert (shape.stages is not None) == (len(set(shape.stage_sizes)) > 1)
     assert shape.island_size == shape.axis_size("tp") * shape.axis_size("fsdp")
 
 

@@ -12,10 +12,20 @@ from dataclasses import dataclass, field
 
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes
 from elaswave_spmd.recovery.messages import PartialStep, Recompute
-from elaswave_spmd.recovery.partial_step import executor_view, peer_of
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+
+
+def executor_view(plan: Sequence[Recompute], stage: int, rank: int) -> tuple[Recompute, ...]:
+    """One worker's lines on one stage, by micro-batch."""
+    return tuple(line for line in plan if (line.stage, line.worker) == (stage, rank))
+
+
+def peer_of(plan: Sequence[Recompute], stage: int, microbatch: int) -> int | None:
+    """The worker that runs a micro-batch on a stage in this step; None if none does: its input is kept, not sent."""
+    return next((line.worker for line in plan if (line.stage, line.microbatch) == (stage, microbatch)), None)
+
 
 Page = tuple[int, int]
 """(owner layer, page)."""
@@ -194,7 +204,7 @@ class Worker:
         stage = edges.index(edge) + (kind == "A")
         if self.plan is None:
             self.world.send(self.rank, self.placement.worker_of_microbatch(stage, microbatch), boundary)
-        elif (peer := peer_of(self.plan, self.placement, stage, microbatch)) is not None:
+        elif (peer := peer_of(self.plan, stage, microbatch)) is not None:
             self.world.send(self.rank, peer, boundary)
 
     # ---- adding up

@@ -43,7 +43,7 @@ def test_a_heartbeat_does_not_clear_a_suspect() -> None:
     liveness = watching(3)
     ticks_until_suspect(liveness)
     liveness.heartbeat(3, 1, True)
-    assert liveness.watched == {3} and all(liveness.tick(BEAT) == [] for _ in range(50))
+    assert set(liveness._workers) == {3} and all(liveness.tick(BEAT) == [] for _ in range(50))
 
 
 def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
@@ -52,7 +52,7 @@ def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
     liveness.forget(7)
     liveness.heartbeat(7, 0, False)
     assert ticks_until_suspect(liveness)[1].rank == 2
-    assert liveness.watched == {2}
+    assert set(liveness._workers) == {2}
 
 
 def test_a_newcomer_that_still_compiles_gets_its_time_again() -> None:

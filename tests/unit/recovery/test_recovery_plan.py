@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.messages import PartialStep, Recompute
-from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
+from elaswave_spmd.recovery.messages import PartialStep
+from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatches
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
@@ -403,16 +403,3 @@ def test_trees_of_one_use_say_nothing_of_another() -> None:
         2: has((0, 1), (0, 1), reduced=((2, 0, 2), (2, 4, 5)), gradients=((1, 0), (1, 1))),
     }
     assert plan_of(p, layers(3, tied=True), held) == ["0: 0FB by 0", "0: 1FB by 1"]
-
-
-# ---- reading a plan
-
-
-def test_a_plan_is_read_by_worker_and_by_microbatch() -> None:
-    p = placed(((0, 1), (2,)), (0, 1, 2), ((2, 2), (4,)))
-    plan = (Recompute(0, 1, 1, True, 2), Recompute(0, 3, 0, False, 2), Recompute(1, 1, 2, True, 1))
-    assert executor_view(plan, 0, 0) == plan[1:2] and executor_view(plan, 0, 1) == plan[:1]
-    assert executor_view(plan, 1, 2) == plan[2:] and executor_view(plan, 1, 0) == executor_view((), 0, 0) == ()
-    assert [peer_of(plan, p, 0, u) for u in range(4)] == [None, 1, None, 0]
-    assert [peer_of(plan, p, 1, u) for u in range(4)] == [None, 2, None, None]
-    assert peer_of((), p, 1, 0) is None

@@ -11,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery.messages import PartialStep, Recompute
-from elaswave_spmd.recovery.partial_step import executor_view, peer_of, recovery_plan
+from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.gradient_reduction import uses_of
 from tests.unit.recovery.partial_step_stories import changed_placement, some_layout, some_placement
-from tests.unit.recovery.partial_step_world import STEP, Page, World, pages_of, runs_of, uses_of_page
+from tests.unit.recovery.partial_step_world import (
+    STEP,
+    Page,
+    World,
+    executor_view,
+    pages_of,
+    peer_of,
+    runs_of,
+    uses_of_page,
+)
 
 
 @dataclass
@@ -136,7 +145,7 @@ class Need:
                 full = lacks(self.placement, self.layout, self.said, stage, microbatch)
                 wanted = above is not None and above.forward and not self.has_activation(stage + 1, microbatch)
                 assert (line is not None) == (full or asked or wanted), (stage, microbatch, line)
-                assert peer_of(plan, self.placement, stage, microbatch) == (line.worker if line else None)
+                assert peer_of(plan, stage, microbatch) == (line.worker if line else None)
                 if line is None:
                     continue
                 assert line.backward == (2 if full else 1 if asked else 0), (line, full, asked)

@@ -54,6 +54,11 @@ def assigned(
     return Assignment(stages, tuple(cuts) or even_cuts(len(costs.layers), len(sizes)), counts, microbatch_order)
 
 
+def microbatch_s(costs: CostModel, first: int, stop: int, rank: int) -> float:
+    """Seconds of one micro-batch's forward and backward through layers [first, stop) on a worker."""
+    return sum(costs.stage_s(first, stop)) / costs.speed(rank)
+
+
 def rule_of(zero: int, mirror_count: int = 1) -> MemoryRule:
     """The rule with the specs of a ZeRO level."""
     return MemoryRule(Shardings().with_zero(zero), mirror_count)

@@ -20,7 +20,16 @@ from elaswave_spmd.scheduling.step_time import (
     step_time,
     timed_graph,
 )
-from tests.unit.scheduling.planning_cases import SPEEDS, actions, assigned, costs_of, even_cuts, rule_of, stages_of
+from tests.unit.scheduling.planning_cases import (
+    SPEEDS,
+    actions,
+    assigned,
+    costs_of,
+    even_cuts,
+    microbatch_s,
+    rule_of,
+    stages_of,
+)
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 DEALINGS = st.sampled_from(["contiguous", "time-major"])
@@ -78,7 +87,7 @@ def test_parts_stand_for_all_and_nothing_is_below_the_bound(case):
     assert found.bottleneck_s <= found.bound_s * (1 + 1e-9) and found.bound_s <= whole * (1 + 1e-9)
     assert found.seconds == found.pipeline_s, "nothing is reduced where gradients have no bytes"
     loads = {
-        rank: count * costs.microbatch_s(*assignment.layer_cuts[s : s + 2], rank)
+        rank: count * microbatch_s(costs, assignment.layer_cuts[s], assignment.layer_cuts[s + 1], rank)
         for s, members in enumerate(assignment.stages)
         for rank, count in zip(members, assignment.microbatch_counts[s], strict=True)
     }

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.sharding import P
+from elaswave_spmd.sharding.layout import ModelLayout, Slot
 
 array_shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 stage_sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+def regular_topology(num_workers: int, *, per_host: int = 8, hosts_per_rack: int = 16) -> Topology:
+    """Ranks in order on hosts of `per_host` workers, hosts in racks of `hosts_per_rack`."""
+    per_rack = per_host * hosts_per_rack
+    return Topology.of({r: (f"rack{r // per_rack}", f"host{r // per_host}") for r in range(num_workers)})
+
+
+def owned_slots(layout: ModelLayout) -> list[Slot]:
+    """The parameters that are no reader of another one, by layer."""
+    return [slot for layer in layout.layers for block in layer.state_blocks for slot in block.slots]
 
 
 @st.composite

@@ -32,6 +32,7 @@ from elaswave_spmd.sharding.replicas import (
 from elaswave_spmd.sharding.reshard import plan_reshard
 from elaswave_spmd.sharding.state_sharding import StateSharding
 from tests.unit.sharding.replica_counts import copied_pages, pages_held, primary_pages
+from tests.unit.sharding.sharding_strategies import regular_topology
 
 Stages = tuple[tuple[int, ...], ...]
 NOBODY = frozenset()
@@ -238,14 +239,14 @@ def test_copysets_are_permutations_that_leave_the_host(hosts: list[int], width: 
         assert sorted(peers[turn] for peers in found.values()) == list(range(len(numbers)))
     for rank, peers in found.items():
         assert len({rank, *peers}) == width + 1
-    inside = sum(topology.same_domain(rank, peers[0]) for rank, peers in found.items())
+    inside = sum(topology.distance(rank, peers[0]) == 0 for rank, peers in found.items())
     if width == 1:
         assert inside == max(0, 2 * max(hosts) - len(numbers)), "as few as even loads allow"
 
 
 def test_copysets_go_to_another_rack_first():
     ranks = range(32)
-    topology = Topology.regular(ranks, per_host=4, hosts_per_rack=4)
+    topology = regular_topology(32, per_host=4, hosts_per_rack=4)
     for rank, peers in copysets(ranks, topology, 4).items():
         assert all(topology.distance(rank, peer) == 2 for peer in peers)
 
@@ -512,12 +513,12 @@ def test_moved_layers_are_dealt_over_all(replicated: bool):
 
 def test_mirrors_are_made_in_another_domain():
     ranks = tuple(range(8))
-    topology = Topology.regular(range(9), per_host=2)
+    topology = regular_topology(9, per_host=2)
     case = Case(layout_of([64] * 4), (ranks,), (0, 4), False, topology, 1, 0)
     promoted, _ = promote(case.deal(), [3])
     target = replace(case, stages=(tuple(rank for rank in ranks if rank != 3),)).refill(promoted)
     for run in all_runs(target):
-        assert not topology.same_domain(run.primary, run.mirrors[0]), run
+        assert topology.distance(run.primary, run.mirrors[0]) > 0, run
 
 
 def test_a_plan_under_way_goes_on():

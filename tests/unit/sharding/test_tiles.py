@@ -22,6 +22,13 @@ def tile_maps(draw: st.DrawFn) -> TileMap:
     return TileMap(MeshShape.of_stages(draw(stage_sizes)), draw(specs(len(shape))), shape)
 
 
+def tile_at(tiles: TileMap, stage: int, position: int = 0) -> tuple[slice, ...]:
+    """The tile of one worker."""
+    row = tiles.coordinates.tolist().index([stage, position])
+    starts, stops = (bound[row].tolist() for bound in tiles.bounds)
+    return tuple(map(slice, starts, stops))
+
+
 @given(st.integers(0, 50), st.integers(1, 60))
 def test_parts_are_even_and_contiguous(length: int, parts: int) -> None:
     starts = [part_start(length, parts, part) for part in range(parts + 1)]
@@ -40,7 +47,6 @@ def test_longer_parts_go_on_at_any_part(length: int, parts: int, data: st.DataOb
     assert np.diff(starts).tolist() == [length // parts + (part in longer) for part in range(parts)]
     tiles = TileMap(MeshShape.of(dp=parts), P("dp"), (length,), longer_from=longer_from)
     assert [bound[:, 0].tolist() for bound in tiles.bounds] == [starts[:-1].tolist(), starts[1:].tolist()]
-    assert [tiles.tile(0, part)[0].start for part in range(parts)] == starts[:-1].tolist()
 
 
 @given(tile_maps())
@@ -52,17 +58,8 @@ def test_each_replica_set_covers_the_array_once(tiles: TileMap) -> None:
         for stage in stages:
             positions = range(sizes[stage]) if "dp" in tiles.spec.axes else [min(first, sizes[stage] - 1)]
             for position in positions:
-                held[tiles.tile(stage, position)] += 1
+                held[tile_at(tiles, stage, position)] += 1
         assert (held == 1).all()
-
-
-@given(tile_maps())
-def test_arrays_and_single_tiles_agree(tiles: TileMap) -> None:
-    starts, stops = tiles.bounds
-    for row, (stage, position) in enumerate(tiles.coordinates.tolist()):
-        tile = tiles.tile(stage, position)
-        assert tile == tuple(map(slice, starts[row].tolist(), stops[row].tolist()))
-    assert len(starts) == tiles.mesh_shape.num_workers
 
 
 @given(stage_sizes, st.integers(0, 40))
@@ -70,8 +67,8 @@ def test_a_later_axis_cuts_what_an_earlier_one_left(sizes: list[int], length: in
     shape = MeshShape.of_stages(sizes)
     coarse, fine = TileMap(shape, P("pp"), (length,)), TileMap(shape, P(("pp", "dp")), (length,))
     for stage, size in enumerate(sizes):
-        (whole,) = coarse.tile(stage)
-        parts = [fine.tile(stage, position)[0] for position in range(size)]
+        (whole,) = tile_at(coarse, stage)
+        parts = [tile_at(fine, stage, position)[0] for position in range(size)]
         assert [whole.start, *(part.stop for part in parts)] == [*(part.start for part in parts), whole.stop]
 
 
@@ -88,29 +85,12 @@ def test_the_example_of_the_module() -> None:
     assert rows(P("pp", "dp")) == [(0, 5)] * 3 + [(6, 11)] * 2
 
 
-def test_axes_inside_an_island() -> None:
-    tiles = TileMap(MeshShape.parse("dp2_tp2_fsdp2"), P(("dp", "tp"), "fsdp"), (8, 4))
-    assert tiles.tile(0, 1) == (slice(4, 8), slice(0, 4))
-    assert tiles.tile(0, 1, tp=1, fsdp=0) == (slice(6, 8), slice(0, 2))
-    with pytest.raises(SpecError, match="no fsdp is given beside"):
-        tiles.tile(0, 1, tp=1)
-    assert TileMap(MeshShape.parse("tp2"), P("tp"), (8,)).tile(tp=1) == (slice(4, 8),)
-
-
 def test_absent_axis_means_replicated() -> None:
     tiles = TileMap(MeshShape.parse("dp2"), P(("pp", "dp"), "tp"), (8, 3))
-    assert tiles.tile(0, 1) == (slice(4, 8), slice(0, 3))
+    assert tile_at(tiles, 0, 1) == (slice(4, 8), slice(0, 3))
 
 
-def test_wrong_coordinates_and_arrays() -> None:
-    tiles = TileMap(MeshShape.of_stages((3, 2)), P("dp"), (7,), "ids")
-    for ask in (
-        lambda: tiles.tile(2),
-        lambda: tiles.tile(1, 2),
-        lambda: tiles.tile(0, 0, tp=1),
-    ):
-        with pytest.raises(SpecError, match=r"(?s)from: +ids.*exists:"):
-            ask()
+def test_wrong_arrays() -> None:
     with pytest.raises(SpecError, match="negative length"):
         TileMap(MeshShape(), P(), (-1,))
     with pytest.raises(SpecError, match=r"embed\.weight"):

@@ -14,7 +14,7 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.step_time import Assignment, step_time
 from elaswave_spmd.simulator.changes import Change
-from elaswave_spmd.simulator.failures import LLAMA3, FailureRate, Fleet, Outage, Repair, exponential, outages
+from elaswave_spmd.simulator.failures import FailureRate, Fleet, Outage, Repair, exponential, outages
 from elaswave_spmd.simulator.goodput import Drops, GoesOn, Restarts, Scale, Stalls
 from elaswave_spmd.simulator.policies import Case
 from elaswave_spmd.simulator.reroute import Reroute
@@ -36,13 +36,13 @@ def events(failures, repair: Repair) -> list[Outage]:
 
 
 def test_the_rate_is_that_of_llama_3():
-    assert LLAMA3.per_second * 16_384 * 54 * 86_400 == pytest.approx(419)
+    assert FailureRate().per_second * 16_384 * 54 * 86_400 == pytest.approx(419)
     fleet = Fleet(16_384)
     assert fleet.replicas == 128 and fleet.workers == 2048
-    drawn = [len(exponential(fleet, LLAMA3, 54 * 86_400, seed)) for seed in range(20)]
+    drawn = [len(exponential(fleet, FailureRate(), 54 * 86_400, seed)) for seed in range(20)]
     assert np.mean(drawn) == pytest.approx(419, rel=0.05)
-    failures = exponential(fleet, LLAMA3, 54 * 86_400, 0)
-    assert failures == sorted(failures) and failures == exponential(fleet, LLAMA3, 54 * 86_400, 0)
+    failures = exponential(fleet, FailureRate(), 54 * 86_400, 0)
+    assert failures == sorted(failures) and failures == exponential(fleet, FailureRate(), 54 * 86_400, 0)
     assert all(0 <= time < 54 * 86_400 and 0 <= worker < 2048 for time, worker in failures)
     assert not exponential(fleet, FailureRate(count=0), 1e6, 0)
 

@@ -16,7 +16,7 @@ from elaswave_spmd.simulator.engine import execute
 from elaswave_spmd.simulator.policies import Ours
 from elaswave_spmd.simulator.report import Figure, Report, Table
 from elaswave_spmd.simulator.tables import cases_of, run_scenario, timeline_of
-from elaswave_spmd.simulator.trace import Timeline, bubble_share
+from elaswave_spmd.simulator.trace import Timeline
 from elaswave_spmd.simulator.transition import HEALTHY, HINTS, LAYERS, MICROBATCHES, RECOMPUTED, simulate_transition
 from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import assigned, costs_of
@@ -253,8 +253,6 @@ def test_a_timeline_has_each_action_and_fills_the_gaps(tmp_path):
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {"events", "stage 0", "stage 1"}
     assert any(e["ph"] == "C" and e["args"] == {"frequency": 0.9} for e in events)
-    shares = bubble_share(run.spans)
-    assert shares[2] < shares[0] == shares[1] and bubble_share([]) == {}
 
 
 def test_a_transition_goes_from_microbatches_to_layers_to_hints():

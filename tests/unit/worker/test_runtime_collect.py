@@ -10,6 +10,7 @@ from elaswave_spmd.controller import summary
 from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery.messages import FinalPages
 from tests.unit.runtime.runtime_cases import small_layout
+from tests.unit.sharding.sharding_strategies import owned_slots
 
 
 def test_pages_in_any_order_and_one_array_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +33,9 @@ def test_pages_in_any_order_and_one_array_per_parameter(monkeypatch: pytest.Monk
             collect_pages(layout, FinalPages(layer.index, page, page + 1), values[start:stop], weights)
             received.add((layer.index, page, page + 1))
     assert is_complete(layout, received)
-    assert sorted(weights) == sorted(layout.owned)
+    assert sorted(weights) == sorted(slot.parameter.name for slot in owned_slots(layout))
     assert len(made) == len(weights), "each parameter is allocated once, not once per page"
-    for name, (_, slot) in layout.owned.items():
+    for slot in owned_slots(layout):
+        name = slot.parameter.name
         expected = np.arange(slot.start, slot.stop, dtype=np.float32).reshape(slot.parameter.shape)
         np.testing.assert_array_equal(weights[name], expected)

@@ -15,6 +15,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.optimizers import SGD, AdamW
 from elaswave_spmd.worker.state import HeldState
 from tests.unit.runtime.runtime_cases import HOST, placed, small_layout
+from tests.unit.sharding.sharding_strategies import owned_slots
 
 LAYOUT = small_layout(64)
 
@@ -87,8 +88,9 @@ def collected(of_workers: dict[int, HeldState]) -> dict[str, np.ndarray]:
 def test_initial_pages_are_slices_of_the_parameters() -> None:
     for workers in (1, 2, 3):
         weights = collected(states(workers, 1, separate=True, dtype=torch.float32))
-        assert set(weights) == set(LAYOUT.owned)
-        for name, (_, slot) in LAYOUT.owned.items():
+        assert set(weights) == {slot.parameter.name for slot in owned_slots(LAYOUT)}
+        for slot in owned_slots(LAYOUT):
+            name = slot.parameter.name
             wanted = draw(name, 0, slot.parameter.num_elements).numpy().reshape(slot.parameter.shape)
             np.testing.assert_array_equal(weights[name], wanted)
 
