@@ -164,7 +164,7 @@ def make_controller(
 
 
 def data_spec(settings: Settings) -> DataSpec:
-    """What the data room needs of the settings."""
+    """The settings of the data as a value of the data room, which is below conf and cannot import it."""
     d = settings.data
     return DataSpec(
         name=d.name,

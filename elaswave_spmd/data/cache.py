@@ -40,7 +40,7 @@ class TokenFile:
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/elaswave_spmd`, or `~/.cache/elaswave_spmd`."""
+    """The default directory of token files: `$XDG_CACHE_HOME/elaswave_spmd`, or `~/.cache/elaswave_spmd`."""
     # A relative XDG_CACHE_HOME is invalid by its specification, and is ignored as that demands.
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
@@ -48,7 +48,7 @@ def default_cache() -> Path:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Smallest stored dtype for tokens in [0, vocab_size)."""
+    """The smallest stored dtype for tokens in [0, vocab_size)."""
     return "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -60,7 +60,7 @@ def tokenize_once(
     accept: Callable[[int], None] = lambda num_tokens: None,
     progress: bool = False,
 ) -> TokenFile:
-    """The corpus' token file, from the cache or made now.
+    """The token file of a corpus, from the cache, or made and put there now.
 
     Args:
         accept: called with the number of tokens before anything is published; raises to refuse it.
@@ -77,7 +77,7 @@ def tokenize_once(
         return found
     with _cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        # Not tempfile.mkdtemp: its mode 0700 would hide a shared cache from everybody else.
+        # Not tempfile.mkdtemp: its mode 0700 would hide the entry of a shared cache from all other users.
         scratch = cache / f".{entry.name}.{os.getpid()}.{secrets.token_hex(4)}"
         scratch.mkdir()
     try:
@@ -105,7 +105,7 @@ def _cache_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def _read_entry(entry: Path) -> TokenFile | None:
-    """The entry if it is there and whole; a damaged one counts as absent."""
+    """The entry if it exists and is whole, else None: a damaged one is made anew."""
     tokens = entry / "tokens.bin"
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
@@ -139,6 +139,7 @@ def _write_entry(scratch: Path, corpus: Corpus, tokenizer: Tokenizer, progress: 
                 ) from error
         out.flush()
         os.fsync(out.fileno())
+    # The corpus was hashed when it was found and is read a second time here; the key of the entry is the first hash.
     if content.hexdigest() != corpus.sha256:
         raise DataError(
             f"the corpus {corpus.name} changed while it was read",
@@ -157,11 +158,11 @@ def _meta(made: TokenFile, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, ob
 
 
 def _publish(scratch: Path, entry: Path) -> None:
-    """Rename into place. Whoever comes second keeps the first one's entry, which holds the same tokens."""
+    """Rename an entry into place. If another process was first, its entry stays, which has the same tokens."""
     try:
         os.rename(scratch, entry)
     except OSError:
-        if _read_entry(entry) is None:  # what stands there is damaged
+        if _read_entry(entry) is None:  # the present entry is damaged
             shutil.rmtree(entry, ignore_errors=True)
             os.rename(scratch, entry)
 
@@ -180,7 +181,7 @@ def _cache_errors(cache: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress_bar(corpus: Corpus, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields advance(num_bytes). The caller's thread redraws: the controller owns no other thread when it forks."""
+    """A progress bar; yields advance(num_bytes). The caller's thread redraws it, since the controller forks later."""
     if not shown:
         yield lambda num_bytes: None
         return

@@ -1,4 +1,4 @@
-"""Corpora: which files, in which order, and the sha256 of their bytes."""
+"""Corpora: ordered lists of files, with the sha256 of their bytes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from elaswave_spmd.errors import DataError
 
 READ_BYTES = 1 << 20
 
-# Folders of the standard library that are no source of it (installed packages, caches) or only tests of it.
+# Folders in the standard library's folder that are not its source (installed packages, caches), or are its tests.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "testing", "_test", "__phello__"}
 )
-# Written at build or installation time: their text holds paths of the machine, and would make equal Pythons differ.
+# Files written at build or installation time: they contain paths of the machine, so equal Pythons would differ.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "test_", "config-")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in order. `sha256` and `num_bytes` are of their concatenation; `boundaries` is a hash of their sizes.
+    """An ordered list of documents.
+
+    Attributes:
+        name: `stdlib` or `text`.
+        files: the documents.
+        sha256: hash of their concatenation.
+        num_bytes: size of their concatenation.
+        boundaries: hash of their sizes: a tokenizer may give other tokens if the same bytes are divided differently.
 
     Raises:
-        DataError: no document, or nothing in them.
+        DataError: there is no document, or all are empty.
     """
 
     name: str
@@ -115,10 +122,10 @@ def _what_is_there(pattern: str, matches: list[str]) -> str:
 
 
 def read_corpus(name: str, files: Iterable[Path]) -> Corpus:
-    """Read every file once and describe the whole.
+    """Read every file once, and describe them as a corpus.
 
     Raises:
-        DataError: a file cannot be read, or nothing is in them.
+        DataError: a file cannot be read, or all files are empty.
     """
     files = tuple(files)
     content, sizes, total = hashlib.sha256(), hashlib.sha256(), 0
@@ -133,7 +140,7 @@ def read_corpus(name: str, files: Iterable[Path]) -> Corpus:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """Bytes of one file, in blocks of at most `READ_BYTES`.
+    """The bytes of one file, in blocks of at most `READ_BYTES`.
 
     Raises:
         DataError: the file cannot be read.

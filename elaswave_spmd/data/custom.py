@@ -1,4 +1,4 @@
-"""The user's own map-style dataset, found by `data.target=my_file.MyDataset`."""
+"""A user's own map-style dataset, named by `data.target=my_file.MyDataset`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTRACT = "a class with __len__, __getitem__ -> 1-D integers of length seq_len
 
 
 def load_target(target: str) -> Callable[..., Any]:
-    """The class (or function) that `module.Name` names, with the working directory on the import path.
+    """Import the class (or function) that `module.Name` names, with the working directory on the import path.
 
     Raises:
         DataError: it cannot be imported, or there is no such name in it.
@@ -29,7 +29,7 @@ def load_target(target: str) -> Callable[..., Any]:
             where="data.target",
             fix="data.target=my_file.MyDataset",
         )
-    # `python train.py` and `python -m` put the working directory here; an installed script and a worker may not.
+    # `python train.py` and `python -m` put the working directory on the path; an installed script and a worker may not.
     if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     try:
@@ -72,7 +72,7 @@ def accepted_names(target: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
 def choose_kwargs(
     target: str, offered: Mapping[str, object], demanded: Mapping[str, object]
 ) -> tuple[dict[str, object], bool]:
-    """Keyword arguments for `target`: those of `offered` that it has parameters for, and all of `demanded`.
+    """Choose keyword arguments for `target`: those of `offered` that it has parameters for, and all of `demanded`.
 
     Returns:
         The arguments, and True if the constructor has a parameter `split`.
@@ -94,7 +94,7 @@ def choose_kwargs(
 
 
 def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
-    """Construct the user's dataset and check what can be checked without reading it.
+    """Construct the user's dataset, and check its interface without reading a sample.
 
     Raises:
         DataError: its constructor failed, or it is not a map-style dataset with a vocabulary.
@@ -126,7 +126,7 @@ def make_dataset(target: str, kwargs: Mapping[str, object]) -> Any:
 
 
 def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray:
-    """Sample `index` as int64[seq_len + 1].
+    """Read one sample of a user's dataset as int64[seq_len + 1], and check it.
 
     Raises:
         DataError: wrong shape or kind, or a token outside the vocabulary.
@@ -134,7 +134,7 @@ def read_sample(dataset: Any, index: int, seq_len: int, name: str) -> np.ndarray
     try:
         sample = np.asarray(dataset[index])
     except Exception as error:
-        # What `add_note` of Python 3.11 does: the report of the failed worker then names the sample.
+        # `add_note` of Python 3.11 does the same. The report of the failed worker then names the sample.
         vars(error).setdefault("__notes__", []).append(f"in sample {index} of {name}")
         raise
     if sample.ndim != 1 or sample.shape[0] != seq_len + 1 or sample.dtype.kind not in "iu":

@@ -46,8 +46,11 @@ class TokenDataset:
                 f"the token file is too short: shape {tokens.shape}, and {needed} tokens are needed",
                 fix="delete the entry in the token cache; the next start makes it again",
             )
-        self.seq_len, self.vocab_size = seq_len, vocab_size
-        self._tokens, self._first, self._num_samples = tokens, first, num_samples
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self._tokens = tokens
+        self._first = first
+        self._num_samples = num_samples
         self._window = np.arange(seq_len + 1, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ class TokenDataset:
         return self._samples(np.asarray([index]))[0]
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), both int64 [B, T]; targets are the tokens one place later. Raises IndexError."""
+        """Samples as (tokens, targets), both int64 [B, T]; targets are one token later. Raises IndexError."""
         samples = self._samples(np.asarray(ids))
         return np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
 
@@ -72,8 +75,12 @@ class CustomDataset:
     """`num_samples` samples of a user's dataset, from `first` on; every sample is checked when it is read."""
 
     def __init__(self, dataset: Any, seq_len: int, first: int, num_samples: int, name: str) -> None:
-        self.seq_len, self.vocab_size = seq_len, int(dataset.vocab_size)
-        self._dataset, self._first, self._num_samples, self._name = dataset, first, num_samples, name
+        self.seq_len = seq_len
+        self.vocab_size = int(dataset.vocab_size)
+        self._dataset = dataset
+        self._first = first
+        self._num_samples = num_samples
+        self._name = name
 
     def __len__(self) -> int:
         return self._num_samples
@@ -84,7 +91,7 @@ class CustomDataset:
         return read_sample(self._dataset, self._first + int(index), self.seq_len, self._name)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), both int64 [B, T]. Raises IndexError and DataError."""
+        """Samples as (tokens, targets), both int64 [B, T]. Raises IndexError and DataError."""
         rows = [self[int(i)] for i in ids]
         samples = np.stack(rows) if rows else np.empty((0, self.seq_len + 1), dtype=np.int64)
         return np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
@@ -108,6 +115,7 @@ def open_split(prepared: PreparedData, split: Split) -> DataSplit:
 def _open_custom(prepared: PreparedData, split: Split, num_samples: int) -> CustomDataset:
     kwargs = dict(prepared.kwargs)
     first = 0
+    # A dataset that knows `split` numbers the samples of each split from 0; of any other, validation is the tail.
     if "split" in kwargs:
         kwargs["split"] = split
     elif split == "validation":

@@ -1,4 +1,4 @@
-"""Preparation of the data: makes a `PreparedData` of a `DataSpec`. Runs in the controller, before any worker starts."""
+"""Preparation of the data: from a `DataSpec` to a `PreparedData`. Runs in the controller, before any worker starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool |
     """Find, check and tokenise the data.
 
     Args:
-        spec: what the user asked for.
+        spec: the data that the user asked for.
         seq_len: T, tokens per sample; may stand in `spec` instead.
         progress: show a bar on stderr while tokenising; None means: if stderr is a terminal.
 
@@ -34,7 +34,7 @@ def prepare_data(spec: DataSpec, seq_len: int | None = None, *, progress: bool |
 
 
 def split_samples(num_samples: int, fraction: float) -> tuple[int, int]:
-    """(training, validation) samples: the validation split is the tail, rounded up, so never empty by rounding."""
+    """The numbers of (training, validation) samples. The validation split is the tail, and its size is rounded up."""
     held_out = math.ceil(num_samples * fraction)
     return num_samples - held_out, held_out
 
@@ -54,7 +54,7 @@ def _prepare_tokens(spec: DataSpec, seq_len: int, progress: bool) -> PreparedDat
     def accept(num_tokens: int) -> None:
         _check_enough(corpus, num_tokens, seq_len, spec)
 
-    if isinstance(tokenizer, ByteTokenizer):  # known beforehand: refuse before anything is written
+    if isinstance(tokenizer, ByteTokenizer):  # the number of tokens is known: refuse before anything is written
         accept(corpus.num_bytes)
     cache = Path(spec.cache) if spec.cache else default_cache()
     tokens = tokenize_once(corpus, tokenizer, cache, accept=accept, progress=progress)
@@ -129,7 +129,7 @@ def _prepare_custom(spec: DataSpec, seq_len: int) -> PreparedData:
 def _custom_lengths(
     spec: DataSpec, target: str, dataset: object, kwargs: dict[str, object], names_split: bool, seq_len: int
 ) -> tuple[int, int]:
-    """Lengths of both splits. A dataset that does not know `split` gets its tail held out."""
+    """The lengths of both splits. If the dataset has no parameter `split`, its tail is held out."""
     num_samples = _checked_length(dataset, target, seq_len)
     if num_samples < 1:
         raise DataError(f"{target} has no samples", where="data.target", fix="point it at data: data.path, data.args")
@@ -157,7 +157,7 @@ def _custom_lengths(
 
 
 def _checked_length(dataset: object, target: str, seq_len: int) -> int:
-    """Length of a user's dataset, after a look at its first and last sample."""
+    """The length of a user's dataset, after a check of its first and last sample."""
     try:
         length = len(dataset)  # type: ignore[arg-type]
         for index in {0, length - 1} if length else ():

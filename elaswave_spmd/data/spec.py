@@ -138,12 +138,12 @@ class PreparedData:
             )
 
     def num_samples(self, split: Split) -> int:
-        """Length of one split."""
+        """The number of samples of one split."""
         check_split(split)
         return self.num_train_samples if split == "train" else self.num_validation_samples
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready form; `from_dict` inverts it."""
+        """The fields in JSON's own types; `from_dict` inverts it."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -163,7 +163,7 @@ class PreparedData:
 
 
 def check_seq_len(seq_len: object) -> int:
-    """`seq_len` if it is a positive integer.
+    """Check that `seq_len` is a positive integer, and return it.
 
     Raises:
         ConfigError: it is not.

@@ -17,7 +17,7 @@ BLOCK_CHARACTERS = 1 << 20
 
 
 class Tokenizer(Protocol):
-    """Turns the bytes of one document into tokens.
+    """A map from the bytes of a document to tokens.
 
     `identity` names the tokenizer in a cache key: equal identities give equal tokens. Tokens lie in [0, vocab_size).
     """
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Tokens of one document, given its bytes in blocks; arrays of any unsigned integer dtype.
+        """The tokens of one document, whose bytes come in blocks, as arrays of any unsigned integer dtype.
 
         Raises:
             UnicodeDecodeError: the document is not UTF-8 and the tokenizer needs text.
@@ -38,14 +38,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A byte is a token; 256 of them. Any file is valid."""
+    """The tokenizer whose tokens are bytes, with a vocabulary of 256. Any file is valid."""
 
     name = BYTES
     identity = BYTES
     vocab_size = 256
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """uint8 arrays, one per block."""
+        """The document's bytes as uint8 arrays, one per block."""
         for block in blocks:
             yield np.frombuffer(block, dtype=np.uint8)
 
@@ -53,8 +53,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer saved as JSON by the `tokenizers` package. No special tokens are added.
 
-    A document is cut after a newline about every million characters, so that a file of any size fits in memory;
-    the cuts depend on the document only.
+    A document is cut after a newline about every million characters, so that a file of any size fits in memory. The
+    cuts depend on the document only, so its tokens are always the same.
 
     Raises:
         DataError: no such file, not a tokenizer, or the package is not installed.
@@ -65,7 +65,7 @@ class JsonTokenizer:
         package = _tokenizers_package(path)
         try:
             self._tokenizer = package.Tokenizer.from_str(content.decode("utf-8"))
-            # Ids may have holes, so the largest one counts, not the number of entries.
+            # Ids may have gaps, so the size of the vocabulary is the largest id plus one, not the number of entries.
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         except Exception as error:  # the package raises bare Exception
             raise DataError(
@@ -81,14 +81,14 @@ class JsonTokenizer:
         self.name = f"{Path(path).name}:{digest[:12]}"
 
     def encode(self, blocks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """uint32 arrays, one per cut of about `BLOCK_CHARACTERS` characters."""
+        """The document's tokens as uint32 arrays, one per cut of about `BLOCK_CHARACTERS` characters."""
         for text in _cut_text(blocks):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
             yield np.asarray(ids, dtype=np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer in the JSON file `name`.
+    """The tokenizer with this name: `bytes`, or the one in a JSON file.
 
     Raises:
         DataError: see `JsonTokenizer`.

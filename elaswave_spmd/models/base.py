@@ -79,7 +79,7 @@ class LayeredModel(nn.Module):
         return [self.get_submodule(name) for name in self.layer_names]
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
-        """Runs the whole stack in one process, for evaluation (without `keys`) and tests. Training calls the layers."""
+        """Run the whole stack in one process, for evaluation (without `keys`) and tests. Training calls the layers."""
         for number, layer in enumerate(self.layers):
             x = layer(x, None if keys is None else keys.at(number))
         return x
@@ -102,7 +102,7 @@ class LayeredModel(nn.Module):
         return len(shape) >= 2
 
     def share_ties(self) -> None:
-        """Makes each tied reader the owner's Parameter, to train the whole model in one process outside the framework.
+        """Make each tied reader the owner's Parameter, to train the whole model in one process outside the framework.
 
         The baselines of the benchmarks use it; the framework itself binds ties by views of flat buffers.
         """
@@ -121,6 +121,7 @@ def _check_name(model: nn.Module, name: str) -> None:
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
+    """Refuse a layer that cannot be called as layer(x, keys), or that contains a forbidden module."""
     if not isinstance(layer, nn.Module):
         raise ModelError(f"layer {name} is of type {type(layer).__name__}", rule="a layer is an nn.Module")
     try:
@@ -160,7 +161,8 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _check_parameters(model: LayeredModel) -> None:
-    homes: dict[int, str] = {}
+    """Refuse parameters that are not trained, and parameters that two layers share."""
+    homes: dict[int, str] = {}  # id of a parameter -> its path in an earlier layer
     for layer in model.layer_names:
         seen: dict[int, str] = {}
         for path, parameter in model.get_submodule(layer).named_parameters(prefix=layer):
@@ -182,6 +184,7 @@ def _check_parameters(model: LayeredModel) -> None:
 
 
 def _check_outside(model: LayeredModel) -> None:
+    """Refuse parameters that belong to no layer."""
     if "layer_names" not in vars(model):  # the layers themselves are being added
         return
     inside = {id(module) for layer in model.layers for module in layer.modules()}
@@ -230,6 +233,7 @@ def _check_ties(model: LayeredModel) -> None:
 
 
 def _number_dropouts(model: LayeredModel) -> None:
+    """Number the dropouts within each layer. With the layer's number this keeps their random masks apart."""
     homes: dict[int, str] = {}
     for layer in model.layer_names:
         modules = [m for m in model.get_submodule(layer).modules() if isinstance(m, KeyedDropout)]

@@ -1,4 +1,4 @@
-"""Makes models from a name and sizes: the project's own, or a user's `my_file.MyModel` in the working directory."""
+"""Construction of models from a name and sizes: the project's own, or a user's `my_file.MyModel`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN = {
 def build_model(
     target: str | type[LayeredModel], sizes: Mapping[str, Any], extra: Mapping[str, Any] | None = None
 ) -> LayeredModel:
-    """Makes the model `target`. Under `with torch.device("meta")` no memory is allocated.
+    """Make the model `target`. Under `with torch.device("meta")` no memory is allocated.
 
     Args:
         target: a class, a short name (gpt, llama, mlp) or "module.Class"; the working directory is on the import path.
@@ -51,6 +51,7 @@ def build_model(
                 fix="use one of these",
             )
     given = {name: value for name, value in sizes.items() if name in parameters or open_ended} | dict(extra or {})
+    # 1 and 3 are parameters that can be given by name; the others (*args, **kwargs, /) are never missing.
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.kind in (1, 3) and p.name not in given]
     if missing:
         raise ModelError(
@@ -75,7 +76,7 @@ def build_model(
 
 
 def find_model(target: str) -> Any:
-    """Imports the object that "module.Name" or a short name stands for.
+    """Import the object that "module.Name" or a short name stands for.
 
     Raises:
         ModelError: no such module or name, or a module that fails while it is imported.
@@ -87,10 +88,11 @@ def find_model(target: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # the file may have been written after Python listed the folder
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # Either the user's module does not exist, or it exists and imports one that does not.
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise _unknown(target, f"models {', '.join(OWN)}; files {_files_here()}") from None
         raise _broken(target, error) from error

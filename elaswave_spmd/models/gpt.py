@@ -42,12 +42,12 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, d_model)
-        # Rows of qkv are ordered by head, so that cutting them over tp gives each device whole heads.
+        # Rows of qkv are ordered by head, so that splitting them over tp gives each device whole heads.
         shard(self.qkv, weight=P("tp", "fsdp"), bias=P("tp"))
         shard(self.out, weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # Heads come before samples, so that XLA keeps the batched products cut by head where heads are cut over tp.
+        # Heads come before samples, so that XLA keeps the batched products split by head where heads are split over tp.
         q_HBTK, k_HBTK, v_HBTK = rearrange(self.qkv(x_BTD), "b t (h n k) -> n h b t k", h=self.heads, n=3)
         o_HBTK = nn.functional.scaled_dot_product_attention(q_HBTK, k_HBTK, v_HBTK, is_causal=True)
         return self.out(rearrange(o_HBTK, "h b t k -> b t (h k)"))

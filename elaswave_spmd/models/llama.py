@@ -28,6 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        # Squares and their mean in fp32: in bf16 the sum over a wide model would lose most of its digits.
         wide_BTD = x_BTD.float()
         scale_BT1 = torch.rsqrt(wide_BTD.square().mean(-1, keepdim=True) + self.eps)
         return (wide_BTD * scale_BT1).to(x_BTD.dtype) * self.weight
@@ -52,18 +53,20 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, heads: int, kv_heads: int, theta: float) -> None:
         super().__init__()
         width = d_model // heads
-        self.heads, self.kv_heads, self.theta = heads, kv_heads, theta
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.theta = theta
         self.q = shard(nn.Linear(d_model, heads * width, bias=False), weight=P("tp", "fsdp"))
         self.k = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", "fsdp"))
         self.v = shard(nn.Linear(d_model, kv_heads * width, bias=False), weight=P("tp", "fsdp"))
         self.out = shard(nn.Linear(heads * width, d_model, bias=False), weight=P("fsdp", "tp"))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # Heads come before samples, so that XLA keeps the batched products cut by head where heads are cut over tp.
+        # Heads come before samples, so that XLA keeps the batched products split by head where heads are split over tp.
         q_HBTK = rearrange(self.q(x_BTD), "b t (h k) -> h b t k", h=self.heads)
         k_GBTK = rearrange(self.k(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
         v_GBTK = rearrange(self.v(x_BTD), "b t (g k) -> g b t k", g=self.kv_heads)
-        # Computed at each call, which is 1 % of the layer: a buffer would be state that has to move with the layer.
+        # Computed at each call, 1 % of the layer's time. A buffer would be state that has to move with the layer.
         cos_TK, sin_TK = rotary_tables(q_HBTK.shape[2], q_HBTK.shape[3], self.theta, x_BTD.device)
         q_HBTK, k_GBTK = rotate(q_HBTK, cos_TK, sin_TK), rotate(k_GBTK, cos_TK, sin_TK)
         shared = self.heads // self.kv_heads
@@ -74,7 +77,7 @@ class Attention(nn.Module):
 
 
 def rotary_tables(tokens: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position times frequency, fp32 [T, K]; dims i and i + K/2 of a head turn together."""
+    """Cosines and sines of position times frequency, fp32 [T, K]; dims i and i + K/2 of a head form a pair."""
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     frequency = torch.exp(pair * (-2.0 * math.log(theta) / width))
     angle = torch.arange(tokens, dtype=torch.float32, device=device)[:, None] * frequency
@@ -83,7 +86,7 @@ def rotary_tables(tokens: int, width: int, theta: float, device: torch.device) -
 
 
 def rotate(x_HBTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Turn each pair (i, i + K/2) of a head by its angle, in fp32; returns the dtype of x."""
+    """Rotate each pair (i, i + K/2) of a head by its angle, in fp32; returns the dtype of x."""
     first, second = x_HBTK.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x_HBTK * cos_TK + turned * sin_TK).to(x_HBTK.dtype)

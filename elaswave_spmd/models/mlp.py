@@ -38,6 +38,7 @@ class Block(nn.Module):
         self.drop = KeyedDropout(dropout)
 
     def forward(self, x_BTD: Tensor, keys: Keys) -> Tensor:
+        # Zeros before the first token: position t sees the tokens t - window + 1 to t, and none after t.
         padded_BSD = nn.functional.pad(self.norm(x_BTD), (0, 0, self.window - 1, 0))
         num_tokens = x_BTD.shape[1]
         past_BTE = torch.cat([padded_BSD[:, i : i + num_tokens] for i in range(self.window)], dim=-1)

@@ -22,16 +22,18 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 5.0
-_REQUEST_TIMEOUT_S = 2.0  # a run that ends for another reason waits no longer for a silent machine
+_REQUEST_TIMEOUT_S = 2.0  # a silent machine must not delay the end of a run that has another reason to end
 _GOODBYE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteExited(Exited):
-    """As `Exited`, on another machine.
+    """A worker's process on another machine has ended; see `Exited`.
 
-    With a `reason` the worker's end was not observed: its agent is gone, and its workers with it. `signal` is SIGKILL
-    then, and `pid` 0.
+    Args:
+        host: the machine.
+        reason: set if the end of the worker was not observed, but its agent was lost, and its workers with it. Then
+            `signal` is SIGKILL and `pid` is 0.
     """
 
     host: str = ""
@@ -73,7 +75,7 @@ class Agents:
     def __init__(self, rendezvous: tuple[str, int], secret: bytes, host: str, wanted: int) -> None:
         import torch
 
-        self._torch = str(torch.__version__)
+        self._torch = str(torch.__version__)  # agents must have the same one
         self._wanted = wanted
         self._where = ":".join(map(str, rendezvous))
         self._agents: dict[int, Agent] = {}
@@ -129,8 +131,8 @@ class Agents:
     def spawn(self, agent: Agent, rank: int, spec: Mapping[str, Any]) -> None:
         """Order `agent` to start a worker. A failure is reported by `poll`."""
         agent.ranks.add(rank)
-        if agent.peer not in self._agents:
-            self._lose(agent, "it was gone before")
+        if agent.peer not in self._agents:  # lost after the launcher chose it; `poll` reports the worker as lost
+            self._lose(agent, "it was lost before")
         self._send(agent, am.Spawn(rank, dict(spec)))
 
     def signal(self, agent: Agent, rank: int, number: int) -> bool:

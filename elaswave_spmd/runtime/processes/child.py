@@ -92,7 +92,7 @@ def _exit_code(value: object) -> int:
 
 
 def main() -> NoReturn:
-    """Entry of a spawned worker."""
+    """The process of a spawned worker: read the orders, and run the worker."""
     orders = json.load(sys.stdin)
     die_with_parent(orders["parent"])
     sys.path[:] = orders["sys_path"]

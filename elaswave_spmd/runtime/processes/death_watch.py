@@ -100,6 +100,8 @@ class _Libc:
 
         They are seconds of the wall clock: setting the clock makes them shorter or longer.
         """
+        # pthread_mutex_timedlock takes a time of CLOCK_REALTIME. pthread_mutex_clocklock, for other clocks, needs glibc
+        # 2.30, and other C libraries do not have it.
         until = time.time() + seconds
         return self.timedlock(address, ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9))))
 
@@ -230,7 +232,7 @@ class RobustMutexTable:
 
 
 class DeathWatch:
-    """Waits for the deaths of workers that hold their mutex: one thread per rank, named `death-watch-<rank>`.
+    """The threads that wait for the deaths of workers that hold their mutex: one per rank, `death-watch-<rank>`.
 
     Args:
         table: the workers' mutexes.

@@ -57,7 +57,7 @@ class ForkServer:
         self._notices = notices
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._buffer = b""
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()  # written by Python's signal handler when a child has ended
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
         self._setup: dict[str, Any] = {}
@@ -74,9 +74,8 @@ class ForkServer:
             if problem:
                 self._answer({"error": problem})
                 return
-            signal.signal(
-                signal.SIGCHLD, lambda *_: None
-            )  # the wake-up descriptor is written only if there is a handler
+            # Python writes to the wake-up descriptor only for signals that have a handler.
+            signal.signal(signal.SIGCHLD, lambda *_: None)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             gc.collect()
             gc.freeze()  # children share these objects' pages as long as no collector writes to them
@@ -103,6 +102,7 @@ class ForkServer:
                     f"importing {name} left {num_threads()} threads running; a process that forks must have "
                     "one. Leave the module out of preload, or use method='spawn'."
                 )
+            # Imports take seconds; if the controller has ended meanwhile, there is no reason to go on.
             if select.select([self._orders], [], [], 0)[0] and not self._orders.recv(1, socket.MSG_PEEK):
                 raise _ControllerGoneError
         return ""
@@ -140,7 +140,9 @@ class ForkServer:
             self._answer({"error": traceback.format_exc()})
 
     def _fork(self, spec: dict[str, Any]) -> int:
+        """Make a worker by a fork. Returns its process id; in the child this never returns."""
         parent = os.getpid()
+        # What is still in the buffers would be written by the child as well.
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -149,6 +151,7 @@ class ForkServer:
         try:
             child.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
+            # The child must not keep the server's descriptors open: their end tells that the server has died.
             self._orders.close()
             for fd in (self._notices, self._wake_read, self._wake_write):
                 os.close(fd)
@@ -160,12 +163,14 @@ class ForkServer:
             os._exit(1)  # never back into the fork server's loop
 
     def _spawn(self, spec: dict[str, Any]) -> int:
+        """Start a worker in a fresh interpreter. Returns its process id."""
         orders = {
             "parent": os.getpid(),
             "sys_path": self._setup["sys_path"],
             "target": self._setup["target"],
             "spec": spec,
         }
+        # By a file, since a pipe holds 64 KiB, and writing more would wait for a child that may have failed.
         with tempfile.TemporaryFile("w+") as file:
             json.dump(orders, file)
             file.seek(0)
@@ -183,6 +188,7 @@ class ForkServer:
         return True
 
     def _reap(self) -> None:
+        """Report and forget the children that have ended."""
         for rank, pid in list(self._pids.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done == 0:

@@ -24,7 +24,7 @@ from elaswave_spmd.runtime.processes.fork_server import num_threads
 from elaswave_spmd.runtime.processes.forked_process import ForkedProcess, fork_process
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
 
-# The third is imported by the first backward otherwise, in every worker.
+# The third would otherwise be imported by the first backward, in every worker.
 PRELOAD = ("numpy", "torch", "torch.fx.experimental.symbolic_shapes", "zmq")
 """Modules that the fork server imports by default."""
 
@@ -274,6 +274,7 @@ class ForkServerClient:
             shutil.rmtree(path, ignore_errors=True)
 
     def _died(self) -> RunError:
+        """The error for a fork server that has ended by itself."""
         code = self._process.wait()
         how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
         return RunError(
@@ -281,6 +282,7 @@ class ForkServerClient:
         )
 
     def _request(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Send an order, and wait for its answer."""
         self._send(order)
         answer = self._receive(_ORDER_TIMEOUT_S)
         if "error" in answer:
@@ -294,6 +296,7 @@ class ForkServerClient:
             raise self._died() from error
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the next answer."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._answer_buffer:
             left = deadline - time.monotonic()

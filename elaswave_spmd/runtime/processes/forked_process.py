@@ -70,6 +70,7 @@ def fork_process(main: Callable[[], object], keep: Collection[int]) -> ForkedPro
                 signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
+        # Close the ranges between the descriptors to keep.
         for before, after in pairwise(sorted({2, *keep, _MAX_DESCRIPTORS})):
             os.closerange(before + 1, after)
         main()
@@ -77,4 +78,4 @@ def fork_process(main: Callable[[], object], keep: Collection[int]) -> ForkedPro
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # never back to where this process was
+        os._exit(code)  # the child must never return to the caller's stack

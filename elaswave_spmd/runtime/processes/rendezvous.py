@@ -178,7 +178,7 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
     where = f"{host}:{port}"
     deadline = time.monotonic() + timeout_s
     while True:
-        # c10d's own client complains on stderr at every try, and cannot be interrupted.
+        # Tried with a plain socket first: c10d's own client prints a warning at every try, and cannot be interrupted.
         try:
             with socket.create_connection((host, port), _STORE_TIMEOUT_S) as probe:
                 local_host = str(probe.getsockname()[0])

@@ -7,9 +7,9 @@ import zmq
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox
 
-# A machine that loses power or network closes no connection. The kernel asks after 10 s of silence, then every 5 s, and
-# gives up after 4 questions without an answer. It answers for a stopped process too, so Ctrl-Z on the controller ends
-# nothing.
+# A machine that loses power or network closes no connection. The kernel probes after 10 s of silence, then every 5 s,
+# and closes the connection after 4 probes without an answer. A kernel also answers for a stopped process, so Ctrl-Z on
+# the controller ends nothing.
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 10,

@@ -24,7 +24,7 @@ import numpy as np
 CROSS_MEMORY_BYTES = 256 * 1024
 """From this size on a cross-memory copy is faster than a socket (benchmarks/links.py)."""
 
-_MAX_BYTES = 1 << 30  # one process_vm_readv copies at most 2 GiB
+_MAX_BYTES = 1 << 30  # one process_vm_readv copies at most 2 GiB, and more than one would break the invariant above
 _NUM_SLOTS = 1024
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama" in ASCII
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
@@ -86,7 +86,7 @@ class OfferedBuffers:
         Returns:
             None if the buffer is too large or all slots are in use; the payload must go through the socket then.
         """
-        array = np.frombuffer(view, np.uint8)
+        array = np.frombuffer(view, np.uint8)  # also keeps the memory alive: the array refers to the view's owner
         with self._lock:
             if not self._free_slots or array.nbytes > _MAX_BYTES:
                 return None

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import zmq
 
-# libzmq delivers messages within its 8 KiB read batch at any byte offset. Payloads below this size are copied, which
-# aligns them.
+# libzmq reads from a connection in batches of 8 KiB, and delivers the messages within a batch at any byte offset.
+# Payloads below this size are therefore copied, which aligns them; larger ones have memory of their own.
 _SMALL_BYTES = 16 * 1024
 _BURST = 256  # messages received from the PULL socket before the other sockets are polled
-_MONITOR_EVENT = struct.Struct("=hi")
+_MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message: event, value
 
 
 class EventLoop:
@@ -48,6 +48,7 @@ class EventLoop:
         self._stopping = False
         self._wake_lock = threading.Lock()  # guards the wake pipe against being closed while others write
         self._wake_open = True
+        # The way to wake a thread that waits in select: other threads write a byte into this pipe.
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -91,6 +92,7 @@ class EventLoop:
             os.close(self._wake_write)
 
     def _hand_over(self, work: Callable[[], None]) -> None:
+        """Have the event-loop thread call `work`. Sockets of zmq may only be used by one thread."""
         self._pending_work.append(work)
         with self._wake_lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the loop as well
             if self._wake_open:
@@ -105,12 +107,14 @@ class EventLoop:
                 pass
 
     def _life_ended(self, life_fd: int) -> None:
+        # An ended pipe stays readable, so it must be removed, or the loop would never wait again.
         self._selector.unregister(life_fd)
         self._on_controller_gone()
 
     def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
         self._monitors[monitor] = on_event
         self._register(monitor.FD, lambda: self._drain_monitor(monitor))
+        # Events from before the registration are not signalled again.
         self._drain_monitor(monitor)
 
     def _remove(self, monitor: zmq.Socket[bytes]) -> None:
@@ -130,7 +134,10 @@ class EventLoop:
                 self._monitors[monitor](event)
 
     def _drain_pull(self) -> bool:
-        """Receive until nothing is left (False) or a burst is done (True: call again without waiting)."""
+        """Receive until nothing is left (False) or a burst is done (True: call again without waiting).
+
+        Bursts keep a busy PULL socket from delaying the monitors, by which a lost peer is noticed.
+        """
         pull = self._pull
         for _ in range(_BURST):
             try:

@@ -61,7 +61,8 @@ class LinkProbe:
             if len(self._large_s) < TRIES:
                 return None
             small, large = min(self._small_s), min(self._large_s)
-        # With a clock too coarse to tell the two apart, this is a lower bound of the bandwidth.
+        # A large message takes the latency as well, so the bandwidth follows from the difference of the two. If the
+        # clock is too coarse to tell them apart, the result is a lower bound of the bandwidth.
         return small / 2, PROBE_BYTES / max(large - small, 1e-6)
 
     def tap(self, item: Item) -> bool:
@@ -74,6 +75,7 @@ class LinkProbe:
             return True
         now = self._clock()
         with self._lock:
+            # An answer with another number belongs to a measurement that was replaced by a newer one.
             if item.sender == self._peer and number == self._number:
                 (self._small_s if len(self._small_s) < TRIES else self._large_s).append(now - self._sent_at)
                 if len(self._large_s) < TRIES:

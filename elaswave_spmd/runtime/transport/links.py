@@ -69,6 +69,7 @@ _CLOSED_EVENTS = (
 
 def socket_directory() -> str:
     """Make a new private directory whose path is short enough for ipc sockets. The caller removes it."""
+    # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = base and len(base) < 40 and os.access(base, os.W_OK)
     return tempfile.mkdtemp(prefix="elaswave-", dir=base if usable else "/tmp")
@@ -122,6 +123,7 @@ class _Link:
         size = sum(view.nbytes for view in views)
         offered = self._offer_large(views) if immutable and self.peer_can_read else 0
         head = b"".join((self._prefix, bytes((kind | offered,)), header))
+        # The lock also keeps the frames of two threads' messages apart.
         with self.lock:
             sent = self.open is not None and self._put(self.open, head, views)
             if sent and kind == _MESSAGE:
@@ -146,7 +148,7 @@ class _Link:
     def _put(socket: zmq.Socket[bytes], head: bytes, views: Sequence[memoryview]) -> bool:
         last = len(views)
         try:
-            # There is no high-water mark, so a socket that cannot take a message has lost its connection. Without
+            # There is no high-water mark, so a socket that does not accept a message has lost its connection. Without
             # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
             for i, frame in enumerate((head, *views)):
                 flags = zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0)
@@ -214,7 +216,7 @@ class Links:
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 65536)
+        self._context.set(zmq.MAX_SOCKETS, 65536)  # the default, 1,023, would be used up by a few hundred links
         self._pull = self._new_socket(zmq.PULL)
         try:
             self.address = self._bind(transport, directory, host)
@@ -233,7 +235,7 @@ class Links:
             if peer in self._links and self._links[peer].open is not None:
                 return
             socket = self._new_socket(zmq.PUSH)
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: see the invariant at the top
             self._num_connects += 1
             link = self._links[peer] = _Link(peer, socket, self._num_connects, self._prefix, self._offered)
             self._loop.watch(link.monitor, lambda event: self._link_event(link, event))
@@ -315,8 +317,8 @@ class Links:
 
     def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)  # closing discards unsent messages at once, unless `close` says otherwise
+        socket.setsockopt(zmq.SNDHWM, 0)  # no high-water mark: sending never blocks
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket
 
@@ -330,6 +332,7 @@ class Links:
 
     def _file(self, head: bytes, payloads: tuple[memoryview, ...]) -> None:
         start = len(self._prefix)
+        # Compared in constant time, so that the time of a refusal tells nothing about the token.
         if len(head) <= start or not hmac.compare_digest(head[_SENDER.size : start], self._token):
             self.wrong_tokens += 1
             return

@@ -3,8 +3,7 @@
 Messages, closed links, the end of the controller and interruptions all become items of one queue. Event loops put
 items; one thread (the training thread, or the controller's main thread) removes them. Neither side waits for the other
 to finish anything, so no thread is stranded in a wait that only a remote process could end. This module needs neither
-zmq
-nor torch: the simulated cluster files into the same class.
+zmq nor torch: the simulated cluster files into the same class.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def test_a_lost_agent_is_the_loss_of_its_workers(agents: Agents, remote: Make) -
     reason = "its connection closed"
     assert exits == [RemoteExited(rank, 0, None, 9, "b", reason) for rank in (2, 4)]
     agents.spawn(agent, 6, {})
-    assert agents.poll() == [RemoteExited(6, 0, None, 9, "b", "it was gone before")]
+    assert agents.poll() == [RemoteExited(6, 0, None, 9, "b", "it was lost before")]
     assert other.links.peers, "the other agent goes on"
 
 
