@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -21,6 +21,9 @@ from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 
 _ELEMENT_BYTES = 12
 """State of one element with AdamW: fp32 master parameter and two moments."""
+
+_SMALL = 1000
+"""Up to so many workers a plan is made for the whole mesh, which takes less than a second."""
 
 _CHECKPOINT = -1
 """Stands for the checkpoint among the ranks of a replica map: it has all pages."""
@@ -43,6 +46,7 @@ class Move:
         promotions: page ranges whose primary is lost; a mirror takes its place without a byte being moved.
         copies: page ranges that are sent, once for each worker that gets them.
         from_checkpoint: some page has lost all its replicas, so every worker reads its pages from a checkpoint.
+        plan: the plan itself; None: nothing changes, or it was made for a part of a large mesh.
     """
 
     bytes: float = 0.0
@@ -51,6 +55,11 @@ class Move:
     promotions: int = 0
     copies: int = 0
     from_checkpoint: bool = False
+    plan: ReshardPlan | None = field(default=None, repr=False, compare=False)
+
+    def text(self) -> str:
+        """The plan line by line; empty without one."""
+        return self.plan.text(_ELEMENT_BYTES) if self.plan else ""
 
     def __str__(self) -> str:
         size = f"{self.bytes:,.0f} B"
@@ -97,13 +106,17 @@ class StateMoves:
         changed = self._changed_stages(stages, cuts)
         if not changed:
             return NO_MOVE
-        if len(changed) == len(stages):
+        if len(changed) == len(stages) or self.before.mesh.num_workers <= _SMALL:
             return self._figures(*self._plan_at_once(stages, cuts))
+        return self._part_at_once(changed, stages, cuts)
+
+    def _part_at_once(self, changed: Sequence[int], stages: Stages, cuts: Cuts) -> Move:
+        """The figures of the plan for these stages alone."""
         spans = tuple(pairwise(cuts))
         part_cuts = tuple(accumulate((spans[s][1] - spans[s][0] for s in changed), initial=0))
         part_stages = tuple(stages[s] for s in changed)
         part = self._only(changed)
-        return part._figures(*part._plan_at_once(part_stages, part_cuts))
+        return replace(part._figures(*part._plan_at_once(part_stages, part_cuts)), plan=None)  # it has other numbers
 
     def afterwards(self, now: tuple[Stages, Cuts], then: tuple[Stages, Cuts]) -> Move:
         """The figures of the plan to the stages and cuts `then`, when the plan to those of `now` is carried out."""
@@ -131,8 +144,9 @@ class StateMoves:
     def _changed_stages(self, stages: Stages, cuts: Cuts) -> list[int]:
         """The stages with other workers or layers, or all of them if a plan for these alone might be another one.
 
-        The state of a stage whose workers and layers stay does not move, so a plan for a mesh of 100,000 workers of
-        which one stage has changed is made for that stage alone. This holds as long as mirrors lie within their stage.
+        The state of a stage whose workers and layers stay does not move. So for a mesh of 100,000 workers of which one
+        stage has changed, the plan for that stage alone has the bytes of the plan for all. This holds as long as
+        mirrors lie within their stage.
         """
         old = self.before
         numbers = list(range(len(stages)))
@@ -181,6 +195,7 @@ class StateMoves:
             promotions=len(plan.promotions),
             copies=num_copies,
             from_checkpoint=from_checkpoint,
+            plan=plan,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,7 +30,8 @@ _OWN = {"event": "", "trace": "", "json": "false"}
 _LAYERS = 18
 _MICROBATCHES_PER_WORKER = 4
 _DECLARED = Shardings(grads=P("dp"), optim=P("dp"))  # what the models of this package declare, for sharding=model
-_SHOWN = 16  # stages of a placement
+_SHOWN = 16  # stages of a placement; workers of a mesh whose reshard plan is shown
+_WIDTH = 150  # of a line of a reshard plan
 
 USAGE = """usage: {program} plan mesh=NAME [event=...] [name=value ...]
 
@@ -250,7 +251,18 @@ def _moves(decision: Decision) -> list[str]:
         found += [f"  in the background, replicas made again: {now}"] if now.copies else []
     else:
         found = [f"  before going on: {now}" + (f"; {promoted}" if promoted else "")]
-    return [*found, f"  in the background, then: {later.move}, for which no worker waits"] if later else found
+    found += _shown_plan(now)
+    if later is not None:
+        found += [f"  in the background, then: {later.move}, for which no worker waits", *_shown_plan(later.move)]
+    return found
+
+
+def _shown_plan(move: Move) -> list[str]:
+    """The reshard plan itself, on meshes that are small enough to read it."""
+    sharding = move.plan.sharding if move.plan else None
+    if sharding is None or not move.copies or sharding.mesh.num_workers > _SHOWN:
+        return []
+    return [f"    {line if len(line) <= _WIDTH else line[: _WIDTH - 4] + ' ...'}" for line in move.text().splitlines()]
 
 
 def _placement(assignment: Assignment) -> list[str]:
@@ -279,12 +291,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _variant(variant: Variant) -> dict[str, Any]:
-    return {
-        "step_s": variant.time.seconds,
-        "how": variant.time.how,
-        "move": asdict(variant.move),
-        **_stages(variant.assignment),
-    }
+    figures = [field.name for field in fields(Move) if field.name != "plan"]
+    move = {name: getattr(variant.move, name) for name in figures}
+    return {"step_s": variant.time.seconds, "how": variant.time.how, "move": move, **_stages(variant.assignment)}
 
 
 def _stages(assignment: Assignment) -> dict[str, Any]:

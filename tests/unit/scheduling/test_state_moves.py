@@ -72,7 +72,8 @@ def test_a_plan_for_the_changed_stages_alone_is_the_plan_for_all(sizes, mirrors,
     before = StateSharding(mesh, cuts, P("dp") if is_sharded else P(None), mirrors)
     moves = StateMoves(before, layout_of_costs(costs, 64), costs)
     whole = moves._figures(*moves._plan_at_once(stages, cuts))
-    found = moves.at_once(stages, cuts)
+    changed = moves._changed_stages(stages, cuts)
+    found = moves._part_at_once(changed, stages, cuts) if changed else NO_MOVE
     assert (found.promotions, found.from_checkpoint) == (whole.promotions, whole.from_checkpoint)
     if not found.from_checkpoint:  # else all stages read their state again, and only the whole plan knows it
         assert (found.bytes, found.copies) == (pytest.approx(whole.bytes), whole.copies)
@@ -87,6 +88,7 @@ def test_lost_replicas_are_made_again_and_nothing_else_moves():
     assert found.bytes == found.bound_bytes == PAGE_BYTES * 200 and found.promotions and not found.from_checkpoint
     assert found.bytes / 3 / 1e6 <= found.seconds - 0.5 <= found.bytes / 1e6, "three links carry it"
     assert f"{found.bytes:,.0f} B move (at least" in str(found)
+    assert "promote" in found.text() and "copy 0 -> 2" in found.text() and NO_MOVE.text() == ""
     assert moves.at_once(mesh.stages, (0, 1, 2)) == NO_MOVE
 
 

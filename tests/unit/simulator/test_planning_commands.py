@@ -42,6 +42,8 @@ def test_a_plan_shows_old_and_new_placement_bytes_time_and_why(call):
         "state:",
         "page ranges are promoted in place",
         "in the background, replicas made again: ",
+        "reshard plan, without worker 6: mesh stages4-3-4x2",
+        "promote 4 in place of 6: ",
         "step: ",
         "throughput: ",
         "why: micro-batches assigned by speed",
