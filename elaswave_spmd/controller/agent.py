@@ -98,7 +98,7 @@ class Agent:
         try:
             while not self._turn():
                 pass
-        except _ControllerGoneError:
+        except _ControllerLostError:
             self._fork_server.release()  # its workers are told in the same way, and may have something to save
             raise RunError("the controller is gone; no worker is left here") from None
         except BaseException as error:
@@ -127,7 +127,7 @@ class Agent:
 
     def _take(self, item: Item) -> bool:
         if isinstance(item, PeerClosed):
-            raise _ControllerGoneError
+            raise _ControllerLostError
         if not isinstance(item, Envelope):
             return False
         match am.decode(item.header):
@@ -180,7 +180,7 @@ class Agent:
         self._links.send(CONTROLLER, am.encode(message))
 
 
-class _ControllerGoneError(Exception):
+class _ControllerLostError(Exception):
     pass
 
 

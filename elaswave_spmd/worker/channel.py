@@ -13,7 +13,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
-from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Interrupted, Item, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Item, Mailbox, PeerClosed
 
 _FP32 = (m.PartialSum, m.ReducedGradient, m.PageState, m.FinalPages)
 
@@ -124,7 +124,7 @@ class SocketChannel:
         items, self._early = [*self._early, *self._mailbox.take_all()], []
         found = []
         for item in items:
-            if isinstance(item, ControllerGone):
+            if isinstance(item, ControllerLost):
                 found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, CONTROLLER)))
             if isinstance(item, Interrupted):
                 self.send(CONTROLLER, m.Leaving(self._links.me))

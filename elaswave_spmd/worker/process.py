@@ -20,7 +20,7 @@ from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.worker.channel import Channel, SocketChannel, Stopped
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
@@ -160,7 +160,7 @@ class WorkerProcess:
         early: list[Envelope] = []
         while True:
             item = self._mailbox.get()
-            if isinstance(item, ControllerGone):
+            if isinstance(item, ControllerLost):
                 raise Stopped
             if not isinstance(item, Envelope):
                 continue

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
-from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox
 
 
 def act(spec: dict[str, Any]) -> object:
@@ -54,7 +54,7 @@ def peer(spec: dict[str, Any]) -> None:
     )
     links.connect(CONTROLLER, spec["controller"])
     links.send(CONTROLLER, b"address " + links.address.encode())
-    while not isinstance(item := mailbox.get(), ControllerGone):
+    while not isinstance(item := mailbox.get(), ControllerLost):
         if isinstance(item, Envelope):
             links.send(CONTROLLER, item.header, item.payloads)
     links.close(100)
@@ -87,5 +87,5 @@ def until_life_ends(spec: dict[str, Any]) -> None:
     """A worker that sits in the mailbox until the controller is gone, as a training thread would."""
     mailbox = Mailbox()
     links = Links(spec["rank"], mailbox, transport="tcp", life_fd=spec["life_fd"])
-    assert isinstance(mailbox.get(), ControllerGone)
+    assert isinstance(mailbox.get(), ControllerLost)
     links.close()

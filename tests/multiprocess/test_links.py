@@ -20,7 +20,7 @@ import zmq
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
-from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
 from tests.waiting import PATIENCE_S
 
 TOKEN = b"0123456789abcdef"
@@ -190,7 +190,7 @@ def test_the_end_of_the_life_pipe_is_noticed(ends: Ends):
     _, mailbox = ends.open(0, life_fd=read)
     assert not mailbox.wait(0.05)
     os.close(write)
-    assert mailbox.get(10) == ControllerGone()
+    assert mailbox.get(10) == ControllerLost()
     assert not mailbox.wait(0.05)
     os.close(read)
 

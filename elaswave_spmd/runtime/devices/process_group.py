@@ -25,16 +25,56 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.group_store import connect_group_store
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between two polls; the pause doubles from the first to the second
 _ALL, _LEFT = "all", "left"  # outcomes of a meeting: all members came, or a member left for a newer mesh epoch
 
-Make = Callable[[Any, int, int], Any]
-"""(store, rank, size) -> a backend of c10d; connects, or does so at the first collective."""
+
+class GroupLibrary:
+    """The calls of a collective library that a group is made of, and the store at which its members meet.
+
+    `DeviceGroups` has those of a device; tests have their own. A backend is an object of c10d.
+    """
+
+    shrinks = False
+    """True if the library can remove members from a group."""
+
+    def open_store(self, prefix: str) -> Any:
+        """Open a connection to the store that all workers of the run share, for the keys below a prefix."""
+        raise NotImplementedError
+
+    def make(self, store: Any, rank: int, size: int) -> Any:
+        """Make this process's end of a group, a backend. All members call this together."""
+        raise NotImplementedError
+
+    def broadcast(self, backend: Any, values: Any, root: int) -> Any:
+        """Start a broadcast from the member with rank `root` in the group. Returns c10d's work."""
+        raise NotImplementedError
+
+    def token(self) -> Any:
+        """A small tensor on the device. The first broadcast, at which the library connects, is one of such a tensor."""
+        raise NotImplementedError
+
+    def enter_thread(self) -> None:
+        """Give the calling thread the device, and a stream of its own. Called first in every thread that is started."""
+
+    def abort(self, backend: Any, reason: str) -> None:
+        """End everything in progress in a backend at once, if the library can."""
+
+    def shrink(self, backend: Any, lost: list[int]) -> Any:
+        """Make a backend of the members that are left. Only if `shrinks`.
+
+        Args:
+            lost: ranks in the backend to remove.
+        """
+        raise NotImplementedError
 
 
 class Broadcast:
@@ -112,36 +152,13 @@ class GroupInBackground:
     """The process group of the stage of one worker. The training thread calls it; the slow parts run in other threads.
 
     Args:
-        make: makes this process's end of a group; all members call it together.
-        broadcast: starts a broadcast: (backend, values, rank of the root in the group) -> c10d's work.
-        open_store: opens a connection to the store that all workers of the run share, below a prefix.
-        token: makes a small tensor on the device, whose broadcast makes the library connect.
+        library: makes groups and broadcasts.
         timeout_s: time limit of making a group once all its members have met, and of a broadcast.
-        enter: called first in every thread that this object starts: gives it the device, and a stream of its own.
-        abort: ends everything in progress in a backend at once, if the library can: (backend, reason).
-        shrink: (backend, ranks in it to remove) -> a backend of the others; None: the library cannot.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        broadcast: Callable[[Any, Any, int], Any],
-        open_store: Callable[[str], Any],
-        token: Callable[[], Any],
-        *,
-        timeout_s: float,
-        enter: Callable[[], None] = lambda: None,
-        abort: Callable[[Any, str], None] = lambda backend, reason: None,
-        shrink: Callable[[Any, list[int]], Any] | None = None,
-    ) -> None:
-        self._make = make
-        self._broadcast = broadcast
-        self._open_store = open_store
-        self._token = token
+    def __init__(self, library: GroupLibrary, timeout_s: float) -> None:
+        self._library = library
         self._timeout_s = timeout_s
-        self._enter = enter
-        self._abort = abort
-        self._shrink = shrink
         self._lock = threading.Lock()  # guards _epoch, _made and failure
         self._epoch = -1
         self._made: _Group | None = None  # the group of the newest epoch, once it is connected and as long as it works
@@ -179,7 +196,7 @@ class GroupInBackground:
         assert made is not None, self._epoch
         while made.in_progress and made.in_progress[0].is_over:
             made.in_progress.popleft()
-        work = self._broadcast(made.backend, values, made.members.index(root))
+        work = self._library.broadcast(made.backend, values, made.members.index(root))
         made.in_progress.append(Broadcast(work, values, self._timeout_s))
         return made.in_progress[-1]
 
@@ -206,14 +223,14 @@ class GroupInBackground:
     def _replace(self, old: list[_Group], epoch: int, members: tuple[int, ...], rank: int) -> None:
         """Make the group of a mesh epoch: by removing members from the old one if the library can, else a new one."""
         try:
-            self._enter()
-            if self._shrink is None or not any(group.shrinks_to(members) for group in old):
+            self._library.enter_thread()
+            if not self._library.shrinks or not any(group.shrinks_to(members) for group in old):
                 self._end_in_thread(old, f"mesh epoch {epoch}")
                 old = []
             if len(members) == 1:
                 return
             # All stages meet in the same store; the prefix keeps them apart, since their first members differ.
-            store = self._open_store(f"epoch{epoch}/{members[0]}")
+            store = self._library.open_store(f"epoch{epoch}/{members[0]}")
             if old:
                 store.add(f"has{old[0].epoch}", 1)
             if not self._meet(store, epoch, len(members)):
@@ -223,7 +240,7 @@ class GroupInBackground:
             if old and store.add(f"has{old[0].epoch}", 0) == len(members):
                 backend = self._shrink_backend(old[0], members)
             if backend is None:
-                backend = self._make(store, members.index(rank), len(members))
+                backend = self._library.make(store, members.index(rank), len(members))
             self._connect(backend)
             made = _Group(epoch, members, backend)
             with self._lock:
@@ -254,15 +271,16 @@ class GroupInBackground:
 
     def _connect(self, backend: Any) -> None:
         """Run a first collective. The library connects at it, and would otherwise do so in the middle of a step."""
-        first = Broadcast(self._broadcast(backend, self._token(), 0), None, self._timeout_s)
+        first = Broadcast(self._library.broadcast(backend, self._library.token(), 0), None, self._timeout_s)
         _poll_until(first.is_completed)
         first.wait()
 
     def _shrink_backend(self, old: _Group, members: tuple[int, ...]) -> Any:
         """The old group's backend without the lost members, or None if the library is too old (then on all members)."""
-        assert self._shrink is not None
         with suppress(AttributeError, TypeError, RuntimeError):
-            return self._shrink(old.backend, [i for i, member in enumerate(old.members) if member not in members])
+            return self._library.shrink(
+                old.backend, [i for i, member in enumerate(old.members) if member not in members]
+            )
         return None
 
     def _end_in_thread(self, handed_over: list[_Group], reason: str) -> None:
@@ -274,8 +292,8 @@ class GroupInBackground:
         """Abort a group and drop the last reference to it, which runs its destructor in this thread."""
         group = handed_over.pop()
         with suppress(Exception):  # the group is abandoned, whatever state it is in
-            self._enter()
-            self._abort(group.backend, reason)
+            self._library.enter_thread()
+            self._library.abort(group.backend, reason)
 
     def _is_past(self, epoch: int) -> bool:
         with self._lock:
@@ -293,6 +311,54 @@ def _poll_until(condition: Callable[[], bool], is_cancelled: Callable[[], bool] 
     return True
 
 
+class DeviceGroups(GroupLibrary):
+    """The groups of a worker's device, made by its kind.
+
+    Args:
+        address: address of the run's `GroupStore`.
+        host: address at which the other machines reach this one.
+        timeout_s: time limit of the library itself for connecting, and for a collective.
+    """
+
+    def __init__(self, device: Device, address: str, host: str, timeout_s: float) -> None:
+        self.shrinks = device.kind.capabilities.shrinks_groups
+        self._device = device
+        self._address = address
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def open_store(self, prefix: str) -> Any:
+        return connect_group_store(self._address, prefix)
+
+    def make(self, store: Any, rank: int, size: int) -> Any:
+        return self._device.kind.make_group(store, rank, size, self._timeout, self._host)
+
+    def broadcast(self, backend: Any, values: Tensor, root: int) -> Any:
+        from torch.distributed import distributed_c10d as c10d
+
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.asyncOp = True
+        return backend.broadcast([values], options)
+
+    def token(self) -> Tensor:
+        import torch
+
+        return torch.zeros(1, device=self._device.place)
+
+    def enter_thread(self) -> None:
+        self._device.enter_thread()
+
+    def abort(self, backend: Any, reason: str) -> None:
+        self._device.kind.abort_group(backend, reason)
+
+    def shrink(self, backend: Any, lost: list[int]) -> Any:
+        from torch.distributed import distributed_c10d as c10d
+
+        return backend.shrink(lost, c10d.SHRINK_ABORT, None)
+
+
 def group_of(device: Device, address: str, host: str, timeout_s: float) -> GroupInBackground:
     """The process group of a worker's stage, with the backend of its device. Nothing is connected yet.
 
@@ -301,25 +367,4 @@ def group_of(device: Device, address: str, host: str, timeout_s: float) -> Group
         host: address at which the other machines reach this one.
         timeout_s: time limit of making a group once all its members have met, and of a broadcast.
     """
-    import torch
-    from torch.distributed import distributed_c10d as c10d
-
-    kind, shrinks = device.kind, device.kind.capabilities.shrinks_groups
-
-    def broadcast(backend: Any, values: torch.Tensor, root: int) -> Any:
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        options.asyncOp = True
-        return backend.broadcast([values], options)
-
-    return GroupInBackground(
-        lambda store, rank, size: kind.make_group(store, rank, size, timedelta(seconds=timeout_s), host),
-        broadcast,
-        lambda prefix: connect_group_store(address, prefix),
-        lambda: torch.zeros(1, device=device.place),
-        timeout_s=timeout_s,
-        enter=device.enter_thread,
-        abort=kind.abort_group,
-        shrink=(lambda backend, lost: backend.shrink(lost, c10d.SHRINK_ABORT, None)) if shrinks else None,
-    )
+    return GroupInBackground(DeviceGroups(device, address, host, timeout_s), timeout_s)

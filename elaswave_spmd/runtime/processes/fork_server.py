@@ -81,7 +81,7 @@ class ForkServer:
             gc.freeze()  # children share these objects' pages as long as no collector writes to them
             self._answer({"ready": True, "threads": num_threads()})
             self._loop()
-        except _ControllerGoneError:
+        except _ControllerLostError:
             # Workers notice by the life pipe, and may write a checkpoint before they end.
             grace = float(setup["orphan_grace_s"])
             self._wait_until_none(grace)
@@ -104,7 +104,7 @@ class ForkServer:
                 )
             # Imports take seconds; if the controller has ended meanwhile, there is no reason to go on.
             if select.select([self._orders], [], [], 0)[0] and not self._orders.recv(1, socket.MSG_PEEK):
-                raise _ControllerGoneError
+                raise _ControllerLostError
         return ""
 
     def _loop(self) -> None:
@@ -117,7 +117,7 @@ class ForkServer:
             if self._orders in ready:
                 order = self._next_order()
                 if order is None:
-                    raise _ControllerGoneError
+                    raise _ControllerLostError
                 if "stop" in order:
                     self._end_all(float(order["stop"]))
                     self._answer({"stopped": True})
@@ -241,7 +241,7 @@ class ForkServer:
             self._orders.sendall(json.dumps(message).encode() + b"\n")
 
 
-class _ControllerGoneError(Exception):
+class _ControllerLostError(Exception):
     pass
 
 

@@ -28,7 +28,7 @@ class EventLoop:
         pull: the bound PULL socket; closed when the thread ends.
         file: called with the first frame and the payloads of each message.
         life_fd: read end of the controller's life pipe, or None.
-        on_controller_gone: called when the life pipe ends.
+        on_controller_lost: called when the life pipe ends.
 
     All callables run in this thread and must not block.
     """
@@ -38,11 +38,11 @@ class EventLoop:
         pull: zmq.Socket[bytes],
         file: Callable[[bytes, tuple[memoryview, ...]], None],
         life_fd: int | None,
-        on_controller_gone: Callable[[], None],
+        on_controller_lost: Callable[[], None],
     ) -> None:
         self._pull = pull
         self._file = file
-        self._on_controller_gone = on_controller_gone
+        self._on_controller_lost = on_controller_lost
         self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
         self._pending_work: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -109,7 +109,7 @@ class EventLoop:
     def _life_ended(self, life_fd: int) -> None:
         # An ended pipe stays readable, so it must be removed, or the loop would never wait again.
         self._selector.unregister(life_fd)
-        self._on_controller_gone()
+        self._on_controller_lost()
 
     def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
         self._monitors[monitor] = on_event

@@ -40,7 +40,7 @@ from elaswave_spmd.runtime.transport.cross_memory import (
     open_cross_memory,
 )
 from elaswave_spmd.runtime.transport.event_loop import EventLoop
-from elaswave_spmd.runtime.transport.mailbox import ControllerGone, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
 
 CONTROLLER = -1
 """The controller's peer id; workers have their rank, agents ids from -2 downward."""
@@ -179,7 +179,7 @@ class Links:
         directory: existing directory for the ipc socket, see `socket_directory`; not used by tcp.
         token: secret of the run, sent in each message; messages with another one are dropped and counted.
         host: address that tcp binds and reports to peers. Beyond loopback a token of 16 bytes or more is required.
-        life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerGone`.
+        life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerLost`.
 
     Raises:
         ConfigError: unknown transport, directory missing or its path too long, token too short for `host`, or an
@@ -223,7 +223,7 @@ class Links:
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(f"links cannot bind an address in {directory or host} ({error})") from error
-        self._loop = EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerGone()))
+        self._loop = EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerLost()))
         self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
         self._thread.start()
 

@@ -48,7 +48,7 @@ class PeerClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerGone:
+class ControllerLost:
     """The controller's process has ended without stopping its workers."""
 
 
@@ -72,7 +72,7 @@ class Request:
     reply: Callable[[Mapping[str, Any]], None]
 
 
-Item: TypeAlias = Envelope | PeerClosed | ControllerGone | Interrupted | Request
+Item: TypeAlias = Envelope | PeerClosed | ControllerLost | Interrupted | Request
 
 
 class Mailbox:

@@ -6,26 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from elaswave_spmd.runtime.devices import device_of
-from elaswave_spmd.runtime.devices.process_group import GroupInBackground
+from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground
 from tests.waiting import eventually
 
 KIND = device_of("cpu")
 PATIENCE_S = 5.0
 """Of a group, and of a broadcast: as long as a test waits for one that hangs."""
-
-
-def broadcast(backend: Any, values: torch.Tensor, root: int) -> Any:
-    options = distributed_c10d.BroadcastOptions()
-    options.rootRank, options.rootTensor = root, 0
-    return backend.broadcast([values], options)
 
 
 @dataclass
@@ -38,27 +32,32 @@ class Stage:
     fails_to_end: bool = False
 
     def worker(self, rank: int) -> GroupInBackground:
-        def make(store: Any, index: int, size: int) -> Any:
-            if rank in self.dies:
-                raise SystemExit
-            return KIND.make_group(store, index, size, timedelta(seconds=PATIENCE_S), "127.0.0.1")
-
-        def abort(backend: Any, reason: str) -> None:
-            self.ended.append(reason)
-            if self.fails_to_end:
-                raise RuntimeError("abort timed out")
-
-        return GroupInBackground(
-            make,
-            broadcast,
-            lambda prefix: PrefixStore(prefix, self.store),
-            lambda: torch.zeros(1),
-            timeout_s=PATIENCE_S,
-            abort=abort,
-        )
+        return GroupInBackground(Gloo(self, rank), PATIENCE_S)
 
     def workers(self, number: int) -> list[GroupInBackground]:
         return [self.worker(rank) for rank in range(number)]
+
+
+class Gloo(DeviceGroups):
+    """The groups of one worker of a stage."""
+
+    def __init__(self, stage: Stage, rank: int) -> None:
+        super().__init__(HostDevice(KIND), "", "127.0.0.1", PATIENCE_S)
+        self._stage = stage
+        self._rank = rank
+
+    def open_store(self, prefix: str) -> Any:
+        return PrefixStore(prefix, self._stage.store)
+
+    def make(self, store: Any, rank: int, size: int) -> Any:
+        if self._rank in self._stage.dies:
+            raise SystemExit
+        return super().make(store, rank, size)
+
+    def abort(self, backend: Any, reason: str) -> None:
+        self._stage.ended.append(reason)
+        if self._stage.fails_to_end:
+            raise RuntimeError("abort timed out")
 
 
 @pytest.fixture(autouse=True)

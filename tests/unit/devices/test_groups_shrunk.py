@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from elaswave_spmd.runtime.devices.process_group import GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground, GroupLibrary
 from tests.waiting import eventually
 
 
@@ -24,24 +24,36 @@ class Library:
         self.store, self.refuses, self.asked = HashStore(), refuses, list[str]()
 
     def worker(self, rank: int) -> GroupInBackground:
-        def make(store: Any, index: int, size: int) -> str:
-            self.asked.append(f"{rank} makes {size}")
-            return "made"
+        return GroupInBackground(OneWorker(self, rank), timeout_s=5.0)
 
-        def shrink(backend: str, gone: list[int]) -> str:
-            self.asked.append(f"{rank} shrinks {backend} by {gone}")
-            if self.refuses is not None:
-                raise self.refuses
-            return "shrunk"
 
-        return GroupInBackground(
-            make,
-            lambda backend, values, root: SimpleNamespace(is_completed=lambda: True, wait=lambda: None),
-            lambda prefix: PrefixStore(prefix, self.store),
-            lambda: None,
-            timeout_s=5.0,
-            shrink=shrink,
-        )
+class OneWorker(GroupLibrary):
+    """The library as one worker calls it."""
+
+    shrinks = True
+
+    def __init__(self, library: Library, rank: int) -> None:
+        self._library = library
+        self._rank = rank
+
+    def open_store(self, prefix: str) -> PrefixStore:
+        return PrefixStore(prefix, self._library.store)
+
+    def make(self, store: Any, rank: int, size: int) -> str:
+        self._library.asked.append(f"{self._rank} makes {size}")
+        return "made"
+
+    def broadcast(self, backend: Any, values: Any, root: int) -> SimpleNamespace:
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    def token(self) -> None:
+        return None
+
+    def shrink(self, backend: str, lost: list[int]) -> str:
+        self._library.asked.append(f"{self._rank} shrinks {backend} by {lost}")
+        if self._library.refuses is not None:
+            raise self._library.refuses
+        return "shrunk"
 
 
 def changed(library: Library, before: tuple[int, ...], after: tuple[int, ...], *failed: int) -> list[str]:

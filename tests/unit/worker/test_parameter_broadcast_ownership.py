@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from elaswave_spmd.runtime.devices import process_group
-from elaswave_spmd.runtime.devices.process_group import GroupInBackground
+from elaswave_spmd.runtime.devices.process_group import GroupInBackground, GroupLibrary
 from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
 from tests.unit.worker.test_parameter_broadcast import CPU, LAYOUT, ME, broadcast, placement, replicas
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass
-class Library:
+class Library(GroupLibrary):
     """A made-up c10d that notes by which thread each of its groups is destroyed."""
 
     refuses: bool = False  # the next broadcast, at once
@@ -27,9 +27,15 @@ class Library:
     made: int = 0
     destroyed_by: list[threading.Thread] = field(default_factory=list)
 
-    def make(self) -> Backend:
+    def make(self, store: object, rank: int, size: int) -> Backend:
         self.made += 1
         return Backend(self)
+
+    def broadcast(self, backend: Backend, values: object, root: int) -> Work:
+        return backend.broadcast()
+
+    def token(self) -> torch.Tensor:
+        return torch.zeros(1)
 
     def open_store(self, prefix: str) -> PrefixStore:
         store = PrefixStore(prefix, HashStore())
@@ -82,13 +88,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 def make(library: Library) -> StageBroadcasts:
     """The broadcasts of a worker whose training thread is the thread of the test, with two under way."""
-    group = GroupInBackground(
-        lambda store, rank, size: library.make(),
-        lambda backend, values, root: backend.broadcast(),
-        library.open_store,
-        lambda: torch.zeros(1),
-        timeout_s=TIMEOUT_S,
-    )
+    group = GroupInBackground(library, TIMEOUT_S)
     broadcasts = StageBroadcasts(ME, LAYOUT, CPU, torch.float32, lambda *_: None, group)
     broadcasts.bind(placement(), replicas())
     assert broadcasts.ready and library.made == 1
