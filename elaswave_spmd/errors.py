@@ -100,7 +100,7 @@ class RunError(RuntimeError):
 
 
 class FilesError(RunError):
-    """The run's files cannot be written: the disk is full, or the directory is gone."""
+    """The run's files cannot be written: the disk is full, or the directory was removed."""
 
     def __init__(self, path: object, error: OSError) -> None:
         super().__init__(f"the run's files cannot be written: {path} ({error.strerror or error})")

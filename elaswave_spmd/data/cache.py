@@ -91,7 +91,7 @@ def tokenize_once(
     published = _read_entry(entry)
     if published is None:
         raise ConfigError(
-            f"{entry} is gone just after it was written",
+            f"{entry} has disappeared just after it was written",
             rule="no other program may write to the token cache",
             where="data.cache",
             fix="data.cache=DIR with a directory of its own",

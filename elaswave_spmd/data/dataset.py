@@ -101,7 +101,7 @@ def open_split(prepared: PreparedData, split: Split) -> DataSplit:
     """Open one split in this process; cheap, and safe in any number of processes at once.
 
     Raises:
-        DataError: the token file has gone or is damaged, or the user's dataset cannot be made.
+        DataError: the token file is missing or damaged, or the user's dataset cannot be made.
     """
     check_split(split)
     num_samples = prepared.num_samples(split)

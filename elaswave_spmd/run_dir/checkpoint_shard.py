@@ -29,8 +29,8 @@ _ZEROS = b"0" * 64
 _OPENING = b'{"__metadata__":{"sha256":"'
 _LENGTH = 8  # a safetensors file begins with the length of its header, as a 64-bit number
 _HASH_AT = _LENGTH + len(_OPENING)
-_CHUNK = 4 * 2**20
-_ALIGNMENT = 64
+_CHUNK = 4 * 2**20  # bytes that are hashed and written at a time
+_ALIGNMENT = 64  # of the first array, for readers that map the file
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,11 @@ def write_shard(
     Raises:
         FilesError: the disk is full, or the run's directory is missing.
     """
+    _assert_state(arrays)
     ordered = [(key, kind, arrays[key][kind]) for key in sorted(arrays) for kind in sorted(arrays[key])]
-    for key, kind, values in ordered:
-        assert values.dtype == np.float32 and values.ndim == 1 and values.size, (key, kind, values.dtype, values.shape)
-        assert arrays[key].keys() == arrays[ordered[0][0]].keys(), "every page range has the same kinds of state"
-        assert values.size == arrays[key][ordered[0][1]].size, (key, kind, values.size)
     path = directory / shard_name(rank, ballot)
     with writing(path):
+        # Not `parents=True`: if the run's directory was removed, the run must end, and not begin a new one.
         directory.parent.mkdir(exist_ok=True)
         directory.mkdir(exist_ok=True)
     metadata = {
@@ -185,6 +183,7 @@ def write_shard(
             for piece in _pieces(values):
                 digest.update(piece)
                 write_all(file, piece)
+        # The hash replaces the zeros that it was computed with.
         sha256 = digest.hexdigest()
         num_bytes = file.tell()
         file.seek(_HASH_AT)
@@ -248,6 +247,16 @@ def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, str]
         except CheckpointError as error:
             bad.append((path, error.what))
     return good, bad
+
+
+def _assert_state(arrays: Mapping[PageRange, Mapping[str, np.ndarray]]) -> None:
+    """State that was laid out wrongly is a mistake of ours: no checkpoint may be made of it."""
+    first = next(iter(arrays.values()), {})
+    for key, kinds in arrays.items():
+        assert kinds.keys() == first.keys(), "every page range has the same kinds of state"
+        for kind, values in kinds.items():
+            assert values.dtype == np.float32 and values.ndim == 1 and values.size, (key, kind, values.dtype)
+            assert values.size == next(iter(kinds.values())).size, (key, kind, values.size)
 
 
 def _header(metadata: Mapping[str, str], sizes: list[tuple[str, int]]) -> bytes:

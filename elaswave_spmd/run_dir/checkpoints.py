@@ -91,6 +91,8 @@ class Checkpoint:
         layer, first, stop = pages
         saved = self.manifest.layers[layer]
         assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds, (pages, kind)
+        # The plan's copies end wherever page ranges of the checkpoint or of the mesh end, so this range may be put
+        # together from several pieces of several shards.
         start, end = saved.span(first, stop)
         found = np.empty(end - start, np.float32)
         missing = end - start
@@ -182,6 +184,7 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
     num_good = 0
     removed: list[Path] = []
     for path in find_checkpoints(run_dir):
+        # Newest first. Verifying reads a whole checkpoint, so it stops when enough good ones were found.
         if num_good < keep and _is_good(path):
             num_good += 1
         elif num_good:

@@ -23,7 +23,7 @@ from elaswave_spmd.run_dir.weights import save_weights
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SUMMARY, WEIGHTS, COSTS, BOARD = "summary.json", "weights.safetensors", "costs.json", "tensorboard"
-RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by recovery
+RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by journal.py, checkpoints.py and lock.py
 RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, BOARD, *RECOVERY[:2])
 _NAME_TRIES = 100
 
@@ -77,6 +77,7 @@ class RunDir:
                 continue
             folder = candidate.absolute()
             _refuse_occupied(folder)
+            # Each step that creates something registers how to remove it; `pop_all` at the end cancels the removals.
             with contextlib.ExitStack() as undo, _directory_errors(candidate):
                 made = _make_folders(folder, undo)
                 if path is None and folder not in made:  # another run has taken the name meanwhile
@@ -142,6 +143,7 @@ class RunDir:
         self.close()
         if not self._is_new:
             return
+        # config.yaml goes last: while it is there, no other run takes the directory.
         _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], RECOVERY[2]))
         with contextlib.suppress(OSError):
             for file in sorted(self.board_path.iterdir()):
@@ -185,6 +187,7 @@ def read_summary(path: str | Path) -> dict[str, Any]:
 
 
 def _default_paths(model: str, mesh: str, time: datetime) -> Iterator[Path]:
+    # Model and mesh come from the user and may contain any character; keep those that are safe in a file name.
     parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part).strip("._") or "run" for part in (model, mesh))
     name = "-".join((*parts, time.strftime("%Y%m%d_%H%M%S")))
     yield Path("runs", name)

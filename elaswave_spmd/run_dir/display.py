@@ -123,6 +123,7 @@ class PlainDisplay:
     def step(self, line: MetricsLine) -> None:
         self._pace.add(line)
         now = self._clock()
+        # Small models take milliseconds per step: not every step has a line, but the first and the last have.
         due = self._shown_at is None or now - self._shown_at >= self._every
         if not due and line.step < self._total_steps:
             return

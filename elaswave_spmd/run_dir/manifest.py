@@ -194,7 +194,7 @@ def save_manifest(directory: Path, manifest: Manifest) -> None:
     """Write a manifest into a checkpoint's directory. `checkpoints.write_manifest` checks the shards first.
 
     Raises:
-        FilesError: the disk is full, or the directory is gone.
+        FilesError: the disk is full, or the directory is missing.
     """
     path = directory / MANIFEST
     with writing(path):  # the directories' own names must be on the disk before the manifest is

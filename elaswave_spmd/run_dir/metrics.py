@@ -44,6 +44,7 @@ class MetricsLine:
     def __post_init__(self) -> None:
         if self.step < 1 or self.mesh_epoch < 0 or self.tokens < 1 or self.workers < 1 or not self.seconds >= 0:
             raise ValueError(f"metrics out of range: {self}")
+        # The decimal forms are for people, the hexadecimal ones for comparing bits; they must agree.
         for value, text in ((self.loss, self.loss_hex), (self.grad_norm, self.grad_norm_hex)):
             if float(value).hex() != text:
                 raise ValueError(f"metrics with a hex form of another number: {value!r} is not {text}")

@@ -93,6 +93,7 @@ class RunObserver:
         Raises:
             RunError: the run is resumed, and the step has other bits than the first time.
         """
+        # Compared as hexadecimal text, which is exact.
         if (known := self._known.pop(line.step, None)) is not None:
             _compare(line.step, "loss", known.loss_hex, line.loss_hex)
             _compare(line.step, "gradient norm", known.grad_norm_hex, line.grad_norm_hex)

@@ -64,6 +64,7 @@ class Board:
         now = self._now()
         event = _message(event_pb2, "Event")(wall_time=now, step=step, summary=summary(value=scalars))
         self._records.write(event.SerializeToString())
+        # TensorBoard reads the file while the run goes on; flushing at every step would cost a small model time.
         if now - self._flushed >= FLUSH_SECONDS:
             self._file.flush()
             self._flushed = now

@@ -66,6 +66,7 @@ class TracePart:
     def wait(self, what: str, began: float, ended: float) -> None:
         """Record that the training thread waited; `what` names what it waited for."""
         waiting = self._waiting
+        # The training thread wakes up for every message. Many short waits for one thing are one wait to the reader.
         if waiting is not None and waiting[3] == what and began - waiting[2] < _GAP_S:
             waiting[2] = ended
             return
@@ -211,6 +212,7 @@ def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[T
             if begun is not None and name != begun[1]:
                 yield slice_of((_CONTROLLER, 2), begun[1], "mesh epoch", begun[0], at)
             begun = begun if begun is not None and name == begun[1] else (at, name)
+        # A counter has no value before its first event, so the frequency before the first change is drawn from time 0.
         if kind == "frequency":
             for rank, value in event.get("frequencies", {}).items():
                 if rank not in lowered:

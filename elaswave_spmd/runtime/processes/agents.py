@@ -119,7 +119,7 @@ class Agents:
 
         Raises:
             UserError: an agent's data is missing or differs.
-            RunError: an agent failed or is gone.
+            RunError: an agent failed or was lost.
         """
         self._preparing = True
         for agent in self:
@@ -166,7 +166,7 @@ class Agents:
             self._send(agent, am.Stop(grace_s))
 
     def close(self, timeout_s: float = _GOODBYE_TIMEOUT_S) -> list[Exited]:
-        """Wait for the agents to be gone, after `end`, and close everything. Returns the exits that `poll` has not."""
+        """Wait until all agents have ended, after `end`, and close all. Returns the exits that `poll` has not."""
         self._problem = None
         self._wait_until(lambda: not self._agents, timeout_s, raise_problem=False)
         self._links.close(100)
@@ -255,9 +255,9 @@ class Agents:
         self._links.send(peer, am.encode(am.Refused(am.Problem.from_error(refusal))))
 
     def _lose(self, agent: Agent, reason: str, problem: Exception | None = None) -> None:
-        """Report the workers of an agent that is gone. While agents prepare, its loss ends the start of the run."""
+        """Report the workers of a lost agent as lost. While agents prepare, its loss ends the start of the run."""
         for rank in sorted(agent.ranks):
             self._exits.append(RemoteExited(rank, 0, None, int(signal.SIGKILL), agent.host, reason))
         agent.ranks.clear()
         if self._preparing and self._problem is None:
-            self._problem = problem or RunError(f"{agent} is gone: {reason}")
+            self._problem = problem or RunError(f"{agent} was lost: {reason}")

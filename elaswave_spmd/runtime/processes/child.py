@@ -78,7 +78,7 @@ def run(target: str, spec: dict[str, Any]) -> NoReturn:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+            with contextlib.suppress(OSError, ValueError):  # the process that reads it may have ended
                 stream.flush()
         os._exit(code & 0xFF)
 

@@ -63,7 +63,7 @@ class ForkServer:
         self._setup: dict[str, Any] = {}
 
     def serve(self) -> None:
-        """Run until the controller orders it to stop, or is gone. When this returns no child is left."""
+        """Run until the controller orders it to stop, or has ended. When this returns no child is left."""
         setup = self._next_order()
         if setup is None:
             return
@@ -201,7 +201,7 @@ class ForkServer:
                 "code": code if code >= 0 else None,
                 "signal": -code if code < 0 else None,
             }
-            with contextlib.suppress(OSError):  # the controller is gone
+            with contextlib.suppress(OSError):  # the controller has ended
                 os.write(self._notices, json.dumps(notice).encode() + b"\n")
 
     def _wait_until_none(self, seconds: float) -> None:
@@ -237,7 +237,7 @@ class ForkServer:
         return json.loads(line)
 
     def _answer(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the controller is gone; the next read says so
+        with contextlib.suppress(OSError):  # the controller has ended; the next read finds that out
             self._orders.sendall(json.dumps(message).encode() + b"\n")
 
 

@@ -62,7 +62,7 @@ class ForkServerClient:
         process: the fork server.
         orders: socket on which it takes orders and answers.
         notices: read end of the pipe on which it reports workers that ended.
-        life: write end of the pipe whose end tells workers that this process is gone.
+        life: write end of the pipe whose end tells workers that this process has ended.
         scratch: directories that are removed when no worker is left.
         orphan_grace_s: time that workers have to end by themselves after this process.
     """

@@ -103,7 +103,7 @@ class OfferedBuffers:
             self._drop(number)
 
     def withdraw(self, link: int) -> None:
-        """Drop all offers of a link that is gone: nothing that was offered on it may be read any more."""
+        """Drop all offers of a closed link: nothing that was offered on it may be read any more."""
         with self._lock:
             for number in [number for number, (_, other, _) in self._offers.items() if other == link]:
                 self._drop(number)

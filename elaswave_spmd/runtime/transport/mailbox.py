@@ -38,7 +38,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The link to `peer` is gone: its process ended, the connection broke, or the connect was refused.
+    """The link to `peer` is closed: its process ended, the connection broke, or the connect was refused.
 
     Filed once per `Links.connect`; calling that again makes another link. Messages that the peer sent before its end
     may still follow this notice, and stay valid.

@@ -202,7 +202,7 @@ def test_a_token_of_another_run_is_counted(agents: Agents, remote: Make) -> None
             "the agent on b",
         ),
         ([am.AgentFailed(am.Problem("", "Traceback"))], RunError, "the agent on b failed:\nTraceback"),
-        ([], RunError, "the agent on b is gone: its connection closed"),
+        ([], RunError, "the agent on b was lost: its connection closed"),
     ],
     ids=["other data", "a bug", "gone"],
 )

@@ -75,7 +75,7 @@ def _errors_as_answers(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _answer(answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the controller is gone; the next read will find the end of the input
+    with contextlib.suppress(OSError):  # the controller has ended; the next read finds the end of the input
         os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
 
 
