@@ -45,8 +45,8 @@ import torch
 
 from elaswave_spmd.run_dir import weights_sha256
 from elaswave_spmd.scheduling.placement import Placement
-from tests.cluster.cluster import Trained
 from tests.cluster.faults import AnyFault, Fault
+from tests.cluster.processes import Trained
 from tests.cluster.schedules import Schedule, run
 from tests.faults.fault_runs import Bits, Changes, chaos
 from tests.multiprocess.real_runs import SMALL, train, write_text

@@ -1,5 +1,5 @@
 """Many workers in one process, for tests: see README.md."""
 
-from tests.cluster.cluster import LocalCluster, Trained
+from tests.cluster.controlled import ControlledCluster, Trained
 
-__all__ = ["LocalCluster", "Trained"]
+__all__ = ["ControlledCluster", "Trained"]

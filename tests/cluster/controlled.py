@@ -49,8 +49,10 @@ from tests.cluster.processes import Killed, LostStateError, Trained, Worker, vic
 from tests.cluster.simulated_io import (
     HEARTBEAT_TURNS,
     LONGEST_TURNS,
+    MOST_TURNS,
     STOP,
     TURN_S,
+    MoveDue,
     SimulatedIO,
     SimulatedLog,
     checkpoint_spec,
@@ -59,14 +61,13 @@ from tests.cluster.simulated_io import (
 from tests.cluster.stories import draw_goal
 from tests.cluster.wires import Link, SimulatedChannel, Wires
 
-_CHANGES = (
-    m.Leaving,
-    m.SpawnRequest,
-    m.Failed,
-    m.Damaged,
-    m.LinkClosed,
-)  # messages that may begin a change of the mesh
+# Messages that may begin a change of the mesh.
+_CHANGES = (m.Leaving, m.SpawnRequest, m.Ready, m.Failed, m.Damaged, m.LinkClosed)
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
+
+
+def is_heartbeat(event: Event | MoveDue) -> bool:
+    return isinstance(event, Received) and isinstance(event.message, m.Heartbeat)
 
 
 class ControlledCluster:
@@ -119,7 +120,7 @@ class ControlledCluster:
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
-        self._notices: list[tuple[int, Callable[[], Event | None]]] = []  # (turn, what the controller then hears)
+        self._notices: list[tuple[int, Event | MoveDue]] = []  # (turn, what the controller then hears)
         self._validation_losses: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._end: LostStateError | None = None  # why the run cannot go on
         self._idle_since = 0
@@ -197,24 +198,16 @@ class ControlledCluster:
             self._io.events.append(Received(incoming.message, payloads))
         for notice in [n for n in self._notices if n[0] <= self.turn]:
             self._notices.remove(notice)
-            event = notice[1]()
-            if isinstance(event, MoveRequested):  # its goal is drawn for the members of now: it is taken before others
-                self._io.events.appendleft(event)
-            elif event is not None:
-                self._io.events.append(event)
+            self._io.events.append(notice[1])
         if self.turn % HEARTBEAT_TURNS == 0:
             for rank, worker in self._workers.items():
                 if not worker.asleep:
                     self._io.events.append(Received(m.Heartbeat(rank, 0, True)))
 
-    def _later(self, event: Event) -> None:
-        """The controller hears of something, some turns from now."""
-        self._notices.append((self.turn + self._random.randint(0, 60), lambda: event))
-
     def _exits_later(self, rank: int) -> None:
         exited = Exited(rank, 1000 + rank, None, 9)
         at = self.turn + self._random.randint(0, 60)
-        self._notices.append((at, lambda: WorkerEnded(rank, "killed", self.turn * TURN_S, exited)))
+        self._notices.append((at, WorkerEnded(rank, "killed", at * TURN_S, exited)))
 
     def check(self, message: m.AnyMessage) -> None:
         """What must hold of every message that the controller takes."""
@@ -346,19 +339,20 @@ class ControlledCluster:
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
             executor.replica.state.flip_a_bit()
         if kind == "rebalance":
-            self._notices.append((later, self._move))
+            self._notices.append((later, MoveDue()))
         if kind == "pause":
             self._paused = self.turn + fault.turns
         if kind == "term":
             self._leaving.add(rank)
-            self._notices.append((later, lambda: Received(m.Leaving(rank))))
+            self._notices.append((later, Received(m.Leaving(rank))))
         if kind in ("kill", "replace"):
             raise Killed(out)
         if kind == "stop":  # until the failure detector finds it, it is a worker as any other
             self._workers[rank].asleep = max(1, fault.turns)
             self._wires.freeze(rank)
 
-    def _move(self) -> Event:
+    def drawn_move(self) -> MoveRequested:
+        """Other work for the members that the run has now."""
         return MoveRequested(draw_goal(self.protocol.placement, self._random))
 
     def _strike_next(self, ahead: int = 0) -> bool:
@@ -423,18 +417,15 @@ class ControlledCluster:
         """The controller has collected the weights; workers are told to end after that."""
         self.result.turns = self.turn
 
-    def take_turn(self, until: float) -> None:
-        """One turn: what has arrived at the controller becomes events, and one worker does something.
-
-        Args:
-            until: seconds of the controller's clock when its next deadline is due.
-        """
+    def take_turn(self) -> None:
+        """One turn: what has arrived at the controller becomes events, and one worker does something."""
         self._started = True
         self.turn += 1
+        assert self.turn < MOST_TURNS, f"the run does not come to its end: {self.protocol}"
         self._to_controller()
         able = [rank for rank in sorted(self._workers) if self._can_go(self._workers[rank])]
         if not able:
-            self._skip(until)
+            self._skip()
             return
         self._idle_since = self.turn
         worker = self._workers[self._choose(able)]
@@ -451,7 +442,7 @@ class ControlledCluster:
     def _is_settled(self) -> bool:
         """No change of the mesh is under way or about to come, and every page has all its mirrors."""
         # A worker that is stopped may be found to hang at any time.
-        is_stopped = any(worker.asleep for worker in self._workers.values())
+        is_stopped = any(worker.asleep for rank, worker in self._workers.items() if rank not in self._lost)
         # What the controller has not taken yet may be the notice of a loss. Messages of a step change nothing.
         is_told = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
         return self.protocol.settled and is_told and not self._notices and not is_stopped
@@ -466,9 +457,10 @@ class ControlledCluster:
             return self._random.choice(ranks)
         return self._random.choices(ranks, [self._workers[rank].pace for rank in ranks])[0]
 
-    def _skip(self, until: float) -> None:
+    def _skip(self) -> None:
         """No worker can do anything: what comes next comes by itself."""
-        if self._io.events or self._wires.has_some_for(CONTROLLER) or self._notices or self.is_paused:
+        reports = any(not is_heartbeat(event) for event in self._io.events)  # heartbeats alone move nothing
+        if reports or self._wires.has_some_for(CONTROLLER) or self._notices or self.is_paused:
             self._idle_since = self.turn
             return
         if any(self._strike_next(ahead) for ahead in (0, _PATIENCE)):

@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from elaswave_spmd.recovery.messages import GroupLost
-from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
-from tests.cluster.cluster import LocalCluster
+from tests.cluster.controlled import ControlledCluster
 from tests.cluster.processes import Worker
 
 _MEETS, _COMPLETES = 0.5, 0.3  # chances, at a look
@@ -151,24 +149,20 @@ class MadeUpWork:
             raise RuntimeError("Connection closed by peer")
 
 
-class GroupedCluster(LocalCluster):
+class GroupedCluster(ControlledCluster):
     """A cluster in which every stage has a group.
 
     Args:
-        failing: as for `Hub`; the others are those of `LocalCluster`.
+        failing: as for `Hub`; the others are those of `ControlledCluster`.
     """
 
     def __init__(self, *args: Any, failing: float = 0.01, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, seed=seed, **kwargs)
-        self.hub = Hub(seed, self._lost, failing)
+        self.hub = Hub(seed, self._absent, failing)
         self._groups: dict[int, MadeUpGroup] = {}
 
     def _group_of(self, rank: int) -> StageGroup | None:
         return self._groups.setdefault(rank, MadeUpGroup(rank, self.hub))
-
-    def _report(self, incoming: Incoming) -> None:
-        if not isinstance(incoming.message, GroupLost):
-            super()._report(incoming)
 
     def _can_go(self, worker: Worker) -> bool:
         if super()._can_go(worker):

@@ -7,7 +7,7 @@ from unittest import mock
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker import state_replica
 from elaswave_spmd.worker.state import BackgroundCopies
-from tests.cluster.cluster import LocalCluster
+from tests.cluster.controlled import ControlledCluster
 from tests.cluster.processes import Worker
 
 
@@ -19,7 +19,7 @@ class PiecewiseCopies(BackgroundCopies):
         return False
 
 
-class PiecewiseCluster(LocalCluster):
+class PiecewiseCluster(ControlledCluster):
     """A cluster in which each piece of a background copy is a turn of its worker."""
 
     def _begin(self, worker: Worker, place: m.Reconfigure) -> None:

@@ -7,6 +7,7 @@ behind `ControllerIO` and the file system.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -60,6 +61,9 @@ TIMEOUTS = Timeouts(
     shutdown=100.0,
 )
 LONGEST_TURNS = int(max(TIMEOUTS.start, TIMEOUTS.leave, TIMEOUTS.shutdown) / TURN_S)
+"""Longer than any timeout of the controller: a run in which nothing has moved for so many turns never goes on."""
+MOST_TURNS = 300_000
+"""Many times what the longest run of the tests takes. A run that takes longer goes round in circles."""
 RUN_DIR = Path("simulated")
 STOP = m.encode(m.Stop())
 
@@ -136,24 +140,33 @@ class SimulatedLog(RunLog):
         self._cluster.finished()
 
 
+@dataclass(frozen=True)
+class MoveDue:
+    """Work is to move between the members. Where to is drawn when the controller takes the event, since only then it is
+    certain who is a member."""
+
+
 class SimulatedIO:
     """The controller's doorway to a simulated cluster. Time goes on, turn by turn, while the controller waits."""
 
     def __init__(self, cluster: ControlledCluster) -> None:
         self._cluster = cluster
-        self.events: deque[Event] = deque()
+        self.events: deque[Event | MoveDue] = deque()
 
     def now(self) -> float:
         return self._cluster.turn * TURN_S
 
     def next_event(self, until: float) -> Event:
-        while not self.events or self._cluster.is_paused:
-            if self.now() >= until and not self._cluster.is_paused:
-                return Tick()
-            self._cluster.take_turn(until)
+        cluster = self._cluster
+        while cluster.is_paused or (not self.events and self.now() < until):
+            cluster.take_turn()
+        if self.now() >= until:
+            return Tick()
         event = self.events.popleft()
+        if isinstance(event, MoveDue):
+            return cluster.drawn_move()
         if isinstance(event, Received) and not isinstance(event.message, m.Heartbeat | m.FinalPages):
-            self._cluster.check(event.message)
+            cluster.check(event.message)
         return event
 
     def send(self, rank: int, message: bytes) -> None:

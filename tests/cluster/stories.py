@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from elaswave_spmd.recovery.actions import Action
-from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.fault_points import FaultPoint
@@ -61,11 +59,6 @@ def draw_goal(placement: Placement, r: random.Random) -> Goal:
     cuts = (0, *sorted(r.sample(range(1, layers), len(stages) - 1)), layers)
     counts = tuple(draw_counts(r, placement.num_microbatches, len(ranks)) for ranks in stages)
     return Goal(stages, cuts, counts)
-
-
-def rebalance(controller: ControllerProtocol, r: random.Random) -> list[Action]:
-    """Has the members do something else: workers, layers and micro-batches anywhere."""
-    return controller.rebalance(draw_goal(controller.placement, r))
 
 
 def draw_counts(r: random.Random, microbatches: int, workers: int) -> tuple[int, ...]:

@@ -24,10 +24,8 @@ def test_a_flipped_bit_is_located_and_repaired(mesh: str, zero: int, rank: int, 
     """The first run held by rank 0 is its own, by rank 1 mostly a mirror of it."""
     run = Run(microbatches=5, steps=6, dtype=dtype)
     cluster = MirroredCluster(run, mesh, zero, faults=[Fault(3, "corrupt", rank, "backward")], verify_every=1)
-    found: list[m.Damaged] = []
-    damaged = cluster._controller.damaged
-    cluster._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore
     assert outcome(cluster.run()) == expected(run)
+    found = [message for message in cluster.heard if isinstance(message, m.Damaged)]
     assert [(d.rank, d.step) for d in found] == [(rank, 3)], "found once, by its replica, before the step is applied"
 
 

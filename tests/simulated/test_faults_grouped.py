@@ -26,7 +26,7 @@ class Grouped(GroupedCluster, MirroredCluster):
         super().__init__(*args, **kwargs)
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
-        mesh = self._controller.placement.mesh
+        mesh = self.protocol.placement.mesh
         if isinstance(message, m.Publish) and {sender, peer} <= {*mesh.members}:
             self.by_link[message.step] += mesh.stage_of(sender) == mesh.stage_of(peer)
         if isinstance(message, m.Vote):

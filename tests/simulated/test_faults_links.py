@@ -11,8 +11,10 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.channel import Incoming
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
+from tests.cluster.processes import Worker
 from tests.cluster.wires import Link
 from tests.simulated.bits_cases import (
     MirroredCluster,
@@ -23,7 +25,7 @@ from tests.simulated.bits_cases import (
     placement_of,
 )
 
-_LATER = 40  # turns at most until the sender, and then the controller, hears of it
+_LATER = 40  # turns at most until the sender can see it
 TO_PRIMARY = "Entry to its new primary"
 
 
@@ -47,6 +49,7 @@ class Broken(MirroredCluster):
         self._kind, self._left = kind, count
         self._draw = random.Random(seed)
         self.broken: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
+        self._noticed_at: dict[Link, int] = {}  # -> the turn from which the sender can find that it is closed
         self.lost: Counter[str] = Counter()
         self.members = placement_of(run, mesh, zero).mesh.num_workers
         super().__init__(run, mesh, zero, seed=seed, faults=faults, policy=Policy(mirror_count=mirrors))
@@ -81,16 +84,21 @@ class Broken(MirroredCluster):
         for message in self._wires.flying.get(link, ()):
             self.lost[type(m.decode(message.header)).__name__] += 1
         self._wires.flying.get(link, []).clear()
-        soon = self._turn + self._draw.randint(0, _LATER)
-        self._notices.append((soon, lambda: self._tell(link)))
+        self._noticed_at[link] = self.turn + self._draw.randint(0, _LATER)
 
-    def _tell(self, link: Link) -> list:
-        """The sender sees it, before the controller hears it from there."""
-        if link[0] in self._workers:
-            self._workers[link[0]].port.inbox.append(Incoming(link[0], m.LinkClosed(*link)))
-        later = self._turn + self._draw.randint(1, _LATER)
-        self._notices.append((later, lambda: self._controller.relink(frozenset(link), "lost")))
-        return []
+    def _advance(self, worker: Worker) -> None:
+        """A sender that finds its link closed reports it to the controller, and handles it, as `WorkerChannel` does."""
+        for link in [ln for ln, turn in self._noticed_at.items() if ln[0] == worker.rank and turn <= self.turn]:
+            del self._noticed_at[link]
+            closed = m.LinkClosed(*link)
+            worker.port.send(CONTROLLER, closed)
+            worker.port.inbox.append(Incoming(worker.rank, closed))
+        super()._advance(worker)
+
+    def _can_go(self, worker: Worker) -> bool:
+        return super()._can_go(worker) or any(
+            link[0] == worker.rank and turn <= self.turn for link, turn in self._noticed_at.items()
+        )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,7 @@ def test_a_link_is_lost_after_a_worker(kind: str, count: int, mesh: str, zero: i
             faults = [MessageFault("kill", "ReducedGradient", SENDER, True, 29 + 3 * seed)]
         cluster = Broken(kind, count, seed, run, mesh, zero, faults, mirrors)
         assert outcome(cluster.run()) == expected(run), (seed, cluster.broken)
-        held = [run for runs in cluster._controller.placement.replicas.values() for run in runs]  # pyright: ignore
+        held = [run for runs in cluster.protocol.placement.replicas.values() for run in runs]  # pyright: ignore
         assert not any(run.learners for run in held), "the copies are complete all the same"
         broke += bool(cluster.broken)
     assert broke, f"no link broke at a message of this kind: {kind}"

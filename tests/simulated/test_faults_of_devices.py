@@ -20,7 +20,7 @@ from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.state import LEARNING
-from tests.cluster import cluster
+from tests.cluster import controlled
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Killed, LostStateError, Worker
@@ -76,7 +76,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
             made.append(executor)
             return executor
 
-        monkeypatch.setattr(cluster, "Executor", make)
+        monkeypatch.setattr(controlled, "Executor", make)
         return made
 
     return prepare
@@ -114,10 +114,8 @@ def train(
 ) -> tuple[Any, list[m.Damaged]]:
     """(what came out, what damaged workers said)."""
     made = kind(run, mesh, zero, seed=seed, faults=faults, uneven=bool(seed % 2))
-    found: list[m.Damaged] = []
-    damaged = made._controller.damaged
-    made._controller.damaged = lambda message: (found.append(message), damaged(message))[1]  # pyright: ignore
-    return outcome(made.run()), found
+    found = outcome(made.run())
+    return found, [message for message in made.heard if isinstance(message, m.Damaged)]
 
 
 @pytest.mark.parametrize("remedy", Remedy)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
+from elaswave_spmd.controller.events import Received, Stopped
 from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Action, Save
+from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
-from elaswave_spmd.worker.context import WorkerHooks
 from tests.cluster.faults import AnyFault, Fault
-from tests.cluster.processes import Worker
+from tests.cluster.processes import LostStateError, Worker
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
@@ -41,11 +40,8 @@ class Saved(MirroredCluster):
         policy = Policy(mirror_count=2, min_workers=least)
         super().__init__(RUN, mesh, zero, seed=seed, faults=faults, policy=policy)
 
-    def _hooks_of(self, worker: Worker) -> WorkerHooks:
-        return replace(super()._hooks_of(worker), save=lambda replica: self._save(worker))
-
     def _save(self, worker: Worker) -> None:
-        """Keeps the page ranges that this worker would write into a checkpoint."""
+        """Keeps the page ranges that this worker writes into a checkpoint."""
         assert worker.executor is not None
         replica = worker.executor.replica
         epoch, version = replica.protocol.epoch, replica.protocol.version
@@ -56,18 +52,20 @@ class Saved(MirroredCluster):
                 pages = m.FinalPages(*part.run.key)
                 self.saved.setdefault(epoch, []).append(pages)
                 collect_pages(self.layout, pages, part.master.clone(), self.weights.setdefault(epoch, {}))
+        super()._save(worker)
 
-    def _perform(self, effects: Sequence[Action]) -> None:
-        self.saves += [effect for effect in effects if isinstance(effect, Save)]
-        super()._perform([effect for effect in effects if not isinstance(effect, Save)])
+    def cannot_go_on(self, action: Save | Unrecoverable) -> None:
+        assert isinstance(action, Save)
+        self.saves.append(action)
+        super().cannot_go_on(action)
 
     def until_saved(self) -> Save:
-        """Runs until nobody has anything to do any more."""
-        with pytest.raises(AssertionError, match="nothing moves"):
+        """Runs until the controller ends the run, since the checkpoint is complete."""
+        with pytest.raises(LostStateError):
             self.run()
-        living = [self._workers[rank] for rank in self._controller.members]
-        assert all("saved at step" in worker.waiting for worker in living), [worker.waiting for worker in living]
         save = self.saves[-1]
+        assert isinstance(self.controller.outcome, Stopped)
+        assert f"Its state after step {save.version} is in " in str(self.controller.outcome.error)
         keys = {(p.layer, p.first, p.stop) for p in self.saved[save.epoch]}
         assert is_complete(self.layout, keys), "every page has been written"
         return save
@@ -110,8 +108,7 @@ def test_one_more_is_lost_while_the_others_save(mesh: str, zero: int) -> None:
 def test_all_are_asked_to_leave(mesh: str, zero: int) -> None:
     for seed in range(3):
         cluster = Saved(mesh, zero, 1, (), seed)
-        drain = cluster._controller.drain
-        cluster._notices += [(40, partial(drain, rank, "asked to leave")) for rank in cluster._controller.members]
+        cluster._notices += [(40, Received(m.Leaving(rank))) for rank in cluster.protocol.members]
         save = cluster.until_saved()
         assert 0 < save.version < RUN.steps and "0 stay" in save.reason and not cluster.result.epochs
         found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]
