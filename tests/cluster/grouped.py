@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
-from tests.cluster.controlled import ControlledCluster
+from tests.cluster.cluster import ControlledCluster
 from tests.cluster.processes import Worker
 
 _MEETS, _COMPLETES = 0.5, 0.3  # chances, at a look

@@ -7,7 +7,7 @@ from unittest import mock
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker import state_replica
 from elaswave_spmd.worker.state import BackgroundCopies
-from tests.cluster.controlled import ControlledCluster
+from tests.cluster.cluster import ControlledCluster
 from tests.cluster.processes import Worker
 
 

@@ -26,7 +26,7 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
-from tests.cluster.controlled import ControlledCluster
+from tests.cluster.cluster import ControlledCluster
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError, Trained

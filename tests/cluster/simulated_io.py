@@ -43,7 +43,7 @@ from elaswave_spmd.worker.spec import Job
 from tests.cluster.processes import domain_of
 
 if TYPE_CHECKING:
-    from tests.cluster.controlled import ControlledCluster
+    from tests.cluster.cluster import ControlledCluster
 
 TURN_S = 0.01
 """Simulated seconds of a turn."""

@@ -13,7 +13,7 @@ import torch
 
 from elaswave_spmd.controller.events import Finished, Stopped
 from elaswave_spmd.recovery.controller_protocol import Policy
-from tests.cluster.controlled import ControlledCluster
+from tests.cluster.cluster import ControlledCluster
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import LostStateError
 from tests.cluster.schedules import Outcome, Schedule, undisturbed

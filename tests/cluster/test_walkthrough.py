@@ -28,7 +28,7 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import all_runs
-from tests.cluster.controlled import ControlledCluster
+from tests.cluster.cluster import ControlledCluster
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault, ThenFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError

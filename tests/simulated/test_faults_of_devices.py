@@ -20,7 +20,7 @@ from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.state import LEARNING
-from tests.cluster import controlled
+from tests.cluster import cluster
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Killed, LostStateError, Worker
@@ -76,7 +76,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
             made.append(executor)
             return executor
 
-        monkeypatch.setattr(controlled, "Executor", make)
+        monkeypatch.setattr(cluster, "Executor", make)
         return made
 
     return prepare
