@@ -1,5 +1,5 @@
 """Many workers in one process, for tests: see README.md."""
 
-from tests.cluster.cluster import ControlledCluster, Trained
+from tests.cluster.cluster import SimulatedCluster, Trained
 
-__all__ = ["ControlledCluster", "Trained"]
+__all__ = ["SimulatedCluster", "Trained"]

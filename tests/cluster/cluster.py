@@ -70,7 +70,7 @@ def is_heartbeat(event: Event | MoveDue) -> bool:
     return isinstance(event, Received) and isinstance(event.message, m.Heartbeat)
 
 
-class ControlledCluster:
+class SimulatedCluster:
     """Runs a placement to the end in this process.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
-from tests.cluster.cluster import ControlledCluster
+from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 
 _MEETS, _COMPLETES = 0.5, 0.3  # chances, at a look
@@ -149,11 +149,11 @@ class MadeUpWork:
             raise RuntimeError("Connection closed by peer")
 
 
-class GroupedCluster(ControlledCluster):
+class GroupedCluster(SimulatedCluster):
     """A cluster in which every stage has a group.
 
     Args:
-        failing: as for `Hub`; the others are those of `ControlledCluster`.
+        failing: as for `Hub`; the others are those of `SimulatedCluster`.
     """
 
     def __init__(self, *args: Any, failing: float = 0.01, seed: int = 0, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker import state_replica
 from elaswave_spmd.worker.state import BackgroundCopies
-from tests.cluster.cluster import ControlledCluster
+from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 
 
@@ -19,7 +19,7 @@ class PiecewiseCopies(BackgroundCopies):
         return False
 
 
-class PiecewiseCluster(ControlledCluster):
+class PiecewiseCluster(SimulatedCluster):
     """A cluster in which each piece of a background copy is a turn of its worker."""
 
     def _begin(self, worker: Worker, place: m.Reconfigure) -> None:

@@ -26,7 +26,7 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
-from tests.cluster.cluster import ControlledCluster
+from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError, Trained
@@ -172,9 +172,9 @@ def undisturbed(run: TinyRun) -> Outcome:
     return Outcome.of(_cluster(schedule).run())
 
 
-def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> ControlledCluster:
+def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> SimulatedCluster:
     run = schedule.run
-    cluster = GroupedCluster if schedule.grouped else ControlledCluster
+    cluster = GroupedCluster if schedule.grouped else SimulatedCluster
     return cluster(
         run.job(),
         schedule.placement,
@@ -245,7 +245,7 @@ def _moved(old: Placement, new: Placement) -> bool:
     )
 
 
-def _judge(schedule: Schedule, cluster: ControlledCluster, wanted: Outcome) -> tuple[str, str, str]:
+def _judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
     try:
         found = Outcome.of(cluster.run())
     except LostStateError as lost:

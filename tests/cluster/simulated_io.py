@@ -43,7 +43,7 @@ from elaswave_spmd.worker.spec import Job
 from tests.cluster.processes import domain_of
 
 if TYPE_CHECKING:
-    from tests.cluster.cluster import ControlledCluster
+    from tests.cluster.cluster import SimulatedCluster
 
 TURN_S = 0.01
 """Simulated seconds of a turn."""
@@ -92,7 +92,7 @@ def checkpoint_spec(plan: RunPlan) -> CheckpointSpec:
 class MemoryObserver(RunObserver):
     """What a run writes down, kept in memory."""
 
-    def __init__(self, cluster: ControlledCluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.run_dir = cast(Any, SimpleNamespace(path=RUN_DIR, write_costs=lambda text: None))
         self.last = None
         self.pace = Pace(1)
@@ -122,7 +122,7 @@ class MemoryObserver(RunObserver):
 class SimulatedLog(RunLog):
     """The product's log, and a listener for what tests want to see of the controller's decisions."""
 
-    def __init__(self, plan: RunPlan, cluster: ControlledCluster) -> None:
+    def __init__(self, plan: RunPlan, cluster: SimulatedCluster) -> None:
         super().__init__(plan, MemoryObserver(cluster), ResumePoint("simulated", 1))
         self._cluster = cluster
 
@@ -149,7 +149,7 @@ class MoveDue:
 class SimulatedIO:
     """The controller's doorway to a simulated cluster. Time goes on, turn by turn, while the controller waits."""
 
-    def __init__(self, cluster: ControlledCluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self.events: deque[Event | MoveDue] = deque()
 

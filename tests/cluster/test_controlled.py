@@ -13,7 +13,7 @@ import torch
 
 from elaswave_spmd.controller.events import Finished, Stopped
 from elaswave_spmd.recovery.controller_protocol import Policy
-from tests.cluster.cluster import ControlledCluster
+from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import LostStateError
 from tests.cluster.schedules import Outcome, Schedule, undisturbed
@@ -34,10 +34,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def cluster_of(schedule: Schedule, min_workers: int = 1) -> ControlledCluster:
+def cluster_of(schedule: Schedule, min_workers: int = 1) -> SimulatedCluster:
     """The cluster that a schedule describes."""
     run = schedule.run
-    return ControlledCluster(
+    return SimulatedCluster(
         run.job(),
         schedule.placement,
         run.description,
@@ -51,7 +51,7 @@ def cluster_of(schedule: Schedule, min_workers: int = 1) -> ControlledCluster:
     )
 
 
-def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int = 1) -> ControlledCluster:
+def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int = 1) -> SimulatedCluster:
     """A cluster that has trained to its end with the undisturbed bits, after all of the faults."""
     cluster = cluster_of(Schedule(order, RUN, mesh, zero, faults=tuple(faults)))
     assert Outcome.of(cluster.run()) == undisturbed(RUN)
@@ -60,7 +60,7 @@ def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int
     return cluster
 
 
-def kinds_of(cluster: ControlledCluster) -> dict[int, str]:
+def kinds_of(cluster: SimulatedCluster) -> dict[int, str]:
     """What happened to which worker, over all mesh epochs."""
     return {rank: kind for begun in cluster.result.epochs for rank, kind in begun.kinds.items()}
 

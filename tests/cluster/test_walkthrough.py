@@ -28,7 +28,7 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import all_runs
-from tests.cluster.cluster import ControlledCluster
+from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault, ThenFault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError
@@ -43,7 +43,7 @@ ORDERS = range(3)
 # ---- how the cases are told
 
 
-class RecordingCluster(ControlledCluster):
+class RecordingCluster(SimulatedCluster):
     """A simulated cluster that keeps every message that a worker has sent, in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

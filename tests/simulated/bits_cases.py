@@ -23,7 +23,7 @@ from elaswave_spmd.worker.optimizers import SGD, AdamW
 from elaswave_spmd.worker.programs.eager import Batches
 from elaswave_spmd.worker.spec import DTYPES, Job
 from tests import reference
-from tests.cluster import ControlledCluster
+from tests.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault
 from tests.cluster.processes import Trained
 
@@ -155,8 +155,8 @@ def mirrored_placement(run: Run, mesh: str, zero: int, mirror_count: int = 1) ->
     return replace(placement, replicas=replicas)
 
 
-class MirroredCluster(ControlledCluster):
-    """The workers of a run on a mesh. Arguments that are not given are those of `ControlledCluster`.
+class MirroredCluster(SimulatedCluster):
+    """The workers of a run on a mesh. Arguments that are not given are those of `SimulatedCluster`.
 
     Args:
         policy: with the number of mirrors of each page.
@@ -194,7 +194,7 @@ class MirroredCluster(ControlledCluster):
 def simulate(run: Run, placement: Placement, *, order: int = 0) -> Trained:
     """The product on a mesh; `order` draws the order of workers and messages."""
     make = MODELS[run.model] if has_constants(meta_model(run.model)) else lambda: meta_model(run.model)
-    return ControlledCluster(run.job(), placement, description_of(run), make, TRAIN, VALIDATION, seed=order).run()
+    return SimulatedCluster(run.job(), placement, description_of(run), make, TRAIN, VALIDATION, seed=order).run()
 
 
 def outcome(trained: Trained) -> Outcome:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.devices import Device, Island, device_of
-from tests.cluster import ControlledCluster
+from tests.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault, Fault, ThenFault
 from tests.cluster.made_up_device import NAME, MadeUp, register
 from tests.cluster.processes import Trained
@@ -61,7 +61,7 @@ class Runs:
 
     def train(self, device: Device, mesh: str, zero: int, faults: Sequence[AnyFault] = ()) -> Trained:
         run, placement = self._run, mirrored_placement(self._run, mesh, zero, 1 if faults else 0)
-        cluster = ControlledCluster(
+        cluster = SimulatedCluster(
             replace(run.job(), verify_every=1 if any(fault.kind == "corrupt" for fault in faults) else 0),
             placement,
             description_of(run),
