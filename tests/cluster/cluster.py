@@ -4,9 +4,6 @@ Everything that trains and everything that decides is the product's own: the Con
 (elaswave_spmd/controller/loop.py) with its failure detector, under simulated time. Only processes, sockets, clocks and
 files are made up (simulated_io.py). A worker can be killed at any point of a step, or be stopped and come back when it
 is in no mesh any more; what it had sent arrives in part.
-
-This cluster is the successor of tests/cluster/cluster.py, whose LocalCluster drives the ControllerProtocol by a copy of
-the controller's decisions. It takes the same arguments and faults, so that schedules run on either.
 """
 
 from __future__ import annotations
