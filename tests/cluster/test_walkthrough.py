@@ -91,7 +91,7 @@ class Ended:
         had begun the step after the one that it names, and answered in the middle of it."""
         reports = [report for report in self.messages(m.StepReport) if report.epoch == change.placement.mesh.epoch]
         assert {report.version for report in reports} <= {change.version - 1, change.version}
-        return change.microbatches_redone == 0 or any(report.held for report in reports)
+        return change.microbatches_redone == 0 or any(report.partial_steps for report in reports)
 
     def first(self, kind: type[m.Message], step: int) -> int:
         """When the first message of a kind about a step was sent: an index of `sent`."""
