@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from elaswave_spmd.controller.events import Event, Finished, MoveRequested, Received, Stopped, WorkerEnded
+from elaswave_spmd.controller.events import Event, Finished, MoveRequested, Received, RestartFrom, Stopped, WorkerEnded
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel
@@ -31,8 +31,10 @@ from elaswave_spmd.runtime.devices import Device, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.fault_points import FaultPoint
@@ -42,6 +44,7 @@ from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
+from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
 from tests.cluster.simulated_io import (
     HEARTBEAT_TURNS,
@@ -78,6 +81,7 @@ class SimulatedCluster:
         uneven: some workers and some links are much slower than others.
         trace: told of everything that a reader of a failed run wants to know, line by line.
         device: that all workers share; None: the CPU.
+        checkpoint_every: steps between checkpoints, which are kept in memory; 0: none.
     """
 
     def __init__(
@@ -95,10 +99,10 @@ class SimulatedCluster:
         uneven: bool = False,
         trace: Callable[[str], None] | None = None,
         device: Device | None = None,
+        checkpoint_every: int = 0,
     ) -> None:
-        self._job = job
+        self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._description = description
-        self._healthy = placement
         self._model = make_model()
         self._train = train
         self._validation = validation
@@ -107,13 +111,12 @@ class SimulatedCluster:
         self._uneven = uneven
         self._trace = trace
         self._device = device or HostDevice(device_of("cpu"))
+        self._policy = policy or Policy()
         self._newest = -1  # the worker that was started last
-        self._wires = Wires(job.torch_dtype, self._device, self._random, uneven=uneven)
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []  # killed, or evicted by the controller
         self._absent: list[int] = []  # gone, or stopped
         self._window: list[int] = []  # lost since every page had all its mirrors
-        self._mirrored = placement.mesh.num_workers  # members when that was so last
         self._paused = 0  # the controller does nothing before this turn
         self._applied: dict[int, int] = {}
         self._leaving: set[int] = set()
@@ -125,11 +128,25 @@ class SimulatedCluster:
         self._started = False
         self.result = Trained()
         self.heard: list[m.AnyMessage] = []  # by the controller, without heartbeats and weights
-        if validation is None and job.validates:
-            job = dataclasses.replace(job, validate_every=0)
-        plan = run_plan(job, placement, description, policy or Policy())
+        self.checkpoints = KeptCheckpoints(description.layout)
+        self._orders = CheckpointOrders(str(RUN_DIR), "simulated", 1, checkpoint_every, job.steps)
+        self._start_controller(placement, None)
+
+    def _start_controller(self, placement: Placement, checkpoint: KeptCheckpoint | None) -> None:
+        """A controller, for a run that begins or goes on from a checkpoint. It starts the workers of the placement."""
+        for table in (self._workers, self._lost, self._absent, self._window, self._notices):
+            table.clear()
+        for known in (self._applied, self._leaving, self._validation_losses):
+            known.clear()
+        self._healthy = placement
+        self._checkpoint = checkpoint
+        self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
+        self._end = None
+        self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven)
+        plan = run_plan(self._job, placement, self._description, self._policy)
         self._io = SimulatedIO(self)
-        self.controller = Controller(plan, self._io, SimulatedLog(plan, self), checkpoint_spec(plan))
+        log = SimulatedLog(plan, self, checkpoint)
+        self.controller = Controller(plan, self._io, log, checkpoint_spec(plan, self._orders, checkpoint))
 
     @property
     def protocol(self) -> ControllerProtocol:
@@ -261,7 +278,8 @@ class SimulatedCluster:
             worker.port,
             self._hooks_of(worker),
         )
-        worker.executor = Executor(context, Configuration.from_message(self._healthy, place))
+        saved = self.checkpoints.reader(self._checkpoint) if self._checkpoint is not None else None
+        worker.executor = Executor(context, Configuration.from_message(self._healthy, place), saved)
         worker.running = worker.executor.train()
 
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
@@ -269,18 +287,21 @@ class SimulatedCluster:
         return WorkerHooks(
             on_point=lambda point, step: self._visit(worker, point, step),
             stage_group=self._group_of(worker.rank),
-            save=lambda replica: self._save(worker),
+            applied=lambda report, _: self._save(worker) if self._orders.is_due(report.step) else None,
+            save=lambda _: self._save(worker),
         )
 
     def _save(self, worker: Worker) -> None:
-        """The run is about to stop: the worker writes its shard. Only the report of it is real."""
+        """The worker writes its shard of a checkpoint: one is due, or the run is about to stop."""
         assert worker.executor is not None
         replica, layout = worker.executor.replica, self._description.layout
         epoch, version = replica.protocol.epoch, replica.protocol.version
         writers = assign_writers(replica.placement.replica_map(layout), layout)
-        keys = tuple(sorted(part.run.key for part in replica.state if writers.get(part.run.key) == worker.rank))
-        if keys:
-            name = shard_name(worker.rank, Ballot(1, epoch))
+        parts = [p for p in replica.state if writers.get(p.run.key) == worker.rank and p.version == version]
+        if parts:
+            name = shard_name(worker.rank, Ballot(self._orders.incarnation, epoch))
+            self.checkpoints.keep(version, name, parts)
+            keys = tuple(sorted(part.run.key for part in parts))
             worker.port.send(CONTROLLER, m.ShardWritten(version, worker.rank, epoch, name, 1, "0" * 64, keys))
 
     def _group_of(self, rank: int) -> StageGroup | None:
@@ -402,13 +423,28 @@ class SimulatedCluster:
                 stopped for a reason that no fault explains.
             LostStateError: all replicas of some pages are gone.
         """
-        outcome = self.controller.run()
+        while isinstance(outcome := self.controller.run(), RestartFrom):
+            self._restart(outcome)
         if isinstance(outcome, Finished):
             return self.result
         if self._end is not None:
             raise self._end
         assert isinstance(outcome, Stopped), outcome
         raise AssertionError(f"the run has stopped: {outcome.error}")
+
+    def _restart(self, restart: RestartFrom) -> None:
+        """The run begins again from its newest checkpoint with new workers, as the launcher of a real run has it do."""
+        checkpoint = self.checkpoints.newest
+        assert checkpoint is not None and checkpoint.step == restart.step
+        self.note("RESTART", restart.settings.mesh, "after step", restart.step)
+        self.result.restarts.append(restart.step)
+        mesh = Mesh.initial(restart.settings.mesh.shape)
+        layout, old = self._description.layout, self._healthy
+        placement = place(mesh, layout, old.shardings, old.num_microbatches)
+        sharding = placement.state_sharding(self._policy.mirror_count, self._policy.mirror_scatter)
+        placement = dataclasses.replace(placement, replicas=place_replicas(layout, sharding))
+        self._orders = dataclasses.replace(self._orders, incarnation=self._orders.incarnation + 1)
+        self._start_controller(placement, checkpoint)
 
     def finished(self) -> None:
         """The controller has collected the weights; workers are told to end after that."""

@@ -36,14 +36,20 @@ class LostStateError(AssertionError):
 
 @dataclass
 class Trained:
-    """What a run left: per committed step the loss and gradient norm as hex, validation losses, final parameters."""
+    """The result of a run: per committed step the loss and gradient norm as hex, validation losses, final parameters.
+
+    Args:
+        epochs: all changes of the mesh, in order.
+        restarts: the steps of the checkpoints from which the run began again.
+        turns: of the simulated clock.
+    """
 
     losses: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
-    state_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
     epochs: list[EpochBegun] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     turns: int = 0
 
 

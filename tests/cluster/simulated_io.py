@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +39,7 @@ from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
 from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.plan_run import RunPlan, _unmeasured  # pyright: ignore[reportPrivateUsage]
 from elaswave_spmd.worker.spec import Job
+from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint
 from tests.cluster.processes import domain_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ LONGEST_TURNS = int(max(TIMEOUTS.start, TIMEOUTS.leave, TIMEOUTS.shutdown) / TUR
 """Longer than any timeout of the controller: a run in which nothing has moved for so many turns never goes on."""
 MOST_TURNS = 300_000
 """Many times what the longest run of the tests takes. A run that takes longer goes round in circles."""
-RUN_DIR = Path("simulated")
 STOP = m.encode(m.Stop())
 
 
@@ -81,12 +80,14 @@ def run_plan(job: Job, placement: Placement, description: ModelDescription, poli
     return RunPlan(settings, data, job, description, placement, _unmeasured(job, description.layout))
 
 
-def checkpoint_spec(plan: RunPlan) -> CheckpointSpec:
+def checkpoint_spec(plan: RunPlan, orders: CheckpointOrders, start: KeptCheckpoint | None) -> CheckpointSpec:
     """What checkpoints of a simulated run say; nobody resumes from them in another environment."""
     layout, kinds = plan.description.layout, (MASTER, *plan.job.optimizer.state_names)
     num_pages = sum(layer.num_state_pages for layer in layout.layers)
-    orders = CheckpointOrders(str(RUN_DIR), "simulated", 1)
-    return CheckpointSpec("simulated", 1, 0, 0, {}, layout_fingerprint(layout), kinds, num_pages, orders)
+    step = start.step if start is not None else 0
+    return CheckpointSpec(
+        orders.run, orders.incarnation, step, step, {}, layout_fingerprint(layout), kinds, num_pages, orders
+    )
 
 
 class MemoryObserver(RunObserver):
@@ -102,9 +103,17 @@ class MemoryObserver(RunObserver):
     def on_start(self, info: object) -> None: ...
 
     def on_step(self, line: Any) -> None:
+        """A step that is computed again, after a restart, has the bits that it had."""
         self.last = line
-        self._cluster.result.losses.append(line.loss_hex)
-        self._cluster.result.norms.append(line.grad_norm_hex)
+        result = self._cluster.result
+        for values, value in ((result.losses, line.loss_hex), (result.norms, line.grad_norm_hex)):
+            if line.step <= len(values):
+                assert values[line.step - 1] == value, f"step {line.step} has other bits than before the restart"
+            else:
+                assert line.step == len(values) + 1
+                values.append(value)
+
+    def expect(self, lines: object, validations: object, *, first: int, same: bool) -> None: ...
 
     def on_event(self, kind: str, **fields: object) -> None:
         self._cluster.note("EVENT", kind, fields.get("message", ""))
@@ -122,8 +131,8 @@ class MemoryObserver(RunObserver):
 class SimulatedLog(RunLog):
     """The product's log, and a listener for what tests want to see of the controller's decisions."""
 
-    def __init__(self, plan: RunPlan, cluster: SimulatedCluster) -> None:
-        super().__init__(plan, MemoryObserver(cluster), ResumePoint("simulated", 1))
+    def __init__(self, plan: RunPlan, cluster: SimulatedCluster, start: KeptCheckpoint | None) -> None:
+        super().__init__(plan, MemoryObserver(cluster), ResumePoint("simulated", 1, cast(Any, start)))
         self._cluster = cluster
 
     def action(self, action: Action, now: float) -> None:
@@ -195,10 +204,11 @@ class SimulatedIO:
     def journal(self, prepare: m.Prepare) -> None: ...
 
     def write_manifest(self, manifest: Manifest) -> None:
+        self._cluster.checkpoints.commit(manifest)
         self.events.append(ManifestWritten(manifest))
 
     def find_checkpoint(self) -> None:
-        self.events.append(CheckpointFound(None))
+        self.events.append(CheckpointFound(self._cluster.checkpoints.newest))
 
     def finish_writing(self) -> list[ManifestWritten]:
         return []

@@ -76,11 +76,13 @@ class Ended:
         before: the placement of the first mesh epoch.
         changes: the later mesh epochs, in order.
         sent: all messages that workers sent, in order.
+        restarts: the steps of the checkpoints from which the run began again.
     """
 
     before: Placement
     changes: list[EpochBegun]
     sent: list[Sent]
+    restarts: list[int]
 
     def messages(self, kind: type[Kind]) -> list[Kind]:
         """All messages of one kind, in the order in which they were sent."""
@@ -132,7 +134,13 @@ class Training:
         return replace(self, events=(*self.events, event))
 
     def run(
-        self, order: int, *, min_workers: int = 1, verify_every: int = 0, cluster: type = RecordingCluster
+        self,
+        order: int,
+        *,
+        min_workers: int = 1,
+        verify_every: int = 0,
+        checkpoint_every: int = 0,
+        cluster: type = RecordingCluster,
     ) -> Ended:
         """Runs it, with messages in this order.
 
@@ -152,11 +160,12 @@ class Training:
             seed=order,
             faults=self.events,
             policy=Policy(mirror_count=self.mirrors, min_workers=min_workers),
+            checkpoint_every=checkpoint_every,
         )
         trained = simulated.run()
         assert Outcome.of(trained) == undisturbed(run)
         assert simulated.plan.num_struck == len(self.events)
-        return Ended(schedule.placement, trained.epochs, simulated.sent)
+        return Ended(schedule.placement, trained.epochs, simulated.sent, trained.restarts)
 
 
 def training(mesh: str, *, zero: int = 1, mirrors: int = 1, steps: int = 4) -> Training:
@@ -364,6 +373,15 @@ def test_two_losses_at_once_beyond_the_mirrors(order: int) -> None:
     run = training("dp3").worker(1, "kill", step=2, at="backward").worker(2, "kill", step=2, at="backward")
     with pytest.raises(LostStateError, match="Unrecoverable"):
         run.run(order)
+
+
+def test_all_replicas_of_a_page_are_lost_and_a_checkpoint_has_it(order: int) -> None:
+    """The run begins again with the workers that are left, at the newest checkpoint: here that of step 4. The steps
+    after it are computed again, with the bits that they had."""
+    run = training("dp4", steps=8).worker(1, "kill", step=6, at="backward").worker(2, "kill", step=6, at="backward")
+    ended = run.worker(3, "kill", step=6, at="backward").run(order, checkpoint_every=2)
+    assert ended.restarts == [4]
+    assert len({report.rank for report in ended.messages(m.Applied) if report.step == 8}) < 4
 
 
 def test_one_loss_after_the_other_down_to_one_worker(order: int) -> None:
