@@ -12,8 +12,9 @@ import copy
 import dataclasses
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -34,15 +35,18 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
+from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, program_args
 from elaswave_spmd.worker.spec import Job
+from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
@@ -128,6 +132,10 @@ class SimulatedCluster:
         self._started = False
         self.result = Trained()
         self.heard: list[m.AnyMessage] = []  # by the controller, without heartbeats and weights
+        self.broken_links: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
+        self.lost_with_links: Counter[str] = Counter()  # messages, by kind
+        self._closed_links: dict[Link, int] = {}  # -> the turn from which the sender can find that it is closed
+        self._devices_fail = any(fault.kind == "device" for fault in faults)
         self.checkpoints = KeptCheckpoints(description.layout)
         self._orders = CheckpointOrders(str(RUN_DIR), "simulated", 1, checkpoint_every, job.steps)
         self._start_controller(placement, None)
@@ -136,7 +144,7 @@ class SimulatedCluster:
         """A controller, for a run that begins or goes on from a checkpoint. It starts the workers of the placement."""
         for table in (self._workers, self._lost, self._absent, self._window, self._notices):
             table.clear()
-        for known in (self._applied, self._leaving, self._validation_losses):
+        for known in (self._applied, self._leaving, self._validation_losses, self.broken_links, self._closed_links):
             known.clear()
         self._healthy = placement
         self._checkpoint = checkpoint
@@ -175,18 +183,49 @@ class SimulatedCluster:
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """A worker's message begins its way."""
-        self.at_message(sender, message, SENDER)
+        link = sender, peer
+        self.at_message(sender, message, SENDER, link)
+        if self._is_broken(link):
+            self.lost_with_links[type(message).__name__] += 1
+            return
+        if self._devices_fail and payload is not None:  # a copy in the host's memory, which does not fail
+            payload = payload.clone()
         self._wires.put(sender, peer, message, payload)
         if peer == CONTROLLER and not isinstance(message, m.FinalPages):
             self.note(sender, "->", message)
         if then := self.after_message(sender, message, SENDER):
-            self.strike(sender, then, out=(sender, peer))
+            self.strike(sender, then, out=link)
 
-    def at_message(self, rank: int, message: m.Message, side: str) -> None:
-        """What happens to the worker before it sends or takes a message."""
+    def at_message(self, rank: int, message: m.Message, side: str, link: Link | None = None) -> None:
+        """What happens to the worker before it sends or takes a message; `link`: on which it is to be sent."""
         at = self.plan.at_message
         if self._started and rank not in self._lost and (fault := at(type(message).__name__, side, after=False)):
-            self.strike(rank, fault)
+            if fault.kind == "unlink":
+                assert link is not None and side == SENDER, fault
+                self.plan.struck(self.turn)
+                self.break_link(link)
+            else:
+                self.strike(rank, fault)
+
+    def break_link(self, link: Link) -> None:
+        """The link is lost while both ends live, with what is on it and what is sent on it until it is made again, with
+        the sender's next mesh epoch. The sender finds that it is closed at some later time."""
+        self.note("LINK LOST", link)
+        self.broken_links[link] = self._epoch_of(link[0])
+        for message in self._wires.drop(link):
+            self.lost_with_links[type(m.decode(message.header)).__name__] += 1
+        self._closed_links[link] = self.turn + self._random.randint(0, 40)
+
+    def _is_broken(self, link: Link) -> bool:
+        return link in self.broken_links and self._epoch_of(link[0]) == self.broken_links[link]
+
+    def _epoch_of(self, rank: int) -> int:
+        executor = self._workers[rank].executor
+        return executor.placement.mesh.epoch if executor is not None else 0
+
+    def _closed_links_of(self, rank: int) -> list[Link]:
+        """Lost links of a worker that it finds closed now."""
+        return [link for link, turn in self._closed_links.items() if link[0] == rank and turn <= self.turn]
 
     def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None:
         """What is to happen to the worker after it has sent or taken a message."""
@@ -289,6 +328,7 @@ class SimulatedCluster:
             stage_group=self._group_of(worker.rank),
             applied=lambda report, _: self._save(worker) if self._orders.is_due(report.step) else None,
             save=lambda _: self._save(worker),
+            device_recovery=DeviceRecovery(cast(Device, FailingDevice())) if self._devices_fail else None,
         )
 
     def _save(self, worker: Worker) -> None:
@@ -310,6 +350,11 @@ class SimulatedCluster:
     def _advance(self, worker: Worker) -> None:
         """One turn of a worker."""
         try:
+            for link in self._closed_links_of(worker.rank):  # as worker.channel does: reported, and handled
+                del self._closed_links[link]
+                closed = m.LinkClosed(*link)
+                worker.port.send(CONTROLLER, closed)
+                worker.port.inbox.append(Incoming(worker.rank, closed))
             if worker.running is None:
                 self.deliver_some(worker.rank)
                 inbox = worker.port.inbox
@@ -365,6 +410,8 @@ class SimulatedCluster:
             self._notices.append((later, Received(m.Leaving(rank))))
         if kind in ("kill", "replace"):
             raise Killed(out)
+        if kind == "device":
+            raise RuntimeError(DEVICE_FAULT)
         if kind == "stop":  # until the failure detector finds it, it is a worker as any other
             self._workers[rank].asleep = max(1, fault.turns)
             self._wires.freeze(rank)
@@ -483,7 +530,8 @@ class SimulatedCluster:
     def _can_go(self, worker: Worker) -> bool:
         """Whether a turn can make a difference: who waits, waits for a message."""
         port = worker.port
-        return bool(worker.asleep or port.inbox or port.then or self._wires.has_some_for(worker.rank))
+        can_hear = port.inbox or port.then or self._wires.has_some_for(worker.rank)
+        return bool(worker.asleep or can_hear or self._closed_links_of(worker.rank))
 
     def _choose(self, ranks: Sequence[int]) -> int:
         if not self._uneven:

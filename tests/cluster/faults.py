@@ -10,7 +10,7 @@ from typing import TypeAlias
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.fault_points import FaultPoint
 
-KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance")
+KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "device", "unlink")
 LOSSES = ("kill", "replace", "stop")
 """Kinds that take a worker, and the state that it holds, away without notice."""
 
@@ -27,10 +27,11 @@ class Fault:
         kind: kill (the process is gone), stop (it stands still and comes back later), term (it asks to leave), join
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
             corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
-            drawn).
+            drawn), device (its device fails, and is reset). unlink (the link that a message is sent on is lost, with
+            what is on it, and both ends live) happens at messages only, on the side of the sender.
         rank: whom; of a join: who is at the point when it happens.
-        point: a runtime.points.Point by name.
-        count: the how-manieth time that this worker passes this point in this step, from 1.
+        point: a FaultPoint by name.
+        count: at which passage of this point in this step it happens, from 1.
         turns: how long a stop or a pause lasts.
     """
 

@@ -140,6 +140,7 @@ class Training:
         min_workers: int = 1,
         verify_every: int = 0,
         checkpoint_every: int = 0,
+        overflows: bool = False,
         cluster: type = RecordingCluster,
     ) -> Ended:
         """Runs it, with messages in this order.
@@ -148,7 +149,7 @@ class Training:
             AssertionError: other bits than those of an undisturbed run on one worker, or not all events happened.
             LostStateError: the run had to stop.
         """
-        run = TinyRun(steps=self.steps, microbatches=5)  # 5 micro-batches: uneven on every mesh
+        run = TinyRun(steps=self.steps, microbatches=5, overflows=overflows)  # 5 micro-batches: uneven on every mesh
         schedule = Schedule(order, run, self.mesh, self.zero, self.mirrors, faults=self.events)
         simulated = cluster(
             replace(run.job(), verify_every=verify_every),
@@ -243,6 +244,14 @@ def test_rules_3_to_5_parameters_follow_the_decision(order: int) -> None:
     for step in range(1, 4):
         voted = {sent.sender for sent in run.sent[: run.first(m.Publish, step)] if is_vote_for(sent.message, step)}
         assert voted == {0, 1, 2}
+
+
+def test_rule_6_a_step_without_a_finite_gradient_is_skipped(order: int) -> None:
+    """The step counts and changes no state, and all workers see it alike: also one that is killed in its course."""
+    run = training("dp3", steps=8).worker(1, "kill", step=2, at="norm").run(order, overflows=True)
+    skipped = {report.step for report in run.messages(m.Applied) if not report.updated}
+    assert 0 < len(skipped) < 8
+    assert all(report.updated == (report.step not in skipped) for report in run.messages(m.Applied))
 
 
 def test_rule_7_validation_holds_the_next_step_back(order: int) -> None:
@@ -357,6 +366,32 @@ def test_rule_10_too_few_workers_are_left(order: int) -> None:
     run = training("dp3").worker(1, "kill", step=2, at="backward")
     with pytest.raises(LostStateError, match="2 workers are left"):
         run.run(order, min_workers=3)
+
+
+@pytest.mark.parametrize("message", ["PartialSum", "ReducedGradient", "Vote"])
+def test_rule_11_a_link_is_lost_and_both_ends_live(message: str, order: int) -> None:
+    """Nobody knows what has arrived. The link is made again by a change of the mesh in which nobody is lost, and what
+    the receiver may lack is sent again; receivers ignore what they have already."""
+    run = training("dp3").whoever_sends(message, "unlink", number=3, after=False).run(order)
+    (change,) = run.changes
+    assert set(change.kinds.values()) == {"link"} and len(change.kinds) == 2
+    assert (change.placement.mesh.num_workers, change.num_copies) == (3, 0)
+    (closed,) = run.messages(m.LinkClosed)
+    assert {closed.rank, closed.peer} == change.kinds.keys()
+
+
+@pytest.mark.parametrize("at", ["forward", "backward", "reduce"])
+def test_rule_12_a_device_fails_and_is_reset(at: str, order: int) -> None:
+    """What the worker had of the step is gone, its state is not. It reports that, answers the Prepare without its own
+    work, and the others send it everything again: the same step goes on with the same members."""
+    run = training("dp3").worker(1, "device", step=2, at=at).run(order)
+    (change,) = run.changes
+    (damaged,) = run.messages(m.Damaged)
+    assert (damaged.rank, damaged.step, damaged.page_ranges) == (1, 2, ()) and damaged.reason
+    assert (change.kinds, change.placement.mesh.num_workers, change.num_copies) == ({}, 3, 0)
+    (answer,) = [report for report in run.messages(m.StepReport) if (report.rank, report.epoch) == (1, 1)]
+    # It may report what the others have sent it since then, and nothing that it has computed.
+    assert not any(it.assigned or it.computed or it.layer_sums for it in answer.partial_steps)
 
 
 # ---- more than one loss

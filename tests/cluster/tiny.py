@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import KeyedDropout, Keys
-from elaswave_spmd.models import LayeredModel
+from elaswave_spmd.models import Batch, LayeredModel
 from elaswave_spmd.sharding import P, Shardings, Tie
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe
@@ -82,9 +82,20 @@ class Tiny(LayeredModel):
         super().__init__({"embed": _Embed(), **layers, "head": _Head()}, ties)
 
 
+class Overflowing(Tiny):
+    """A tiny model whose loss is infinite for samples that begin with token 0, one in ten of them."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output, batch) / (batch.tokens[0, 0] != 0).float()
+
+
 @dataclass(frozen=True)
 class TinyRun:
-    """What the bits of a tiny run may depend on."""
+    """All that the bits of a tiny run may depend on.
+
+    Args:
+        overflows: the loss of some samples is infinite, so that some steps have no finite gradient.
+    """
 
     blocks: int = 1
     tied: bool = False
@@ -92,6 +103,7 @@ class TinyRun:
     microbatches: int = 5
     steps: int = 4
     checkpointing: bool = False
+    overflows: bool = False
 
     def job(self) -> Job:
         """A validation in the middle and one at the end."""
@@ -112,7 +124,7 @@ class TinyRun:
 
     @property
     def description(self) -> ModelDescription:
-        return _described(self.blocks, self.tied)
+        return _described(self.blocks, self.tied, self.overflows)
 
     @property
     def shardings(self) -> Shardings:
@@ -120,24 +132,20 @@ class TinyRun:
 
     def make_model(self) -> LayeredModel:
         """A new model on the meta device."""
-        return copy.deepcopy(_template(self.blocks, self.tied))
+        return copy.deepcopy(_template(self.blocks, self.tied, self.overflows))
 
     @property
     def key(self) -> TinyRun:
         """The runs with the same key end with the same bits: checkpointing changes none."""
-        return (
-            self
-            if not self.checkpointing
-            else TinyRun(self.blocks, self.tied, self.dtype, self.microbatches, self.steps)
-        )
+        return replace(self, checkpointing=False)
 
 
 @cache
-def _template(blocks: int, tied: bool) -> LayeredModel:
+def _template(blocks: int, tied: bool, overflows: bool) -> LayeredModel:
     with torch.device("meta"):
-        return Tiny(blocks, 0.2, tied)
+        return (Overflowing if overflows else Tiny)(blocks, 0.2, tied)
 
 
 @cache
-def _described(blocks: int, tied: bool) -> ModelDescription:
-    return describe(_template(blocks, tied), page_size=PAGE)
+def _described(blocks: int, tied: bool, overflows: bool) -> ModelDescription:
+    return describe(_template(blocks, tied, overflows), page_size=PAGE)

@@ -101,6 +101,12 @@ class Wires:
     def thaw(self, rank: int) -> None:
         del self._frozen[rank]
 
+    def drop(self, link: Link) -> list[Flying]:
+        """The link is lost. Returns what was on it."""
+        lost = list(self.flying.get(link, ()))
+        self.flying.get(link, deque()).clear()
+        return lost
+
     def cut(self, rank: int, out: Link | None) -> None:
         """The process is gone; of what it had not got out, each link delivers some first part, and `out` everything."""
         for (sender, peer), queue in self.flying.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -11,11 +9,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.controller_protocol import Policy
-from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.worker.channel import Incoming
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault
-from tests.cluster.processes import Worker
-from tests.cluster.wires import Link
 from tests.simulated.bits_cases import (
     MirroredCluster,
     Run,
@@ -25,7 +19,6 @@ from tests.simulated.bits_cases import (
     placement_of,
 )
 
-_LATER = 40  # turns at most until the sender can see it
 TO_PRIMARY = "Entry to its new primary"
 
 
@@ -47,22 +40,14 @@ class Broken(MirroredCluster):
         mirrors: int = 1,
     ) -> None:
         self._kind, self._left = kind, count
-        self._draw = random.Random(seed)
-        self.broken: dict[Link, int] = {}  # -> mesh epoch of the sender when it broke
-        self._noticed_at: dict[Link, int] = {}  # -> the turn from which the sender can find that it is closed
-        self.lost: Counter[str] = Counter()
         self.members = placement_of(run, mesh, zero).mesh.num_workers
         super().__init__(run, mesh, zero, seed=seed, faults=faults, policy=Policy(mirror_count=mirrors))
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
-        link, name = (sender, peer), type(message).__name__
-        if peer >= 0 and self._kind in (name, self._special(sender, peer, message)):
+        if peer >= 0 and self._kind in (type(message).__name__, self._special(sender, peer, message)):
             self._left -= 1
             if self._left == 0:
-                self._break(link)
-        if link in self.broken and self._epoch_of(sender) == self.broken[link]:
-            self.lost[name] += 1
-            return
+                self.break_link((sender, peer))
         super().send(sender, peer, message, payload)
 
     def _special(self, sender: int, peer: int, message: m.Message) -> str:
@@ -74,31 +59,6 @@ class Broken(MirroredCluster):
         runs = {run.key: run for run in here.placement.replica_map(self._description.layout)[message.layer]}
         lacks = message.step > protocol.version and not protocol.has_gradient(message.step, key)
         return TO_PRIMARY if key in runs and runs[key].primary == peer and lacks else ""
-
-    def _epoch_of(self, rank: int) -> int:
-        executor = self._workers[rank].executor
-        return executor.placement.mesh.epoch if executor is not None else 0
-
-    def _break(self, link: Link) -> None:
-        self.broken[link] = self._epoch_of(link[0])
-        for message in self._wires.flying.get(link, ()):
-            self.lost[type(m.decode(message.header)).__name__] += 1
-        self._wires.flying.get(link, []).clear()
-        self._noticed_at[link] = self.turn + self._draw.randint(0, _LATER)
-
-    def _advance(self, worker: Worker) -> None:
-        """A sender that finds its link closed reports it to the controller, and handles it, as `WorkerChannel` does."""
-        for link in [ln for ln, turn in self._noticed_at.items() if ln[0] == worker.rank and turn <= self.turn]:
-            del self._noticed_at[link]
-            closed = m.LinkClosed(*link)
-            worker.port.send(CONTROLLER, closed)
-            worker.port.inbox.append(Incoming(worker.rank, closed))
-        super()._advance(worker)
-
-    def _can_go(self, worker: Worker) -> bool:
-        return super()._can_go(worker) or any(
-            link[0] == worker.rank and turn <= self.turn for link, turn in self._noticed_at.items()
-        )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +85,7 @@ def test_what_was_on_a_lost_link_comes_again(kind: str, mesh: str, zero: int) ->
     for seed in range(3):
         cluster = Broken(kind, 1 + 7 * seed, seed, run, mesh, zero)
         assert outcome(cluster.run()) == expected(run), seed
-        assert cluster.broken and cluster.lost[kind], "the link broke when there was something on it"
+        assert cluster.broken_links and cluster.lost_with_links[kind], "the link broke when there was something on it"
         again = [epoch for epoch in cluster.result.epochs if "link" in epoch.kinds.values()]
         assert len(again) == 1 and again[0].num_copies == 0 and again[0].placement.mesh.num_workers == cluster.members
 
@@ -149,8 +109,8 @@ def test_a_link_is_lost_after_a_worker(kind: str, count: int, mesh: str, zero: i
         if kind == TO_PRIMARY:  # of its two mirrors one has the entry, and the other is to be the primary
             faults = [MessageFault("kill", "ReducedGradient", SENDER, True, 29 + 3 * seed)]
         cluster = Broken(kind, count, seed, run, mesh, zero, faults, mirrors)
-        assert outcome(cluster.run()) == expected(run), (seed, cluster.broken)
+        assert outcome(cluster.run()) == expected(run), (seed, cluster.broken_links)
         held = [run for runs in cluster.protocol.placement.replicas.values() for run in runs]  # pyright: ignore
         assert not any(run.learners for run in held), "the copies are complete all the same"
-        broke += bool(cluster.broken)
+        broke += bool(cluster.broken_links)
     assert broke, f"no link broke at a message of this kind: {kind}"

@@ -6,7 +6,7 @@ The fault is an exception at a point of a step, as torch_npu raises one; the dev
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.state import LEARNING
 from tests.cluster import cluster
+from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import Killed, LostStateError, Worker
@@ -32,25 +33,8 @@ from tests.simulated.bits_cases import (
     outcome,
 )
 
-TEXT = "UCE ERROR, error code is 507053"
 Hits = dict[tuple[int, int, str], Remedy | None]
 """(rank, step, point) -> the remedy of a fault there, at the first visit."""
-
-
-class MadeUpDevice:
-    """A device that can be brought back as a test says; bad memory comes back as other memory, with other content."""
-
-    def __init__(self, remedies: list[Remedy | None]) -> None:
-        self._remedies = remedies
-
-    def synchronize(self) -> None: ...
-
-    def recover(self, error: BaseException) -> Remedy | None:
-        return self._remedies.pop() if TEXT in str(error) else None
-
-    def reuse(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            tensor.fill_(torch.nan)
 
 
 @pytest.fixture
@@ -68,9 +52,9 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
                 visit(point, step)
                 if (rank, step, point.value) in left:
                     struck.append(left.pop((rank, step, point.value)))
-                    raise RuntimeError(f"{TEXT}\nlook at the log")
+                    raise RuntimeError(f"{DEVICE_FAULT}\nlook at the log")
 
-            recovery = DeviceRecovery(cast(Device, MadeUpDevice(struck)))
+            recovery = DeviceRecovery(cast(Device, FailingDevice(struck)))
             hooks = replace(context.hooks, on_point=visit_first, device_recovery=recovery)
             executor = Executor(replace(context, hooks=hooks), *rest)
             made.append(executor)
@@ -96,7 +80,7 @@ class EndingMachines(MadeUpMachines):
         try:
             super()._advance(worker)
         except RuntimeError as error:
-            if TEXT not in str(error):
+            if DEVICE_FAULT not in str(error):
                 raise
             try:
                 self.strike(worker.rank, Fault(0, "kill", worker.rank, "forward"))
@@ -130,7 +114,7 @@ def test_the_step_is_done_again(
     found, damaged = train(run, mesh, zero)
     assert found == expected(run)
     (said,) = damaged
-    assert (said.rank, said.step, said.reason) == (1, 3, TEXT)
+    assert (said.rank, said.step, said.reason) == (1, 3, DEVICE_FAULT)
     held = [part for part in executors[1].replica.state]
     assert bool(said.page_ranges) == (remedy is Remedy.RELOAD and bool(held))
     assert all(part.version != LEARNING for part in held)
