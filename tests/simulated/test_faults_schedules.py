@@ -12,7 +12,7 @@ CHUNK = 60
 # Of long searches: what was wrong, and is not any more.
 FAILED_ONCE = {
     "a learner of the loss page alone could not vote with the loss": Schedule(
-        seed=103349,
+        seed=103342,
         run=TinyRun(tied=True, dtype="bf16", microbatches=4),
         mesh="stages1-3",
         zero=3,
