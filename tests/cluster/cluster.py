@@ -483,9 +483,9 @@ class SimulatedCluster:
         """The run begins again from its newest checkpoint with new workers, as the launcher of a real run has it do."""
         checkpoint = self.checkpoints.newest
         assert checkpoint is not None and checkpoint.step == restart.step
-        self.note("RESTART", restart.settings.mesh, "after step", restart.step)
+        self.note("RESTART", restart.mesh, "after step", restart.step)
         self.result.restarts.append(restart.step)
-        mesh = Mesh.initial(restart.settings.mesh.shape)
+        mesh = Mesh.initial(restart.mesh.shape)
         layout, old = self._description.layout, self._healthy
         placement = place(mesh, layout, old.shardings, old.num_microbatches)
         sharding = placement.state_sharding(self._policy.mirror_count, self._policy.mirror_scatter)
