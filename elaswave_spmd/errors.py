@@ -28,7 +28,7 @@ class UserError(ValueError):
     Args:
         what: what happened, with the value, as a clause without a final stop: "cannot read schedule.profile=x.json (No
             such file or directory)".
-        rule: the rule that was broken, as a clause without a final stop; empty where `what` says it already.
+        rule: the rule that was broken, as a clause without a final stop; empty if `what` contains it already.
         where: where the value came from (an override such as "mesh.dp=abc", a file, a parameter's name). It is printed
             unless `what` names it.
         exists: what would have been accepted.
@@ -87,7 +87,7 @@ class CheckpointError(UserError):
 
 
 class ControlError(UserError):
-    """A request (`ctl`) that a run cannot follow, or a run that nobody can ask."""
+    """A request (`ctl`) that a run refuses, or a run that takes no requests."""
 
 
 class RunError(RuntimeError):

@@ -65,7 +65,7 @@ class Display(Protocol):
 
     def start(self, info: RunInfo) -> None: ...
     def step(self, line: MetricsLine) -> None: ...
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show one line. It is never left out, unlike lines of steps."""
         ...
 
@@ -114,11 +114,11 @@ class PlainDisplay:
     def start(self, info: RunInfo) -> None:
         self._total_steps = info.total_steps
         self._pace = Pace(info.total_steps)
-        self.say(str(info))
+        self.show_line(str(info))
         if info.run_dir:
-            self.say(f"run directory {info.run_dir}")
+            self.show_line(f"run directory {info.run_dir}")
         if info.unsurvived:
-            self.say(info.unsurvived)
+            self.show_line(info.unsurvived)
 
     def step(self, line: MetricsLine) -> None:
         self._pace.add(line)
@@ -128,13 +128,13 @@ class PlainDisplay:
         if not due and line.step < self._total_steps:
             return
         self._shown_at = now
-        self.say(
+        self.show_line(
             f"step {line.step}/{self._total_steps}  loss {line.loss:.4f}  grad norm {line.grad_norm:.3g}  "
             f"lr {line.lr:.2e}  {self._pace.tokens_per_second:,.0f} tokens/s  {count(line.workers, 'worker')}  "
             f"{clock_text(self._pace.seconds_left)} left"
         )
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         # soft_wrap: a line of a log stays one line, however long it is. No markup: the text may come from a user, and
         # brackets in it are not meant for rich.
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -143,7 +143,7 @@ class PlainDisplay:
         rows = summary_rows(summary)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            self.say(f"{name:<{width}}  {value}")
+            self.show_line(f"{name:<{width}}  {value}")
 
     def close(self) -> None:
         pass
@@ -193,8 +193,8 @@ class BarDisplay:
         task = self._bar.task_ids[0]
         self._bar.update(task, completed=line.step, figures=figures, refresh=True)
 
-    def say(self, text: str) -> None:
-        self._plain.say(text)
+    def show_line(self, text: str) -> None:
+        self._plain.show_line(text)
 
     def finish(self, summary: Mapping[str, object]) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """The lock on a run's directory: a run has one controller at a time.
 
-The lock keeps a second controller out while the first one lives. Controllers of the same run that lived before are told
-apart by the journal (journal.py), which outlives them.
+The lock keeps a second controller out while the first one lives. The journal (journal.py) outlives both, and keeps a
+controller from using mesh epochs that an earlier controller of the run has used.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class RunObserver:
         text, now = event_text(kind, fields), self._now()
         self.run_dir.write_event(kind, now, fields)
         self.recent_events.append({"event": kind, "time": round(now, 6), "text": text})
-        self._display.say(text)
+        self._display.show_line(text)
 
     def on_validation(self, step: int, loss: float) -> None:
         """Report the validation loss after `step`: event `validation`, a line of the display, a scalar."""
@@ -124,7 +124,7 @@ class RunObserver:
         if self._board is not None:
             with writing(self.run_dir.board_path):
                 self._board.validation(step, loss)
-        self._display.say(f"step {step}  validation loss {loss:.4f}")
+        self._display.show_line(f"step {step}  validation loss {loss:.4f}")
 
     def on_finish(self, summary: Mapping[str, object], weights: Mapping[str, np.ndarray]) -> None:
         """Report the end of the last step, and write weights.safetensors and summary.json.

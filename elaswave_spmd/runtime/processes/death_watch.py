@@ -2,9 +2,9 @@
 
 Closed sockets, EOF, pidfd and waitpid all come after the dead process's memory is torn down, which takes tens of
 milliseconds per gigabyte. A robust mutex in shared memory comes first: the kernel walks the list of mutexes that a
-dying thread has locked before anything else, and whoever waits for one gets EOWNERDEAD. So each worker's main thread
-locks a mutex and never unlocks it, and the controller waits for it. A stopped process (SIGSTOP) keeps its mutex: that
-is no death. A process that writes a core file is noticed after that, as by every other means.
+dying thread has locked before anything else, and a thread that waits for one of them gets EOWNERDEAD. So each worker's
+main thread locks a mutex and never unlocks it, and the controller waits for it. A stopped process (SIGSTOP) keeps its
+mutex and is not reported. A process that writes a core file is noticed after that, as by every other means.
 
 Linux only. Where `is_available()` is false, the launcher's wait, closed links and heartbeats serve alone.
 """

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from elaswave_spmd.runtime.processes import child
 
-_REAP_PERIOD_S = 0.01  # while ending everybody
+_REAP_PERIOD_S = 0.01  # while all workers are ended
 
 
 def num_threads() -> int:

@@ -1,7 +1,8 @@
 """Rendezvous of a run's machines: a record in c10d's TCPStore holds the address at which the controller listens.
 
-Used for the start only. The store authenticates nobody, so it holds no secret, and an agent trusts the record only with
-a proof that its writer knows the shared secret. Links then use a key that is derived from the secret for this run.
+Used for the start only. The store authenticates no client, so it contains no secret, and an agent trusts the record
+only with a proof that its writer knows the shared secret. Links then use a key that is derived from the secret for this
+run.
 """
 
 from __future__ import annotations

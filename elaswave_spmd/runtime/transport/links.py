@@ -2,7 +2,7 @@
 
 Each process binds one PULL socket, owned by one event-loop thread that files whatever arrives in the mailbox, and opens
 one PUSH socket to each peer that it may send to. Sending never blocks (no high-water mark: the placement bounds what is
-in flight), so a stopped peer holds up nobody. Removing a member closes one socket; adding one opens its own.
+in flight), so a stopped peer delays no other. Removing a member closes one socket; adding one opens its own.
 
 Invariant: a dead peer stays dead. Sockets never reconnect by themselves, because a message to a successor under the
 same address would belong to another life. The closed connection is filed as `PeerClosed`. The price: a connect to a

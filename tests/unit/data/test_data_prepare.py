@@ -124,7 +124,7 @@ def test_shorter_than_one_sample(tmp_path: Path, num_bytes: int) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_nothing_held_out_on_request(tmp_path: Path) -> None:
+def test_no_validation_split_on_request(tmp_path: Path) -> None:
     _text(tmp_path, 11)
     spec = DataSpec("text", str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"), validation_fraction=0)
     prepared = prepare_data(spec, 10)

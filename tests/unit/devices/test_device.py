@@ -46,7 +46,7 @@ def test_variables_that_contradict_the_settings_are_refused(variable: str, value
     assert caught.value.fix == f"unset {variable}"
 
 
-def test_what_is_missing_comes_before_what_is_set_wrong() -> None:
+def test_missing_libraries_are_reported_before_wrong_variables() -> None:
     with pytest.raises(ConfigError, match="CANN"):
         worker_start(settings("npu", tp=2), PLAIN)
 

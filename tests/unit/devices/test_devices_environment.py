@@ -19,7 +19,7 @@ def test_xla_leaves_cpu_variables_out_for_a_plugin() -> None:
     assert found["PJRT_DEVICE"] == "NPU" and "CPU_NUM_DEVICES" not in found
 
 
-def test_a_plugin_that_torch_xla_would_not_look_for_is_refused() -> None:
+def test_a_plugin_is_refused_if_torch_xla_would_not_load_plugins() -> None:
     with pytest.raises(ConfigError, match="XLA_REGISTER_INSTALLED_PLUGINS"):
         device_of("xla").environment({"PJRT_DEVICE": "NPU", "XLA_REGISTER_INSTALLED_PLUGINS": "0"}, Island())
     assert device_of("xla").environment({"XLA_REGISTER_INSTALLED_PLUGINS": "0"}, Island())["PJRT_DEVICE"] == "CPU"
@@ -43,14 +43,14 @@ def test_flags_of_the_user_stay() -> None:
         ("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true"),
     ],
 )
-def test_xla_refuses_what_contradicts_it(name: str, value: str) -> None:
+def test_xla_refuses_variables_that_contradict_it(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         device_of("xla").environment({name: value}, Island(devices=2))
     assert caught.value.fix == f"unset {name}"
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("XLA_USE_BF16", "0"), ("CPU_NUM_DEVICES", "2")])
-def test_xla_accepts_what_agrees_with_it(name: str, value: str) -> None:
+def test_xla_accepts_variables_that_agree_with_it(name: str, value: str) -> None:
     assert device_of("xla").environment({name: value}, Island(devices=2))["CPU_NUM_DEVICES"] == "2"
 
 

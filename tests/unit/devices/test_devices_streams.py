@@ -113,7 +113,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, RecordingApi]:
     return AcceleratorDevice(kind, torch.device("meta"), api), api
 
 
-def test_a_copy_to_the_host_begins_behind_what_makes_the_values_and_is_asked_for_later(
+def test_a_copy_to_the_host_starts_after_its_values_and_is_awaited_later(
     opened: tuple[Device, RecordingApi],
 ) -> None:
     device, api = opened
@@ -152,7 +152,7 @@ def test_a_copy_from_the_host_is_waited_for_by_the_stream_that_computes(opened: 
     assert torch.equal(found, torch.arange(4.0)) and device.to_place(found) is found
 
 
-def test_what_lies_in_host_memory_crosses_no_stream(opened: tuple[Device, RecordingApi]) -> None:
+def test_values_in_host_memory_are_not_queued_on_a_stream(opened: tuple[Device, RecordingApi]) -> None:
     device, api = opened
     values = torch.arange(4.0)
     api.log.clear()

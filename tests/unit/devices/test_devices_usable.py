@@ -22,7 +22,7 @@ def refusal(name: str, machine: MadeUpMachine) -> ConfigError:
     return caught.value
 
 
-def test_settings_offer_no_device_that_is_none() -> None:
+def test_every_device_in_the_settings_exists() -> None:
     assert set(DEVICES) - {"emulated"} <= set(device_names())
 
 
@@ -59,7 +59,7 @@ LACKS = [
 
 
 @pytest.mark.parametrize(("name", "machine", "what"), LACKS)
-def test_what_is_missing_is_named(name: str, machine: MadeUpMachine, what: str) -> None:
+def test_missing_requirements_are_named(name: str, machine: MadeUpMachine, what: str) -> None:
     error = refusal(name, machine)
     assert error.what.startswith(f"runtime.device={name} needs ") and error.what.endswith("not found on this machine")
     assert what in error.what and f"runtime.device={name}" in error.where
@@ -71,7 +71,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
     assert all(what in rule for what in ("torch_npu", "CANN", "driver"))
 
 
-def test_what_works_here_instead_is_named() -> None:
+def test_usable_devices_are_named_instead() -> None:
     assert refusal("npu", GPU).exists == "what works here: cpu, cuda, emulated"
     assert "or runtime.device=cpu" in refusal("npu", PLAIN).fix
 
@@ -90,7 +90,7 @@ def test_a_plugin_that_is_installed_is_accepted(name: str) -> None:
     assert check_usable("xla", machine).name == "xla"
 
 
-def test_this_machine_is_looked_at() -> None:
+def test_facts_about_this_machine() -> None:
     machine = ThisMachine()
     assert machine.version("torch") and machine.version("no-such-distribution") is None
     assert machine.has_package_file("torch", "__init__.py") and not machine.has_package_file("torch", "no.such")

@@ -108,7 +108,7 @@ def test_two_stages_meet_in_one_store() -> None:
     passes_on(second, 3)
 
 
-def test_one_alone_has_no_group() -> None:
+def test_a_single_worker_has_no_group() -> None:
     worker = Stage().worker(5)
     worker.change(0, [5], 5)
     eventually(lambda: not any(t.name == "group of epoch 0" for t in threading.enumerate()))
@@ -116,7 +116,7 @@ def test_one_alone_has_no_group() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.003, 0.01, 0.05])
-def test_changes_in_quick_succession_leave_nobody_in_the_library(pause_s: float) -> None:
+def test_changes_in_quick_succession_leave_no_thread_in_the_library(pause_s: float) -> None:
     """Some see that all are there, others that a newer epoch is: all of them make that group, or nobody does."""
     workers = dict(enumerate(Stage().workers(3)))
     for epoch in range(4):
@@ -127,7 +127,7 @@ def test_changes_in_quick_succession_leave_nobody_in_the_library(pause_s: float)
     passes_on(workers, 1)
 
 
-def test_a_member_that_never_comes_keeps_nobody() -> None:
+def test_a_member_that_never_comes_blocks_no_other() -> None:
     workers = dict(enumerate(Stage().workers(3)))
     for rank in (0, 1):
         workers[rank].change(0, [0, 1, 2], rank)
@@ -150,7 +150,7 @@ def test_a_member_that_dies_while_others_connect_is_forgotten_in_the_next_epoch(
     passes_on(some, 3)
 
 
-def test_a_broadcast_that_hangs_keeps_nobody_from_the_next_group() -> None:
+def test_a_broadcast_that_hangs_does_not_delay_the_next_group() -> None:
     stage = Stage(fails_to_end=True)  # whatever becomes of the old one
     workers = dict(enumerate(stage.workers(3)))
     change(workers, 0)

@@ -35,12 +35,12 @@ def test_a_text_is_an_event(event: NpuEvent) -> None:
     assert event_of(error(event)) is event
 
 
-def test_what_is_behind_a_stop_comes_first() -> None:
+def test_the_fault_behind_a_stop_is_reported_first() -> None:
     assert event_of(RuntimeError("FORCE STOP. UCE ERROR")) is NpuEvent.MEMORY
 
 
 @pytest.mark.parametrize("other", [RuntimeError("shape mismatch"), ValueError("UCE ERROR"), KeyError("FORCE STOP")])
-def test_other_errors_are_none_of_the_devices(other: Exception) -> None:
+def test_other_errors_are_not_faults_of_the_device(other: Exception) -> None:
     made, npu = faults()
     assert event_of(other) is None and made.recover(other) is None and npu.calls == []
 
@@ -67,7 +67,7 @@ def test_a_device_that_was_stopped_is_restarted_only() -> None:
 
 
 @pytest.mark.parametrize(("answer", "stopped"), [(0, True), (None, True), (1, False)])
-def test_what_stop_device_answers(answer: int | None, stopped: bool) -> None:
+def test_answers_of_stop_device(answer: int | None, stopped: bool) -> None:
     made, npu = faults(stop_device=answer)
     assert made.stop() is stopped
     remedy = made.recover(error(NpuEvent.LINK))
@@ -81,7 +81,7 @@ def test_groups_go_on_and_broken_links_are_made_again(event: NpuEvent) -> None:
     assert npu.calls[-2:] == [RESTARTED, ("reinit_process_group", (None,), {"rebuild_link": event in LINK_EVENTS})]
 
 
-def test_a_fault_call_that_fails_is_said() -> None:
+def test_a_fault_call_that_fails_is_reported() -> None:
     made, _ = faults(restart_device=RuntimeError("restart failed"))
     with pytest.raises(RuntimeError, match="restart failed"):
         made.recover(error(NpuEvent.STOPPED))
@@ -111,7 +111,7 @@ def test_the_record_has_every_call_and_every_text() -> None:
     assert set(record["in_libraries"]) == {*COMPILED, *TEXTS}
 
 
-def test_the_record_is_what_a_wheel_says() -> None:
+def test_the_record_matches_a_wheel() -> None:
     path = os.environ.get(WHEEL)
     if path is None:
         pytest.skip(f"{WHEEL} is not set: a wheel from `pip download --no-deps torch_npu`")

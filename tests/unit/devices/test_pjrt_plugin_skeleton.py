@@ -63,7 +63,7 @@ def library(folder: Path, source: str) -> Path:
     return path
 
 
-def test_without_a_library_the_error_says_what_to_set(module: Any) -> None:
+def test_without_a_library_the_error_names_the_variable_to_set(module: Any) -> None:
     with pytest.raises(RuntimeError, match=r"NPU_PJRT_LIBRARY is not set.*libpjrt_npu\.so"):
         module.NpuPlugin().library_path()
 
@@ -111,7 +111,7 @@ def test_options_come_from_a_setting(
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{device: 1}"])
-def test_options_that_are_none_are_refused(module: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_unknown_options_are_refused(module: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("NPU_PJRT_OPTIONS", text)
     with pytest.raises(RuntimeError, match=r"NPU_PJRT_OPTIONS=.* is not a JSON object"):
         module.NpuPlugin().client_create_options()

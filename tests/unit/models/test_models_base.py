@@ -120,12 +120,12 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_the_contract_forbids_is_refused(make: Callable[[], object], message: str) -> None:
+def test_layers_against_the_contract_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make()
 
 
-def test_what_a_model_has_beside_its_layers() -> None:
+def test_attributes_of_a_model_beside_its_layers() -> None:
     """Modules without parameters, and other names for its layers."""
     Own("entropy", nn.CrossEntropyLoss())
     layers = nn.ModuleList([Plain(), Plain()])

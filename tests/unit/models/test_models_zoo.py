@@ -131,14 +131,14 @@ def test_ties_are_declared() -> None:
     assert str(MODELS["llama grouped, tied"]().ties[0]) == "head.weight = embed.weight"
 
 
-def test_what_feeds_the_residual_stream_begins_smaller() -> None:
+def test_layers_that_feed_the_residual_stream_begin_smaller() -> None:
     for model in (MODELS["gpt"](), MODELS["llama"]()):
         assert model.init("block1.mlp.down.weight", (D, 4 * D)) == Normal(0.01)
         assert model.init("block1.attn.out.weight", (D, D)) == Normal(0.01)
         assert model.init("block1.mlp.up.weight", (4 * D, D)) == Normal(0.02)
 
 
-def test_dropout_is_everywhere_that_the_size_says() -> None:
+def test_dropout_is_in_every_place_that_the_size_asks_for() -> None:
     for name, make in MODELS.items():
         drops = [m for m in make().modules() if isinstance(m, KeyedDropout)]
         assert len(drops) == (3 if name == "mlp" else 5) and {d.p for d in drops} == {0.1}

@@ -33,7 +33,7 @@ def _write(run_dir: Path, rank: int = 3) -> Path:
     return directory / write_shard(directory, 20, BALLOT, rank, RUNS, run="r1").name
 
 
-def test_a_shard_is_a_safetensors_file_that_says_whose_it_is(tmp_path: Path) -> None:
+def test_a_shard_is_a_safetensors_file_that_names_its_run_and_worker(tmp_path: Path) -> None:
     info = write_shard(checkpoint_path(tmp_path, 20), 20, Ballot(2, 17), 3, RUNS, run='a "run"')
     path = tmp_path / "checkpoints/step_00000020/shard_3_2-17.safetensors"
     assert info.name == path.name == shard_name(3, Ballot(2, 17))
@@ -58,7 +58,7 @@ def test_a_shard_is_a_safetensors_file_that_says_whose_it_is(tmp_path: Path) -> 
     assert {offset % 64 for offset, _ in shard.arrays.values()} == {0}
 
 
-def test_a_worker_that_holds_nothing_writes_an_empty_shard(tmp_path: Path) -> None:
+def test_a_worker_without_pages_writes_an_empty_shard(tmp_path: Path) -> None:
     directory = checkpoint_path(tmp_path, 1)
     info = write_shard(directory, 1, BALLOT, 0, {}, run="r1")
     shard = read_shard(directory / info.name)
@@ -98,7 +98,7 @@ def test_writing_and_verifying_make_no_second_copy(tmp_path: Path) -> None:
         {(0, 0, 1): {"master": np.zeros(64, np.float32)}, (0, 1, 2): {"exp_avg": np.zeros(64, np.float32)}},
     ],
 )
-def test_state_of_another_form_is_a_bug(tmp_path: Path, wrong) -> None:
+def test_state_of_a_wrong_form_fails_an_assertion(tmp_path: Path, wrong) -> None:
     with pytest.raises(AssertionError):
         write_shard(checkpoint_path(tmp_path, 1), 1, BALLOT, 0, wrong, run="r1")
     assert not list(tmp_path.iterdir())
@@ -148,7 +148,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert read_shard(_write(tmp_path)).info.rank == 3
 
 
-def test_a_run_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_run_directory_that_was_removed_is_not_created_again(tmp_path: Path) -> None:
     with pytest.raises(FilesError, match="No such file"):
         _write(tmp_path / "gone")
     assert not list(tmp_path.iterdir())
@@ -189,7 +189,7 @@ write_shard(directory, 20, Ballot(1, 3), 4, {(0, 0, 1): {"master": np.zeros(64, 
 """
 
 
-def test_find_shards_tells_good_from_torn_and_ignores_unfinished(tmp_path: Path) -> None:
+def test_find_shards_separates_good_from_torn_and_ignores_unfinished(tmp_path: Path) -> None:
     good, torn, flipped = (_write(tmp_path, rank) for rank in (1, 2, 3))
     assert subprocess.run([sys.executable, "-c", _DIES_BEFORE_RENAME, str(tmp_path)], timeout=100).returncode == 9
     os.truncate(torn, 900)

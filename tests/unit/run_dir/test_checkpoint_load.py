@@ -67,7 +67,7 @@ def _holds(run_dir: Path, step: int, state: State) -> bool:
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(layouts(), st.data())
-def test_any_cut_reads_what_any_other_cut_wrote(
+def test_any_page_ranges_read_what_any_others_wrote(
     tmp_path_factory: pytest.TempPathFactory, layout: ModelLayout, data: st.DataObject
 ) -> None:
     run_dir, state = tmp_path_factory.mktemp("run"), state_of(layout, 1)
@@ -184,7 +184,7 @@ def test_the_checkpoint_before_serves(tmp_path: Path, harm: Callable[[Path], str
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_manifest_cut_anywhere_is_none(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_manifest_that_is_cut_anywhere_is_refused(tmp_path: Path, data: st.DataObject) -> None:
     directory, _ = save(tmp_path, 10)
     content = (directory / MANIFEST).read_bytes()
     assert content.endswith(b"}\n")
@@ -206,7 +206,7 @@ def test_a_bit_flipped_in_a_manifest_changes_nothing_unseen(tmp_path: Path, data
         assert "manifest" in error.what
 
 
-def test_none_good_names_each_and_why(tmp_path: Path) -> None:
+def test_without_a_good_checkpoint_the_error_names_each_and_why(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing in checkpoints/"):
         load_newest_good(tmp_path)
     for step in (10, 20, 30):
@@ -225,7 +225,7 @@ def test_none_good_names_each_and_why(tmp_path: Path) -> None:
     ]
 
 
-def test_a_controller_completes_what_its_predecessor_left(tmp_path: Path) -> None:
+def test_a_controller_completes_a_checkpoint_of_its_predecessor(tmp_path: Path) -> None:
     """A crash between the last shard and the manifest: the shards say enough of themselves."""
     save(tmp_path, 10)
     directory, state = save(tmp_path, 20)
@@ -236,7 +236,7 @@ def test_a_controller_completes_what_its_predecessor_left(tmp_path: Path) -> Non
     assert _holds(tmp_path, 20, state)
 
 
-def test_a_step_saved_again_replaces_what_was_torn(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_replaces_a_torn_checkpoint(tmp_path: Path) -> None:
     directory, _ = save(tmp_path, 20)
     _flip_shard(directory)
     _, state = save(tmp_path, 20, Ballot(2, 0))
@@ -274,7 +274,7 @@ def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     assert prune(tmp_path, 1) == []
 
 
-def test_prune_removes_nothing_while_none_is_good(tmp_path: Path) -> None:
+def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         _cut_shard(save(tmp_path, step)[0])
     assert prune(tmp_path, 1) == []

@@ -68,7 +68,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     lock.close()
 
 
-def test_a_second_lock_in_one_process_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_second_lock_in_one_process_is_refused_and_leaves_the_first(tmp_path: Path) -> None:
     with lock_run_dir(tmp_path):
         with pytest.raises(ConfigError, match="is in use by") as caught:
             lock_run_dir(tmp_path)
@@ -142,7 +142,7 @@ def test_a_line_is_on_the_disk_before_append_returns(tmp_path: Path, monkeypatch
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_torn_line_was_never_promised(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_torn_line_is_dropped(tmp_path: Path, data: st.DataObject) -> None:
     (tmp_path / EPOCHS).unlink(missing_ok=True)
     with Journal(tmp_path) as journal:
         for epoch in range(3):
@@ -162,7 +162,7 @@ def test_a_torn_line_was_never_promised(tmp_path: Path, data: st.DataObject) -> 
 @pytest.mark.parametrize(
     "rubbish", [b"\0\0\0\n", b'{"incarnation": 1\n', b"[1, 2]\n", b'{"incarnation": 1}\n', b"\xff\n"]
 )
-def test_rubbish_is_torn_at_the_end_and_damage_before_it(tmp_path: Path, rubbish: bytes) -> None:
+def test_rubbish_is_dropped_at_the_end_and_is_damage_before_it(tmp_path: Path, rubbish: bytes) -> None:
     with Journal(tmp_path) as journal:
         journal.append(1, 0, "start")
     content = (tmp_path / EPOCHS).read_bytes()

@@ -39,7 +39,7 @@ def test_a_manifest_is_plain_json_and_comes_back(tmp_path: Path) -> None:
     assert Manifest.from_json(again.to_json()) == again != manifest
 
 
-def test_a_fingerprint_says_where_and_how() -> None:
+def test_a_fingerprint_contains_where_and_how_parameters_are_stored() -> None:
     embed, act, head = layout_fingerprint(small_layout())["layers"]
     assert embed["blocks"] == [[0, 3, 0, 320], [3, 2, 320, 512]]
     assert [(p["name"], p["start"], p["decay"]) for p in embed["parameters"]] == [
@@ -101,13 +101,13 @@ def test_shards_of_something_else_are_refused(other) -> None:
     assert "no later epoch" in caught.value.rule
 
 
-def test_what_is_not_json_is_refused() -> None:
+def test_values_that_are_not_json_are_refused() -> None:
     for bad in ({"x": float("nan")}, {"x": object()}):
         with pytest.raises((ValueError, TypeError)):
             manifest_of(small_layout(), [_info(*WHOLE)], 4, identity=bad)
 
 
-def test_another_format_is_refused() -> None:
+def test_another_format_version_is_refused() -> None:
     text = manifest_of(small_layout(), [_info(*WHOLE)], 4).to_json()
     for other, named in (('"format": 2', "format version 2,"), ('"version": 1', "no format version,")):
         with pytest.raises(CheckpointError) as caught:
@@ -155,7 +155,7 @@ def test_nothing_counts_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: py
     assert flushed == ["checkpoints", tmp_path.name, ".manifest.json.tmp", "step_00000004"]
 
 
-def test_a_shard_of_another_size_of_page_is_refused(tmp_path: Path) -> None:
+def test_a_shard_with_another_page_size_is_refused(tmp_path: Path) -> None:
     directory = checkpoint_path(tmp_path, 4)
     arrays = {run: {"master": np.zeros(192, np.float32), "exp_avg": np.zeros(192, np.float32)} for run in WHOLE}
     shard = write_shard(directory, 4, BALLOT, 0, arrays, run="r1")
@@ -166,7 +166,7 @@ def test_a_shard_of_another_size_of_page_is_refused(tmp_path: Path) -> None:
 # ---- identity
 
 
-def test_the_same_identity_in_other_clothes() -> None:
+def test_equal_identities_in_other_types() -> None:
     saved = json.loads(json.dumps({"seed": 1, "optim": {"betas": (0.9, 0.95)}, "empty": {}, "args": [{"a": 1}]}))
     check_identity(saved, {"args": ({"a": 1},), "empty": {}, "seed": 1, "optim": {"betas": (0.9, 0.95)}})
 

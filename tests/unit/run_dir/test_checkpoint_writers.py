@@ -32,7 +32,7 @@ def replica_maps(draw: st.DrawFn) -> tuple[ModelLayout, ReplicaMap]:
 
 
 @given(replica_maps())
-def test_every_state_page_has_one_writer_that_holds_it(case: tuple[ModelLayout, ReplicaMap]) -> None:
+def test_every_state_page_has_one_writer_that_is_a_replica(case: tuple[ModelLayout, ReplicaMap]) -> None:
     layout, replicas = case
     writers = assign_writers(replicas, layout)
     state = [r for r in all_runs(replicas) if layout.layers[r.layer].block_of(r.first).kind != LOSS]

@@ -83,7 +83,7 @@ def test_closing_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise ValueError("the first error")
 
 
-def test_closing_tells_of_a_board_that_did_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_reports_that_the_tensorboard_file_did_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer.RunDir, "write_event", lambda *_: None)
     with room_for(200), pytest.raises(FilesError, match="tensorboard"), _observer(tmp_path, board=True) as run:
         for step in range(20):

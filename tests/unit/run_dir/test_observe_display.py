@@ -57,7 +57,7 @@ def _terminal() -> tuple[Console, io.StringIO]:
     return Console(file=out, width=100, force_terminal=True, color_system=None, _environ={"TERM": "xterm"}), out
 
 
-def test_plain_lines_show_the_first_the_last_and_one_per_second() -> None:
+def test_plain_lines_show_the_first_step_the_last_and_one_per_second() -> None:
     console, out = _text_console()
     clock = _Clock()
     display = PlainDisplay(console, clock)
@@ -104,7 +104,7 @@ def test_the_bar_redraws_ten_times_a_second_and_at_the_end() -> None:
     for step in range(1, 101):
         display.step(_line(step))
         clock.seconds += 0.01
-    display.say("fail: worker 1 lost")
+    display.show_line("fail: worker 1 lost")
     display.finish({"validation_loss": 1.9})
     display.close()
     text = out.getvalue()

@@ -240,7 +240,7 @@ def test_plain_values() -> None:
     assert plain([float("nan"), np.float64("-inf")]) == ["nan", "-inf"]
 
 
-def test_weights_sha256_is_what_the_docs_say() -> None:
+def test_weights_sha256_is_as_documented() -> None:
     weights = {
         "b.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
         "a": np.array([-0.0], np.float32),

@@ -100,7 +100,7 @@ def test_a_wait_that_goes_on_is_one(tmp_path: Path) -> None:
     ]
 
 
-def test_what_was_marked_survives_a_death_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_marks_survive_a_kill_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     write_events(tmp_path)
     trace = part(tmp_path, 0)
     trace.action(1, 0, 0, False, 50.0, 50.1)

@@ -262,7 +262,7 @@ def test_a_lost_agent_is_the_loss_of_its_workers(agents: Agents, remote: Make) -
     assert other.links.peers, "the other agent goes on"
 
 
-def test_an_agent_that_fails_says_why_its_workers_are_lost(agents: Agents, remote: Make) -> None:
+def test_the_reason_of_a_failed_agent_is_reported_with_its_lost_workers(agents: Agents, remote: Make) -> None:
     _, there = prepared(agents, remote)
     agents.spawn(next(iter(agents)), 1, {})
     there.send(am.AgentFailed(am.Problem("", "interrupted")))
@@ -270,7 +270,7 @@ def test_an_agent_that_fails_says_why_its_workers_are_lost(agents: Agents, remot
     assert str(exits[0]) == "worker 1 was lost with the agent on b: interrupted"
 
 
-def test_close_waits_for_agents_to_be_gone_and_returns_their_last_exits(port: int) -> None:
+def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -> None:
     agents = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=1)
     there = Remote(port).hello()
     agents.wait_for_all(10)

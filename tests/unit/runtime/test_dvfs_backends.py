@@ -43,7 +43,7 @@ def test_an_unknown_backend_is_refused() -> None:
 # ---- simulated
 
 
-def test_a_cell_is_one_until_it_is_set_and_seen_by_all_who_map_it(tmp_path: Path) -> None:
+def test_a_cell_is_1_until_it_is_set_and_all_processes_see_it(tmp_path: Path) -> None:
     backend = open_backend("simulated", str(tmp_path / "cells"))
     assert backend.devices() == ()
     read = FrequencyCell(tmp_path / "cells", 3)
@@ -128,7 +128,7 @@ def test_a_policy_that_cannot_be_read_or_is_not_there_is_refused(tmp_path: Path)
     refused(caught, "unknown")
 
 
-def test_what_may_not_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_may_not_be_written_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_policies(tmp_path, 1)
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError) as caught:
@@ -136,7 +136,7 @@ def test_what_may_not_be_written_is_refused_at_once(tmp_path: Path, monkeypatch:
     refused(caught, "root", "scaling_min_freq", "cannot write", "(Permission denied)")
 
 
-def test_a_reset_that_fails_for_one_still_puts_back_the_others(tmp_path: Path) -> None:
+def test_a_reset_that_fails_for_one_policy_restores_the_others(tmp_path: Path) -> None:
     make_policies(tmp_path, 2)
     backend = CpuFrequencies(tmp_path)
     for device in backend.devices():
@@ -232,7 +232,7 @@ def test_a_gpu_without_steps_has_its_highest_clock_alone() -> None:
     assert backend.range_of("0") == DeviceRange(1400.0, 1400.0, 1400.0) and backend.set("0", 0.3) == 1.0
 
 
-def test_a_driver_that_refuses_is_told() -> None:
+def test_an_error_of_the_driver_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         NvmlFrequencies(nvml=MadeUpNvml("init"))
     refused(caught, "Insufficient Permissions")

@@ -102,7 +102,7 @@ def test_workers_fill_agents_evenly(capacities: list[int], data: st.DataObject) 
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_ranks_are_dealt_in_runs_the_first_here(capacities: list[int], data: st.DataObject) -> None:
+def test_agents_get_consecutive_ranks_and_this_machine_the_first(capacities: list[int], data: st.DataObject) -> None:
     launcher, _, agents = launcher_of(*capacities)
     local = data.draw(st.integers(0, 5))
     num = local + data.draw(st.integers(0, sum(capacities)))
@@ -114,7 +114,7 @@ def test_ranks_are_dealt_in_runs_the_first_here(capacities: list[int], data: st.
     assert [counts[agent.host] for agent in agents] == divide_workers(num - local, capacities)
 
 
-def test_without_a_number_those_stay_here_for_whom_the_agents_have_no_place() -> None:
+def test_without_a_number_the_workers_that_do_not_fit_on_agents_run_here() -> None:
     launcher, _, _ = launcher_of(2, 1)
     launcher.assign(range(5), None)
     assert [launcher.host_of(rank) for rank in range(2, 5)] == ["a", "a", "b"]
@@ -123,7 +123,7 @@ def test_without_a_number_those_stay_here_for_whom_the_agents_have_no_place() ->
     assert [launcher.host_of(rank) for rank in range(2)] == ["a", "b"]
 
 
-def test_too_little_room_is_refused_with_what_the_agents_offer() -> None:
+def test_too_little_room_is_refused_with_the_room_of_each_agent() -> None:
     launcher, _, _ = launcher_of(2, 1)
     with pytest.raises(ConfigError) as caught:
         launcher.assign(range(6), 2)
@@ -162,7 +162,7 @@ def test_orders_go_where_the_rank_is() -> None:
 
 
 @pytest.mark.parametrize(("rank", "there"), [(0, True), (1, True)])
-def test_signal_0_asks_every_machine_who_has_ended(rank: int, there: bool) -> None:
+def test_signal_0_asks_every_machine_for_ended_workers(rank: int, there: bool) -> None:
     launcher, fork_server, agents = launcher_of(1)
     launcher.assign(range(2), 1)
     launcher.spawn(1, {})
@@ -202,7 +202,7 @@ def test_both_descriptors_wake_a_select_loop() -> None:
         assert select.select([launcher], [], [], 0)[0]
 
 
-def test_stop_ends_all_machines_at_once_and_returns_what_was_not_polled() -> None:
+def test_stop_ends_all_machines_at_once_and_returns_exits_not_polled() -> None:
     launcher, fork_server, agents = launcher_of(1)
     fork_server.exits, agents.exits = [exit_of(0)], [exit_of(1, "a")]
     assert launcher.stop(1.5) == [exit_of(0), exit_of(1, "a")]
@@ -210,7 +210,7 @@ def test_stop_ends_all_machines_at_once_and_returns_what_was_not_polled() -> Non
     assert launcher.agents is None
 
 
-def test_what_is_said_of_a_worker_on_another_machine() -> None:
+def test_the_text_for_a_worker_on_another_machine() -> None:
     killed = RemoteExited(2, 77, None, 9, "b")
     assert str(killed) == "worker 2 (pid 77) was ended by signal 9 (SIGKILL), on b"
     lost = dataclasses.replace(killed, pid=0, reason="its connection closed")
@@ -228,7 +228,7 @@ def test_a_selectable_mailbox_is_readable_until_all_is_taken() -> None:
     mailbox.close()
 
 
-def test_who_is_woken_by_a_selectable_mailbox_finds_the_item(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_woken_by_a_selectable_mailbox_finds_the_item(monkeypatch: pytest.MonkeyPatch) -> None:
     mailbox, write, read = SelectableMailbox(), os.write, os.read
     there: list[int] = []
 

@@ -65,7 +65,7 @@ def test_a_clock_that_sees_no_time_pass_gives_a_number() -> None:
     assert wire.probes[0].result == (0.0, pytest.approx(PROBE_BYTES * 1e6))
 
 
-def test_a_neighbour_that_never_answers_leaves_it_unknown_and_another_can_be_asked() -> None:
+def test_a_neighbour_that_never_answers_gives_no_result_and_another_can_be_measured() -> None:
     wire = Wire(1e-4, 1e9)
     wire.silent = {1}
     wire.probes[0].start(1)
@@ -76,7 +76,7 @@ def test_a_neighbour_that_never_answers_leaves_it_unknown_and_another_can_be_ask
     assert wire.probes[0].result == (pytest.approx(1e-4), pytest.approx(1e9))
 
 
-def test_an_answer_to_an_earlier_question_is_none_to_this_one() -> None:
+def test_an_answer_to_an_earlier_probe_is_ignored() -> None:
     wire = Wire(1e-4, 1e9)
     wire.probes[0].start(1)
     wire.probes[0].start(2)  # the first question to 1 is under way

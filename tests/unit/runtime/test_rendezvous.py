@@ -80,12 +80,12 @@ def test_another_format_version_is_refused_with_both_named(
     assert caught.value.what.endswith(f"format version {FORMAT_VERSION}")
 
 
-def test_nobody_there_is_said_after_the_time(port: int) -> None:
+def test_a_missing_controller_is_reported_after_the_timeout(port: int) -> None:
     with pytest.raises(RunError, match=rf"no controller at 127.0.0.1:{port} within 0.2 s"):
         find_controller("127.0.0.1", port, SECRET, 0.2)
 
 
-def test_a_listener_that_says_nothing_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_that_never_answers_is_not_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STORE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", silent.getsockname()[1], SECRET, 5.0)

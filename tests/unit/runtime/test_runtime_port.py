@@ -104,7 +104,7 @@ def test_a_payload_leaves_when_it_is_copied_and_nothing_to_its_peer_overtakes_it
     assert links.told[-1] == (1, "Need")
 
 
-def test_taking_messages_sends_what_is_copied() -> None:
+def test_receiving_messages_sends_payloads_whose_copy_is_complete() -> None:
     device = PinnedDouble()
     port, links, _ = port_on(device)
     port.send(1, PUBLISH, torch.arange(4.0))
