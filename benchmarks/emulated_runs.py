@@ -191,7 +191,9 @@ def _cpu_seconds(mark: str) -> dict[int, float]:
 
 def simulated_step(assignment: Assignment, costs: CostModel) -> float:
     """The simulated duration of a step in steady state, with sharding=zero1 and mirror.count=1, in seconds."""
-    return execute(Work.of(assignment), costs, wires=Wires(), rule=MemoryRule(Shardings(optim=P("dp"))), steps=3).step_s
+    return execute(
+        Work.from_assignment(assignment), costs, wires=Wires(), rule=MemoryRule(Shardings(optim=P("dp"))), steps=3
+    ).step_s
 
 
 def placed(stages: Sequence[Sequence[int]], layer_cuts: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""From the words of a command line to settings: `train mesh=dp2_pp2 train.steps=20 +model.args.window=8`.
+"""The translation of command-line words into settings: `train mesh=dp2_pp2 train.steps=20 +model.args.window=8`.
 
 Hydra's grammar and composition, without Hydra's command line: names are checked here first, so that a typo ends with
 the closest name that exists, and everything Hydra refuses becomes a ConfigError. The configuration that overrides apply

@@ -24,7 +24,7 @@ _NAME_WIDTH = 42
 
 
 def help_text() -> str:
-    """What `train --help` prints."""
+    """The text of `train --help`."""
     return "\n".join([EXAMPLES, *_choices(), "", *_settings(), "", _FOOTER])
 
 

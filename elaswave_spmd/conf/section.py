@@ -1,4 +1,4 @@
-"""How a setting is declared: name, type, default, range and meaning in one line of a frozen dataclass.
+"""The declaration of a setting: name, type, default, range and meaning in one line of a frozen dataclass.
 
     @dataclass(frozen=True)
     class TrainSettings(Section, group="train"):

@@ -120,7 +120,8 @@ class WordSource:
         """Words [start, start + count) of a stream under `key`: uint32 [count]."""
         if self._bits is None:
             self._bits = randomgen.Philox(key=0, counter=0, number=4, width=32)
-            self._draw, self._state = randomgen.ExtendedGenerator(self._bits).uintegers, self._bits.state
+            self._draw = randomgen.ExtendedGenerator(self._bits).uintegers
+            self._state = self._bits.state
         # randomgen increments the counter before it makes the first block, so it is set to one less.
         before = (start // 4 + ((stream & MASK64) << 64) - 1) & MASK128
         inner = self._state["state"]

@@ -62,7 +62,7 @@ class Mesh:
 
     @classmethod
     def initial(cls, shape: MeshShape, topology: Topology | None = None) -> Mesh:
-        """Epoch 0: ranks 0, 1, ... dealt stage by stage, so that neighbours in rank are neighbours in a stage."""
+        """Epoch 0: ranks 0, 1, ... assigned stage by stage, so that neighbours in rank are neighbours in a stage."""
         stages, first = [], 0
         for size in shape.stage_sizes:
             stages.append(tuple(range(first, first + size)))

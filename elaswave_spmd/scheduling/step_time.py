@@ -131,7 +131,8 @@ class ActionGraph:
 
     def __init__(self, actions: Schedule) -> None:
         self.ranks = tuple(actions)
-        self._rows, self._classes = [], []
+        self._rows: list[int] = []  # by action: the row of its worker
+        self._classes: list[int] = []  # by action: its class, an index of CLASSES
         self._waits: list[tuple[int, int]] = []  # (index of the action that it waits for, or -1; the boundary between)
         self.order: list[Action] = []
         last_stage = max((a.stage for todo in actions.values() for a in todo), default=0)

@@ -1,4 +1,4 @@
-"""Where parameters and their optimizer state lie on a mesh: specs, pages, replicas, and the plan of every change."""
+"""The placement of parameters and optimizer state on a mesh: specs, pages, replicas, and the plan of every change."""
 
 from elaswave_spmd.sharding.annotations import Shardings, Tie, shard, specs_of, tie
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard

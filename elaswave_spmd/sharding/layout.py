@@ -1,4 +1,4 @@
-"""How a model's state lies in flat buffers, and how a buffer is cut in pages.
+"""The layout of a model's state: one flat buffer for each layer, cut in pages.
 
 A layer's parameters are flattened into one buffer. The buffer is a sequence of *blocks*, each a whole number of pages:
 
@@ -7,7 +7,7 @@ A layer's parameters are flattened into one buffer. The buffer is a sequence of 
 A *state* block is owned: its pages have replicas (fp32 master, moments). A *reader* block is this layer's copy of a
 parameter that another layer owns; its pages match the owner's one to one, so that gradients go, and published values
 come, page by page. The *loss* block, in the last layer only, is one page of gradient buffer whose first element
-carries the micro-batch's loss: the loss is reduced, replicated and salvaged exactly like a gradient page.
+carries the micro-batch's loss: the loss is reduced, replicated and recovered exactly like a gradient page.
 
 Every page has `page_size` elements except the last of a block, which may be shorter; all are multiples of 64 elements.
 Page ids (layer, page) never change during a run (protocol.md, "Words"). No torch in here.
@@ -48,7 +48,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies: elements [start, start + num_elements) of its layer's buffer."""
+    """The place of one parameter: elements [start, start + num_elements) of its layer's buffer."""
 
     parameter: ParameterInfo
     start: int
@@ -174,7 +174,7 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class LayerUse:
-    """What a model says of one layer: its own parameters, and the parameters of other layers that it reads.
+    """A model's declaration of one layer: its own parameters, and the parameters of other layers that it reads.
 
     `reads` maps the name of the parameter inside this layer ("head.weight") to the owner's ("embed.weight").
     """
@@ -252,8 +252,9 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
 def _lay_out_state(
     index: int, use: LayerUse, tied: Set[str], page_size: int, home: dict[str, tuple[int, int]]
 ) -> LayerLayout:
-    """The state blocks of one layer; notes in `home` where each tied parameter begins."""
+    """The state blocks of one layer. Writes the first page of each tied parameter to `home`."""
     blocks: list[Block] = []
+    # A tied parameter has a block of its own, so that the pages of its readers' blocks match its pages one to one.
     for parameter in use.parameters:
         if parameter.name in tied:
             blocks.append(_block(STATE, (parameter,), blocks, page_size))
@@ -296,5 +297,5 @@ def _block(
     for p in parameters:
         slots.append(Slot(p, at))
         at += _align(p.num_elements)
-    stop = max(at, start + ALIGNMENT)
+    stop = max(at, start + ALIGNMENT)  # the loss block has no parameter, but takes one unit of alignment
     return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source)

@@ -148,7 +148,8 @@ class _Balance:
             self._put(primary if primary in self._load else away, alive, same)
         self._even = {layer: -(-num_pages // len(self._members)) for layer, num_pages in of_layer.items()}
         total = sum(of_layer.values())
-        self._floor, self._free_slots = divmod(total, len(self._members))
+        self._floor = total // len(self._members)
+        self._free_slots = total % len(self._members)
         above = [rank for rank in self._members if self._load[rank] > self._floor]
         self._slots = set(sorted(above, key=lambda rank: -self._load[rank])[: self._free_slots])
         self._free_slots -= len(self._slots)
@@ -178,7 +179,8 @@ class _Balance:
         """Hands pages over until every member has the floor, or one more with a slot."""
         self._hand_to_learners()
         for least_distance in (1, 0) if self._farthest and not self._replicated else (0,):
-            self._least_distance, self._stuck = least_distance, set()
+            self._least_distance = least_distance
+            self._stuck = set()
             for source in (_NOBODY, *self._members):
                 while self._excess(source) and (path := self._search(source)):
                     self._go(path)
@@ -369,9 +371,9 @@ class _Balance:
             if self._free_slots and rank not in self._slots:
                 self._slots.add(rank)
                 self._free_slots -= 1
-        homeless = [*self._at[_ANYBODY].items(), *self._at[_NOBODY].items()]
+        outside = [*self._at[_ANYBODY].items(), *self._at[_NOBODY].items()]
         strays = sorted(
-            ((pages, alive) for alive, ranges in homeless for pages in ranges), key=lambda stray: stray[0].key
+            ((pages, alive) for alive, ranges in outside for pages in ranges), key=lambda stray: stray[0].key
         )
         for _, of_layer in groupby(strays, key=lambda stray: stray[0].layer):
             queue = deque(of_layer)

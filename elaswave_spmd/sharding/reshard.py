@@ -5,7 +5,7 @@ new mesh and specs). Everything that moves state follows a plan: promotion after
 share, layers that move to another stage, the reading of a checkpoint on another mesh. (To choose among thousands of
 partitions, `scheduling.stage_search` has a closed form for the bytes of plans that are never made.)
 
-For each page range a plan says:
+For each page range a plan has some of these:
 
     promotion   the primary is lost; a mirror becomes the primary in place, without a byte being moved
     copy        the range's primary sends its state to a worker that is to become a replica (the learner of Raft, Ongaro
@@ -85,7 +85,7 @@ class ReshardPlan:
 
     @cached_property
     def copies(self) -> tuple[PageMove, ...]:
-        """State that the primary of a page range sends, one entry for each worker that gets it."""
+        """State that the primary of a page range sends, one copy for each worker that gets it."""
         return tuple(copies(all_runs(self.during)))
 
     def copies_to(self, rank: int) -> tuple[PageRange, ...]:

@@ -1,4 +1,4 @@
-"""Where optimizer state is to lie: a mesh, the layers of its stages, the spec of the state, mirrors of each page."""
+"""The target placement of optimizer state: a mesh, the layers of its stages, a spec, and mirrors of each page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Stages = tuple[tuple[int, ...], ...]
 """Ranks of each stage."""
 
 _PRIMARIES = P("dp")
+"""The spec of the primaries, whatever that of the state: each page has one worker that reduces and publishes it."""
 
 
 @dataclass(frozen=True)
 class StateSharding:
-    """A (mesh, specs) of optimizer state. Together with a page layout it says which workers are to hold each page.
+    """A (mesh, specs) of optimizer state. With a page layout, it determines the workers that hold each page.
 
     The array that `spec` splits is the sequence of a layer's pages, and it is split over the workers of the layer's
     stage: P("dp") gives each worker a tile of the pages (ZeRO-1 and above), P(None) gives every worker all of them.

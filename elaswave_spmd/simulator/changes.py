@@ -16,15 +16,15 @@ FORMS = "fail RANK ..., slow RANK SPEED, join COUNT; several with ;"
 
 @dataclass(frozen=True)
 class Change:
-    """Workers that go, slow down or come, all at once.
+    """Workers that are lost, slow down or join, all at once.
 
     Args:
         gone: ranks that are lost.
         slow: (rank, speed) of workers that are slower now; 1 is a healthy worker's speed.
-        joined: how many come. Their ranks are the next free ones.
+        joined: number of workers that join. Their ranks are the next free ones.
 
     Raises:
-        PlanError: a rank twice, a speed that is not between 0 and 1, or fewer than 0 that come.
+        PlanError: a rank twice, a speed that is not between 0 and 1, or a negative number of workers that join.
     """
 
     gone: tuple[int, ...] = ()
@@ -103,12 +103,12 @@ class Change:
         return self
 
     def stages(self, mesh: Mesh) -> Stages:
-        """Who is in which stage afterwards, by the rule of the controller (recovery.decide)."""
+        """The ranks of each stage after the change, by the controller's own rule (`reconfiguration.next_stages`)."""
         first = max(mesh.members) + 1
         return next_stages(mesh.stages, self.gone, range(first, first + self.joined), mesh.num_stages)
 
     def costs(self, costs: CostModel) -> CostModel:
-        """The costs afterwards."""
+        """The costs after the change."""
         return costs.without(self.gone).with_speeds(dict(self.slow)) if self.gone or self.slow else costs
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Change:
 
 
 def remaining_share(mesh: Mesh, costs: CostModel, change: Change) -> float:
-    """Aggregate speed of the workers that are left, over that of those there were."""
+    """The aggregate speed after a change, over the one before."""
     now = change.costs(costs)
     gone = frozenset(change.gone)
     left = [rank for rank in mesh.members if rank not in gone]

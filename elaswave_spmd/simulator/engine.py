@@ -1,8 +1,8 @@
 """The virtual-time engine with costs: a step's actions on workers, links and mirrors, in virtual seconds.
 
-Where nothing but actions and free wires count, it gives what timing.ActionGraph gives; beyond that it knows messages
-that share a worker's wire, the reduction message by message, votes, publication and its overlap with the next step,
-work without lists (a worker takes what is ready), split backwards, and steps that overlap by stages.
+Where nothing but actions and free wires count, its times are those of `step_time.ActionGraph`. Beyond that it models
+messages that share a worker's wire, the reduction message by message, votes, publication and its overlap with the next
+step, work without lists (a worker runs whatever is ready), split backwards, and steps that overlap by stages.
 
 Not modelled: a receiver's own wire, switches, and compute that links slow down.
 """
@@ -21,17 +21,17 @@ from elaswave_spmd.simulator.sums import Sums
 from elaswave_spmd.simulator.work import WEIGHTS, ListOrder, Order, ReadyOrder, Span, Work
 
 Frequencies = Mapping[int, Sequence[float]]
-"""Rank -> relative frequency by timing.CLASSES; 1 where nothing is said."""
+"""Rank -> relative frequency by `step_time.CLASSES`. Workers that are not named run at 1."""
 
 
 @dataclass(frozen=True)
 class Wires:
-    """How links, and a worker's own time beside its layers, are taken.
+    """A model of links, and of a worker's own time beside its layers.
 
     Args:
-        shared: the messages of a worker share its wire; False: each has one for itself.
-        action_s: beside the layers, for each action.
-        apply_s: between the votes and the next step.
+        shared: the messages of a worker share its wire; False: each has a wire for itself.
+        action_s: seconds of each action beside its layers.
+        apply_s: seconds between the votes and the next step.
     """
 
     shared: bool = True
@@ -42,7 +42,7 @@ class Wires:
 SHARED = Wires()
 
 FREE = Wires(shared=False)
-"""As timing.step_time takes them."""
+"""The model of `step_time.step_time`: messages never wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Run:
     """Some steps in virtual time.
 
     Args:
-        seconds: of each step: from one commit to the next.
-        spans: who did what when.
+        seconds: the duration of each step, from one commit to the next.
+        spans: each action with its worker and its times.
         link_s: rank -> seconds that its wire was in use.
     """
 
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        """Of the last step, which has the publication of the one before in it."""
+        """Seconds of the last step, which includes the publication of the step before."""
         return self.seconds[-1]
 
 
@@ -82,19 +82,21 @@ def execute(
         rule: sharding and mirrors; with it the reduction, its mirrors, one round of votes and the publication are
             executed. None: a step is over when its last action is.
         microbatch_order: Placement.microbatch_order, which decides what is added up before it is sent.
-        by_stage: a worker begins the next step when all of its stage have done this one (staggered optimizer: Gandhi et
-            al., 2024), not when everybody has. Without `rule` only.
-        frequencies: of workers whose actions are listed.
+        by_stage: a worker begins the next step when all of its stage have finished this one (staggered optimizer:
+            Gandhi et al., 2024), not when all workers have. Without `rule` only.
+        frequencies: relative frequencies of workers whose actions are listed.
     """
     assert steps >= 1 and not (by_stage and rule), (steps, by_stage, rule)
     return _Engine(work, costs, wires, rule, microbatch_order, steps, by_stage, frequencies or {}).run()
 
 
 class _Worker:
-    """A worker's state: its step, what it may begin, and whether it is busy."""
+    """The state of one worker: its step, the actions that it may begin, and whether it is busy."""
 
     def __init__(self, rank: int, stage: int, speed: float) -> None:
-        self.rank, self.stage, self.speed = rank, stage, speed
+        self.rank = rank
+        self.stage = stage
+        self.speed = speed
         self.busy = False
         self.step = -1
         self.left = 0
@@ -102,6 +104,8 @@ class _Worker:
 
 
 class _Engine:
+    """One run of the engine. Events are callbacks of the clock; after each time, workers that may begin are started."""
+
     def __init__(
         self,
         work: Work,
@@ -113,7 +117,11 @@ class _Engine:
         by_stage: bool,
         frequencies: Frequencies,
     ) -> None:
-        self._work, self._costs, self._wires, self._steps, self._by_stage = work, costs, wires, steps, by_stage
+        self._work = work
+        self._costs = costs
+        self._wires = wires
+        self._steps = steps
+        self._by_stage = by_stage
         self._clock = Clock()
         self._workers = {
             rank: _Worker(rank, s, costs.speed(rank)) for s, members in enumerate(work.stages) for rank in members
@@ -121,12 +129,12 @@ class _Engine:
         self._links = {rank: Link(self._clock, costs, shared=wires.shared) for rank in self._workers}
         self._sums = None
         if rule is not None:
-            self._sums = Sums(work, costs, rule, microbatch_order, self._links, self._clock, self._part_over)
+            self._sums = Sums(work, costs, rule, microbatch_order, self._links, self._clock, self._part_finished)
         self._left_of = work.left()
-        self._missing: dict[tuple[int, Action], int] = {}  # (step, action) -> how much it waits for
-        self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not over
-        self._groups_left: dict[int, int] = {}  # step -> groups that are not over
-        self._available: dict[int, float] = {}  # layer -> when its parameters are there
+        self._missing: dict[tuple[int, Action], int] = {}  # (step, action) -> results that it waits for
+        self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not finished
+        self._groups_left: dict[int, int] = {}  # step -> groups that are not finished
+        self._available: dict[int, float] = {}  # layer -> time at which its stage has its parameters
         self._ends: list[float] = []
         self._spans: list[Span] = []
         self._touched: set[int] = set()
@@ -153,7 +161,7 @@ class _Engine:
     # ---- steps
 
     def _order(self, worker: _Worker, step: int) -> Order:
-        """The order of a step's actions, with those in it that wait for nobody."""
+        """The order of a worker's actions in a step; made on first use, with the actions that wait for nothing."""
         if step not in worker.orders:
             work = self._work
             order: Order
@@ -167,11 +175,11 @@ class _Engine:
                     for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if work.weight_share else ())):
                         action = Action(worker.stage, kind, microbatch)
                         if action not in work.done and not self._waits(step, action):
-                            order.add(action)
+                            order.add_ready(action)
         return worker.orders[step]
 
     def _waits(self, step: int, action: Action) -> int:
-        """How many results an action still waits for."""
+        """The number of results that an action still waits for."""
         if (step, action) not in self._missing:
             needed = self._needs(action)
             self._missing[step, action] = sum(other not in self._work.done for other in needed)
@@ -183,18 +191,19 @@ class _Engine:
         return action.needs(self._work.num_stages)
 
     def _begin(self, worker: _Worker, step: int) -> None:
-        worker.step, worker.left = step, self._left_of[worker.rank]
+        worker.step = step
+        worker.left = self._left_of[worker.rank]
         worker.orders.pop(step - 1, None)
         self._order(worker, step)
         self._touched.add(worker.rank)
         if not worker.left:
-            self._worker_over(worker, step)
+            self._worker_finished(worker, step)
 
-    def _worker_over(self, worker: _Worker, step: int) -> None:
-        self._part_over(step, worker.stage if self._by_stage else 0)
+    def _worker_finished(self, worker: _Worker, step: int) -> None:
+        self._part_finished(step, worker.stage if self._by_stage else 0)
 
-    def _part_over(self, step: int, group: int = 0) -> None:
-        """A worker has done its actions, or all entries are known."""
+    def _part_finished(self, step: int, group: int = 0) -> None:
+        """One part of a step is finished: a worker's actions, or the reduction of all gradients."""
         key = step, group
         if key not in self._parts_left:
             whole = len(self._work.stages[group]) if self._by_stage else len(self._workers)
@@ -203,9 +212,9 @@ class _Engine:
         if self._parts_left[key]:
             return
         votes = self._costs.latency_s if self._sums is not None and len(self._workers) > 1 else 0.0
-        self._clock.at(self._clock.now + votes, self._group_over, step, group)
+        self._clock.at(self._clock.now + votes, self._group_finished, step, group)
 
-    def _group_over(self, step: int, group: int) -> None:
+    def _group_finished(self, step: int, group: int) -> None:
         groups = self._groups_left.get(step, self._work.num_stages if self._by_stage else 1) - 1
         self._groups_left[step] = groups
         if not groups:
@@ -225,7 +234,11 @@ class _Engine:
     def _start_touched(self) -> None:
         for rank in sorted(self._touched):
             worker = self._workers[rank]
-            if not worker.busy and worker.left and (action := self._order(worker, worker.step).take()) is not None:
+            if (
+                not worker.busy
+                and worker.left
+                and (action := self._order(worker, worker.step).next_action()) is not None
+            ):
                 self._start(worker, action)
         self._touched.clear()
 
@@ -234,6 +247,7 @@ class _Engine:
         speed = worker.speed * self._frequency.get(action, 1.0)
         if action.kind == FORWARD:
             stop = now
+            # Parameters of the step before may still be on their way: each layer starts when its own are there.
             if any(self._available.get(layer, 0.0) > now for layer in layers):
                 for layer in layers:
                     stop = max(stop, self._available.get(layer, 0.0)) + self._layer_s[FORWARD][layer] / speed
@@ -244,13 +258,13 @@ class _Engine:
             part = share if action.kind == WEIGHTS else 1.0 - share
             stop = now + self._stage_s[action.stage][1] * part / speed
             if action.kind == BACKWARD and self._sums is not None:
-                self._tell_sums(worker, action, now, part / speed)
+                self._report_backward(worker, action, now, part / speed)
         stop += self._wires.action_s
         worker.busy = True
         self._spans.append(Span(worker.rank, action, now, stop, worker.step))
         self._clock.at(stop, self._finish, worker, worker.step, action)
 
-    def _tell_sums(self, worker: _Worker, action: Action, now: float, factor: float) -> None:
+    def _report_backward(self, worker: _Worker, action: Action, now: float, factor: float) -> None:
         assert self._sums is not None
         ends, time = [], now
         for layer in reversed(range(*self._work.layer_cuts[action.stage : action.stage + 2])):
@@ -271,26 +285,26 @@ class _Engine:
                 self._result(step, Action(stage, WEIGHTS, microbatch))
             self._send(worker, step, Action(stage - 1, BACKWARD, microbatch), boundary=stage - 1)
         if not worker.left:
-            self._worker_over(worker, step)
+            self._worker_finished(worker, step)
 
     def _send(self, worker: _Worker, step: int, to: Action, *, boundary: int) -> None:
-        """A micro-batch's tensor, to the stage on the other side of a boundary, if somebody needs it there."""
+        """Sends a micro-batch's tensor to the stage on the other side of a boundary, if an action needs it there."""
         if 0 <= to.stage < self._work.num_stages and to not in self._work.done:
             num_bytes = self._costs.layers[self._work.layer_cuts[boundary + 1] - 1].boundary_bytes
             self._links[worker.rank].send(num_bytes, self._result, step, to, urgent=True)
 
     def _result(self, step: int, to: Action) -> None:
-        """One of the results that an action waits for is where it will run."""
+        """One of the results that an action waits for has arrived at its worker."""
         if to in self._work.done:
             return
         rank = self._work.owners[to.stage][to.microbatch]
         left = self._waits(step, to) - 1
         self._missing[step, to] = left
         if not left:
-            # The step's order may be made by this very call, which then finds the action ready by itself.
+            # An order that is made here for the first time finds the action ready by itself: do not add it twice.
             worker = self._workers[rank]
             if step in worker.orders:
-                worker.orders[step].add(to)
+                worker.orders[step].add_ready(to)
             else:
                 self._order(worker, step)
             self._touched.add(rank)

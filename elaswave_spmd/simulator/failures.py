@@ -1,4 +1,4 @@
-"""When workers are lost and when they are there again: given, or drawn at a rate per device."""
+"""The times at which workers are lost and are back again: given, or drawn at a rate per device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FailureRate:
 
     @property
     def per_second(self) -> float:
-        """Of one device."""
+        """Interruptions of one device in a second."""
         return self.count / (self.days * DAY * self.devices)
 
 
@@ -46,10 +46,10 @@ class Fleet:
     """A mesh of many devices: replicas x stages workers of `island` devices each.
 
     Args:
-        devices: what there is; those that make up no whole replica stand by and are not used.
+        devices: all devices; those that make up no whole replica are not used.
         island: devices of one worker, which are lost together.
-        stages: of the pipeline.
-        micro-batches: of a worker in a step.
+        stages: stages of the pipeline.
+        microbatches: micro-batches of a worker in a step.
 
     Raises:
         PlanError: fewer devices than one replica has.
@@ -80,18 +80,18 @@ class Fleet:
 
     @property
     def workers(self) -> int:
-        """That are used. Worker w is of stage w % stages, replica w // stages."""
+        """The number of workers in use. Worker w is of stage w % stages, replica w // stages."""
         return self.replicas * self.stages
 
 
 @dataclass(frozen=True)
 class Repair:
-    """What happens to a lost worker.
+    """The replacement of a lost worker.
 
     Args:
-        hours: until its machine is repaired.
-        spares: workers that stand by, as a part of those in use.
-        swap_s: until a spare, or a repaired machine, is booted and has its state.
+        hours: hours until its machine is repaired.
+        spares: spare workers, as a part of those in use.
+        swap_s: seconds until a spare, or a repaired machine, is booted and has its state.
 
     Raises:
         PlanError: a negative number, or no repair at all.
@@ -131,12 +131,13 @@ def exponential(fleet: Fleet, rate: FailureRate, seconds: float, seed: int) -> F
 
 
 def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
-    """When places are empty. A spare takes a place after `swap_s`; without one it waits for the first repaired machine.
+    """The times at which places in the mesh become empty and are filled again.
 
-    A failure of a place that is empty is none. Failures need not be in order.
+    A spare takes an empty place after `swap_s`. Without a spare the place waits for the first repaired machine. A
+    failure of an empty place is ignored. Failures need not be in order.
 
     Raises:
-        PlanError: a failure of a worker that there is not, or before the start.
+        PlanError: a failure of a worker that does not exist, or before the start.
     """
     if wrong := next(((t, w) for t, w in failures if not (0 <= w < fleet.workers and t >= 0)), None):
         raise PlanError(

@@ -1,9 +1,9 @@
 """Goodput over weeks of failures, by policy: useful steps over those of a fleet that never fails.
 
-By classes of workers: what matters of a mesh is how many are missing in each stage, so that a million devices take
-seconds. A step is timing.bound, a lower bound, times what an executed step of few replicas takes over it; where a
-policy could do better than whole backwards it is given its own, lower one. No step is faster than that of a whole
-fleet.
+Workers are counted by class: a step depends only on how many of them are missing in each stage, so that a million
+devices take seconds. A step takes `step_time.bound`, a lower bound, times the factor by which an executed step of few
+replicas exceeds it. A policy that could do better than whole backwards has a lower bound of its own. No step is faster
+than that of a whole fleet.
 
 Not modelled: memory, traffic, links that break by themselves, failures that come together (a rack), slow workers, a
 scheduler's queue, and a growth of detection or restart with the number of devices: all in favour of every policy alike,
@@ -27,45 +27,46 @@ from elaswave_spmd.scheduling.step_time import bound, stage_seconds
 from elaswave_spmd.simulator.failures import Fleet, Outage
 
 Missing = tuple[int, ...]
-"""By stage, how many workers are missing."""
+"""The number of missing workers of each stage."""
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """Seconds that are stated, not computed; the same for all who can go on.
+    """Seconds without training that are assumed, not computed; the same for all policies that can go on.
 
     Args:
-        regroup_s: everybody stands still after a loss: noticing it, agreeing, new groups.
-        join_s: the same when a worker comes.
-        restart_s: of the whole job.
-        checkpoint_s: training stands still for each checkpoint.
-        salvage: part of a step that is done again after a loss where the step is salvaged.
+        regroup_s: after a loss: detection, agreement and new groups.
+        join_s: the same when a worker joins.
+        restart_s: a restart of the whole job.
+        checkpoint_s: the writing of one checkpoint.
+        recomputed_share: the part of a step that is computed again after a loss, where the rest of it is kept.
     """
 
     regroup_s: float = 10.0
     join_s: float = 2.0
     restart_s: float = 600.0
     checkpoint_s: float = 5.0
-    salvage: float = 0.25
+    recomputed_share: float = 0.25
 
 
 class Scale:
-    """Seconds of a step of a fleet of which workers are missing."""
+    """The seconds of a step of a fleet, by the workers that are missing."""
 
     def __init__(self, fleet: Fleet, costs: CostModel) -> None:
-        self.fleet, self._costs = fleet, costs
+        self.fleet = fleet
+        self._costs = costs
         self._num_microbatches = fleet.replicas * fleet.microbatches
         self._known: dict[tuple[Missing, float], float] = {}  # by the most micro-batches of a worker of each stage
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
     def healthy_cuts(self) -> tuple[int, ...]:
-        """Layers over the stages when nobody is missing."""
+        """The cuts of the layers when no worker is missing."""
         return self._partition((self.fleet.microbatches,) * self.fleet.stages)
 
     @cached_property
     def healthy_s(self) -> float:
-        """A step when nobody is missing."""
+        """Seconds of a step when no worker is missing."""
         return self.elastic_s((0,) * self.fleet.stages)
 
     def _partition(self, most: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ class Scale:
         return self._cuts[most]
 
     def _counts(self, missing: Missing) -> list[np.ndarray] | None:
-        """By stage, the micro-batches of its classes of workers, most first; None: a stage is empty."""
+        """By stage, the micro-batches of each class of its workers, most first; None if a stage is empty."""
         found = []
         for out in missing:
             left = self.fleet.replicas - out
@@ -87,17 +88,18 @@ class Scale:
         return found
 
     def elastic_s(self, missing: Missing, highest: float = 1.0) -> float:
-        """Micro-batches dealt over whom there is; layers as they were, or cut anew where that is faster.
+        """Seconds of a step whose micro-batches are assigned to the workers that are left.
+
+        Layers are as they were, or cut anew where that is faster.
 
         Args:
-            highest: relative frequency that workers with more micro-batches than before may be set to, as far as a step
-            needs
-                it to be as fast as with nobody missing.
+            highest: relative frequency to which workers with more micro-batches than before may be set, as far as that
+                makes a step as fast as with no worker missing.
         """
         counts = self._counts(missing)
         if counts is None:
             return math.inf
-        key = tuple(int(of[0]) for of in counts), highest  # who has most decides
+        key = tuple(int(of[0]) for of in counts), highest  # a stage is as slow as its busiest class
         if key not in self._known:
             limits = in_flight_limits([self.fleet.replicas - out for out in missing])
             every = {self._partition(key[0]), self._partition((self.fleet.microbatches,) * self.fleet.stages)}
@@ -113,7 +115,10 @@ class Scale:
         return bound(forward_s, backward_s, counts, delays, limits)
 
     def rerouted_s(self, missing: Missing) -> float:
-        """Layers stay; bubbles of this step and the next take what was put off, so that only a stage's work counts."""
+        """Seconds of a step with rerouted micro-batches, on the layers as they were.
+
+        Work that is put off fills bubbles of this step and the next, so that only the work of the busiest stage counts.
+        """
         counts = self._counts(missing)
         if counts is None:
             return math.inf
@@ -123,28 +128,29 @@ class Scale:
 
 
 class Survivor(Protocol):
-    """A policy as weeks see it."""
+    """A policy over weeks of failures."""
 
     @property
     def name(self) -> str:
-        """Short, for tables."""
+        """A short name, for tables."""
         ...
 
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
-        """Useful part of the time."""
+        """The useful part of the time: steps that were made, over those of a fleet that never fails."""
         ...
 
 
 @dataclass(frozen=True)
 class GoesOn:
-    """Ours, and reroute (ReCycle): everybody goes on at the rate that those who are left have, after a short stall.
+    """Ours, and reroute (ReCycle): after a short stall, all workers that are left go on at the rate that they allow.
 
-    Modelled: the rate by stage, the stall, and what of the step is done again: the salvaged part (ours) or half of it.
+    Modelled: the rate by stage, the stall, and the part of the step that is computed again, which is half of it where
+    nothing of a step is kept (reroute).
 
     Args:
         reroute: micro-batches are rerouted, layers stay, backward is split and the optimizer staggered.
         highest: relative frequency that workers with more micro-batches than before may be set to (ours).
-        over_bound: what an executed step with workers missing takes over its lower bound, where a whole one takes 1.
+        over_bound: duration of an executed step over its lower bound with workers missing, relative to a whole fleet's.
     """
 
     name: str = "ours"
@@ -154,7 +160,7 @@ class GoesOn:
 
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
         missing = [0] * scale.fleet.stages
-        again_s = (0.5 if self.reroute else stalls.salvage) * scale.healthy_s
+        again_s = (0.5 if self.reroute else stalls.recomputed_share) * scale.healthy_s
         meter = _Meter()
         for time, worker, out in events:
             if time >= seconds:
@@ -172,8 +178,8 @@ class Drops:
     """TorchFT: the replica of a lost worker stops until its place is filled; the others throw the step away.
 
     Args:
-        regroups: workers of replicas that are not whole make up whole ones, `again_s` after a loss; a scheduler that
-            starts replicas anew would do that. False: a replica waits for its own worker.
+        regroups: workers of incomplete replicas make up whole ones, `again_s` after a loss, as a scheduler that starts
+            replicas anew would do. False: a replica waits for its own worker.
     """
 
     name: str = "drop replica"
@@ -231,26 +237,29 @@ class Restarts:
             if out:
                 useful += max(0.0, time - up_at) // (every + stalls.checkpoint_s) * every * rate
                 up_at = time + stalls.restart_s
-            if time < up_at:  # whoever comes later is waited for until the next restart
+            if time < up_at:  # a worker that comes later is used from the next restart on
                 rate = max(0, fleet.replicas - -(-empty // fleet.stages)) / fleet.replicas
         last = max(0.0, seconds - up_at) * every / (every + stalls.checkpoint_s)
         return (useful + last * rate) / seconds
 
 
 class _Meter:
-    """Adds up rate x time, without the stalls."""
+    """Adds up rate x time, stalls excluded."""
 
     def __init__(self) -> None:
-        self._useful, self._at, self._rate, self._stands_until = 0.0, 0.0, 1.0, 0.0
+        self._useful = 0.0
+        self._at = 0.0
+        self._rate = 1.0
+        self._stands_until = 0.0
 
     def until(self, time: float) -> float:
-        """Seconds of a whole fleet's work up to a time."""
+        """The work up to a time, in seconds of a whole fleet."""
         self._useful += max(0.0, time - max(self._at, self._stands_until)) * self._rate
         self._at = time
         return self._useful
 
     def event(self, time: float, rate: float, stall_s: float) -> None:
-        """From now on it goes at another rate, after a stall."""
+        """Sets the rate from this time on, after a stall. A stall that is under way is not shortened."""
         self.until(time)
         self._rate = rate
         self._stands_until = max(self._stands_until, time + stall_s)

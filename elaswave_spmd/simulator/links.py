@@ -1,4 +1,4 @@
-"""A clock of virtual seconds, and a worker's way out to the others: who sends what when."""
+"""A clock of virtual seconds, and the outgoing link of a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 
 
 class Clock:
-    """Things to do, in the order of virtual time; of equal times in the order in which they were asked for."""
+    """A queue of calls in the order of virtual time; calls at equal times run in the order in which they were made."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -21,11 +21,11 @@ class Clock:
         self.now = 0.0
 
     def at(self, time: float, do: Callable[..., None], *args: Any) -> None:
-        """Calls `do(*args)` at a time that has not passed."""
+        """Schedules the call `do(*args)` at a time that has not passed."""
         heapq.heappush(self._heap, (time, next(self._numbers), do, args))
 
     def advance(self) -> bool:
-        """Does all that is due at the next time there is. Returns False when nothing is left."""
+        """Runs all calls of the next time in the queue. Returns False when the queue is empty."""
         if not self._heap:
             return False
         self.now = self._heap[0][0]
@@ -43,24 +43,30 @@ class _Message:
 
 
 class Link:
-    """What one worker sends. Activations and their gradients go first; a bulk transfer (gradient sums, entries,
-    parameters) that is under way waits for them and then goes on, as it does on sockets of their own that share a wire.
+    """The outgoing link of one worker.
+
+    Activations and their gradients go first. A bulk transfer (partial sums, reduced gradients, parameters) that is
+    under way waits for them and then goes on, as it does on sockets of their own that share a wire.
 
     Args:
-        shared: False: every message has the wire for itself.
+        shared: False: every message has a wire for itself.
     """
 
     def __init__(self, clock: Clock, costs: CostModel, *, shared: bool) -> None:
-        self._clock, self._shared = clock, shared
-        self._bandwidth, self._latency_s = costs.bandwidth, costs.latency_s
+        self._clock = clock
+        self._shared = shared
+        self._bandwidth = costs.bandwidth
+        self._latency_s = costs.latency_s
         self._urgent: deque[_Message] = deque()
         self._bulk: deque[_Message] = deque()
         self._current: _Message | None = None
-        self._is_urgent, self._since, self._version = False, 0.0, 0
+        self._is_urgent = False
+        self._since = 0.0
+        self._version = 0  # of the message under way: a call of the clock for an older one is void
         self.busy_s = 0.0
 
     def send(self, num_bytes: float, then: Callable[..., None], *args: Any, urgent: bool = False) -> None:
-        """Calls `then(*args)` when the message has arrived."""
+        """Sends a message; `then(*args)` is called when it has arrived."""
         seconds = num_bytes / self._bandwidth
         self.busy_s += seconds
         if not self._shared:
@@ -83,8 +89,9 @@ class Link:
 
     def _sent(self, version: int) -> None:
         if version != self._version or self._current is None:
-            return  # it was put off meanwhile
-        message, self._current = self._current, None
+            return  # an urgent message has interrupted it
+        message = self._current
+        self._current = None
         self._clock.at(self._clock.now + self._latency_s, message.then, *message.args)
         if self._urgent or self._bulk:
             self._next()

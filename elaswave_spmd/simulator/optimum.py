@@ -1,4 +1,4 @@
-"""The least seconds of a step over all ways to group workers, cut layers and deal whole micro-batches.
+"""The least seconds of a step over all ways to group workers, cut layers and assign whole micro-batches.
 
 Workers of equal speed are alike. Two figures: `bound_s`, which no grouping and no order of actions falls below, and
 `best_s`, the least that the action lists of any grouping take, found by looking at groupings in the order of their
@@ -26,14 +26,14 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Optimum:
-    """What is the least.
+    """The least seconds of a step, and an assignment that reaches them.
 
     Args:
-        bound_s: no grouping, and no order of its actions, takes less.
-        best_s: of the action lists looked at.
-        assignment: that takes best_s.
+        bound_s: a lower bound for all groupings and all orders of their actions.
+        best_s: the least seconds of the action lists that were timed.
+        assignment: the assignment that takes best_s.
         proven: no lists of any grouping take less than best_s; False: the search was cut off.
-        looked_at: groupings whose lists were timed.
+        looked_at: number of groupings whose lists were timed.
     """
 
     bound_s: float
@@ -54,12 +54,14 @@ def optimum(
     microbatch_order: str = CONTIGUOUS,
     most: int = 400,
 ) -> Optimum | None:
-    """Looks for it among all groupings of these workers; None: no grouping fits in memory.
+    """Search all groupings of these workers for the fastest step.
 
     Args:
-        ranks: who there is; which of equal ones is in which stage makes no difference.
+        ranks: the workers. Workers of equal speed may stand for each other.
         stage_counts: numbers of stages that are allowed; None: any.
-        most: groupings whose lists are timed, at most.
+        most: the most groupings whose lists are timed.
+
+    Returns: None if no grouping fits in memory.
     """
     search = _Search(costs, tuple(ranks), num_microbatches, rule, memory_limit, microbatch_order)
     allowed = frozenset(range(1, min(len(ranks), len(costs.layers)) + 1) if stage_counts is None else stage_counts)
@@ -80,7 +82,7 @@ def optimum(
 
 
 Stage = tuple[int, int, Counts]
-"""Layers [first, stop), and how many workers of each class."""
+"""Layers [first, stop), and the number of workers of each class of speed."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class _Search:
                     heapq.heappush(heap, item)
 
     def options(self, first: int, left: Counts) -> Iterator[tuple[int, Counts]]:
-        """Where the next stage may end and whom it may have."""
+        """(stop, workers of each class) of every possible next stage, which begins at layer `first`."""
         for used in product(*(range(n + 1) for n in left)):
             if any(used):
                 last = used == left
@@ -137,9 +139,7 @@ class _Search:
                     yield stop, used
 
     def stage_s(self, first: int, stop: int, used: Counts, left: Counts) -> float:
-        """No step with this stage takes less: the way of the first micro-batch there and back, and all its
-        micro-batches.
-        """
+        """A lower bound of a step with this stage: the way of the first micro-batch, and all its micro-batches."""
         if self.memory_limit < math.inf and self.memory(used, left)[first, stop] > self.memory_limit:
             return math.inf
         fastest = self.classes[0][0]
@@ -185,7 +185,7 @@ class _Search:
         return np.repeat([speed for speed, _ in self.classes], used)
 
     def memory(self, used: Counts, left: Counts) -> np.ndarray:
-        """Bytes of a worker of a stage, where `left` workers are in it and in those after it; at least."""
+        """A lower bound of the bytes of a worker of a stage, with `left` workers in it and in the stages after it."""
         size, microbatches = sum(used), self.least(used)[1]
         key = size, microbatches, -(-sum(left) // size)
         if key not in self._tables:

@@ -66,8 +66,8 @@ class Plan:
 
     Args:
         before: a step before the event.
-        source: where the costs come from.
-        planned_s: seconds that the decision took.
+        source: a text that names the origin of the costs.
+        planned_s: seconds that planning took.
     """
 
     case: Case

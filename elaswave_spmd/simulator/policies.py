@@ -1,11 +1,11 @@
-"""What systems do when workers are lost or slow, on one cost model. Each policy's docstring says what is modelled.
+"""The answers of elastic systems to lost or slow workers, on one cost model. Each policy names what is modelled of it.
 
-Common to all: the same layers, workers, links and seconds; a step takes what timing.step_time gives (longest way
-through 1F1B lists with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
-its own; the same seconds to detect a loss and to inform all workers. Healthy, all run the same placement, with its
-mirrors; afterwards only we have any. Steps are those that a policy comes to in the end. Other systems' policies are
-modelled
-after their papers, not run: nothing here is a measurement of their code. Newcomers are of our policy only.
+Common to all: the same layers, workers, links and seconds. A step takes what `step_time.step_time` gives (the longest
+way through 1F1B lists with free wires, or the reduction's bytes where these take longer), unless a policy has an order
+of its own. All take the same seconds to detect a loss and to inform all workers. Before the loss all run the same
+placement, with its mirrors; afterwards only our policy has any. Steps are those that a policy ends with. Other systems'
+policies are modelled after their papers, not run: nothing here is a measurement of their code. Only our policy takes
+newcomers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from elaswave_spmd.simulator.work import Work
 MOST_ACTIONS = 1 << 20
 """Steps are timed on their lists up to this many actions: figures are not to mix bounds and lists."""
 
-_MOMENTS = (0.2, 0.5, 0.8)  # of a step, at which a loss is looked at
+_MOMENTS = (0.2, 0.5, 0.8)  # moments of a loss within a step, over which its cost is averaged
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Seconds that are stated, not computed. All elastic policies have the same detection.
+    """Seconds that are assumed, not computed. All elastic policies have the same detection.
 
     Args:
-        detect_s: until a loss is noticed and everybody knows who is left.
-        restart_s: of a whole job: scheduler, processes, communicators, loading the checkpoint.
+        detect_s: until a loss is noticed and all workers know which ones are left.
+        restart_s: a restart of the whole job: scheduler, processes, communicators, loading the checkpoint.
         checkpoint_s: between two checkpoints; half of that is computed again after a restart.
     """
 
@@ -51,13 +51,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class Case:
-    """A healthy placement, and what happens to it.
+    """A healthy placement, and the change that happens to it.
 
     Args:
-        placement: as it was.
-        costs: of healthy workers.
-        change: who is lost or slow.
-        remaining_steps: that a move has to pay for.
+        placement: the placement before.
+        costs: costs on healthy workers.
+        change: the workers that are lost, slow or new.
+        remaining_steps: the steps over which a move has to pay.
         mirror_count: mirrors of each page of sharded state.
         memory_limit: bytes of each worker.
         layout: the pages of the model; None: those of a model with such costs.
@@ -77,22 +77,22 @@ class Case:
 
     @cached_property
     def healthy(self) -> Assignment:
-        """What ran before."""
+        """The assignment before the change."""
         return Assignment.of(self.placement)
 
     @cached_property
     def rule(self) -> MemoryRule:
-        """How state is dealt."""
+        """The specs and mirrors, which decide the bytes of a worker."""
         return MemoryRule(self.placement.shardings, self.mirror_count)
 
     @cached_property
     def after(self) -> CostModel:
-        """The costs afterwards."""
+        """The costs after the change."""
         return self.change.costs(self.costs)
 
     @cached_property
     def before_s(self) -> float:
-        """A step before the change."""
+        """Seconds of a step before the change."""
         return self.seconds(self.healthy, self.costs)
 
     @cached_property
@@ -101,7 +101,7 @@ class Case:
         return remaining_share(self.placement.mesh, self.costs, self.change)
 
     def seconds(self, assignment: Assignment, costs: CostModel, rule: MemoryRule | None = None) -> float:
-        """Of a step, on its lists."""
+        """Seconds of a step, timed on its action lists."""
         return step_time(assignment, costs, rule or self.rule, most_actions=MOST_ACTIONS).seconds
 
     def ratio(self, outcome: Outcome) -> float:
@@ -111,15 +111,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy comes to.
+    """The result of a policy.
 
     Args:
         policy: its name.
-        step_s: a step afterwards; inf: it cannot go on.
-        micro-batches: of such a step.
-        recovery_s: the time that the change costs once, beyond slower steps: standing still, and work done again.
-        note: what happened, in a line.
-        decision: of our planner.
+        step_s: seconds of a step afterwards; inf: it cannot go on.
+        microbatches: micro-batches of such a step.
+        recovery_s: the time that the change costs once, beyond slower steps: waiting, and work done again.
+        note: one line for tables.
+        decision: the decision of our planner; None for other systems.
     """
 
     policy: str
@@ -136,15 +136,15 @@ class Outcome:
 
 
 class Policy(Protocol):
-    """An answer to a change."""
+    """The answer of one system to a change."""
 
     @property
     def name(self) -> str:
-        """Short, for tables."""
+        """A short name, for tables."""
         ...
 
     def answer(self, case: Case) -> Outcome:
-        """What it comes to."""
+        """Compute the result for a case."""
         ...
 
 
@@ -153,14 +153,15 @@ class Ours:
     """This project: `plan_change`, with its axes to choose from.
 
     Modelled: micro-batches assigned by speed, layers and stages moved if that pays, and frequencies, all by
-    `plan_change`, which real runs plan with; and the step in which workers are lost, recomputed action by action. Not
-    modelled: the reduction's share of what is recomputed, and the slower steps until layers have moved
-    (`simulate_transition` has these). A run cannot go on if no partition fits in memory.
+    `plan_change`, which real runs plan with; the step in which workers are lost, recomputed action by action; a restart
+    from the checkpoint where the reshard plan finds that pages have lost all replicas. Not modelled: the reduction's
+    share of what is recomputed, and the slower steps until layers have moved (`simulate_transition` has these). A run
+    cannot go on if no partition fits in memory.
 
     Args:
         layers: layers may move.
         stages: workers may change their stage, and the number of stages may change.
-        frequencies: what workers may be set to.
+        frequencies: the range of relative frequencies; None: they stay.
     """
 
     layers: bool = True
@@ -182,11 +183,11 @@ class Ours:
                 frequencies=self.frequencies,
                 goal_s=case.before_s,
             )
-        except PlanError as error:  # a case has been checked: what is left is memory
+        except PlanError as error:  # the case has been checked before, so only memory can be too small
             return Outcome(self.name, math.inf, 0, case.constants.detect_s, error.what)
         chosen = decision.last if self.layers else decision.now
         seconds = case.seconds(chosen.assignment, case.after)
-        if decision.frequency is not None:  # what the hints gain on the lists or the bound they were planned on
+        if decision.frequency is not None:  # the gain of the hints, on the lists or the bound that they were planned on
             seconds *= decision.frequency.makespan_s / decision.frequency.makespan_before_s
         recovery_s, constants = decision.pause_s, case.constants
         if (
@@ -205,9 +206,9 @@ def mean_recompute_s(healthy: Assignment, costs: CostModel, gone: Collection[int
     """Seconds that a loss costs its step, beyond what a step takes from then on; the mean over moments of the step.
 
     Args:
-        now_s: of a step that runs on those who are left from its start.
+        now_s: seconds of a step that runs on the workers that are left from its start.
     """
-    whole = execute(Work.of(healthy), costs, wires=FREE)
+    whole = execute(Work.from_assignment(healthy), costs, wires=FREE)
     whole_s, found = whole.step_s, []
     for moment in _MOMENTS:
         step = recompute_step(healthy, costs, gone, moment * whole_s, whole)
@@ -241,7 +242,7 @@ class DropReplica:
 
 
 def _of_columns(name: str, case: Case, kept: Sequence[int]) -> Outcome:
-    """Some columns of the healthy mesh go on, each with its own micro-batches."""
+    """The result if some columns of the healthy mesh go on, each with its own micro-batches."""
     old = case.healthy
     recovery_s = case.constants.detect_s + case.before_s / 2 if case.change.gone else 0.0
     counts = tuple(tuple(of_stage[c] for c in kept) for of_stage in old.microbatch_counts)

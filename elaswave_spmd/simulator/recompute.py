@@ -1,10 +1,10 @@
-"""A failure within a step: what is left of it after what the survivors have is kept, executed in virtual time.
+"""A failure within a step: the survivors keep what they have, and the rest is executed in virtual time.
 
-Modelled: the lost worker's forwards and sums are gone, so that its micro-batches run through its stage again on its
-peers, from activations and gradients that their senders kept; everything else stays; survivors run what is ready,
-without limits on micro-batches in flight, as the executor does. Slightly too slow: an action that was under way when
-the worker was lost begins again. Not modelled: sums of the lost worker that were complete and sent (fewer micro-batches
-would run again), and messages that are sent again.
+Modelled: the lost worker's forwards and partial sums are gone, so that its micro-batches run through its stage again on
+its peers, from activations and gradients that their senders kept. Everything else stays. Survivors run whatever is
+ready, without limits on micro-batches in flight, as the worker's executor does. Slightly too slow: an action that was
+under way when the worker was lost begins again. Not modelled: partial sums that the lost worker had completed and sent
+(fewer micro-batches would run again), and messages that are sent again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elaswave_spmd.simulator.work import Span, Work
 
 @dataclass(frozen=True)
 class RecomputedStep:
-    """A step that a loss fell into; detection is not counted.
+    """A step that a loss fell into. Detection is not counted.
 
     Args:
-        whole_s: what it takes undisturbed.
-        kept: what was done before the loss, by whoever was lost too.
-        rest: what was done after it; times count from the step's start.
-        seconds: of all of it.
+        whole_s: seconds of the undisturbed step.
+        kept: actions that were finished before the loss, those of lost workers included.
+        rest: actions after it; times count from the step's start.
+        seconds: duration of the whole step.
     """
 
     whole_s: float
@@ -42,15 +42,15 @@ def recompute_step(
     """The step in which workers are lost at second `at`.
 
     Args:
-        undisturbed: the step as it goes without that, if it is known.
+        undisturbed: the same step without the loss, if it has been executed already.
 
-    Returns: None where a stage lost all its workers: then nothing of the step is kept.
+    Returns: None if a stage lost all its workers: then nothing of the step is kept.
     """
     lost = frozenset(gone)
     stages = tuple(tuple(rank for rank in members if rank not in lost) for members in assignment.stages)
     if not all(stages):
         return None
-    work = Work.of(assignment)
+    work = Work.from_assignment(assignment)
     whole = undisturbed or execute(work, costs, wires=FREE)
     kept = tuple(span for span in whole.spans if span.stop <= at)
     done = frozenset(span.action for span in kept if span.worker not in lost)
@@ -70,7 +70,7 @@ def recompute_step(
 def _reassign(
     stage: int, owners: Sequence[int], members: Sequence[int], done: Collection[Action], costs: CostModel
 ) -> tuple[int, ...]:
-    """Micro-batches of workers that are gone go to whoever of the stage has least left to do."""
+    """The workers of a stage's micro-batches: those of lost workers go to the members with the least left to run."""
     left = dict.fromkeys(members, 0.0)
     for microbatch, rank in enumerate(owners):
         if rank in left:
@@ -79,5 +79,5 @@ def _reassign(
     for microbatch, rank in enumerate(owners):
         if rank not in left:
             found[microbatch] = min(members, key=lambda r: ((left[r] + 3) / costs.speed(r), r))
-            left[found[microbatch]] += 3
+            left[found[microbatch]] += 3  # a forward, and a backward that takes twice as long
     return tuple(found)

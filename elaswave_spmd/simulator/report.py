@@ -1,4 +1,4 @@
-"""What a scenario comes to: tables, figures, JSON; nothing here computes."""
+"""The result of a scenario as tables, figures and JSON. Nothing here computes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Figure:
     """Bars in groups, or lines over numbers.
 
     Args:
-        name: of its file.
-        ticks: what the groups, or the points, are called; numbers for lines.
-        series: name -> a value for each tick; None: there is none.
+        name: the name of its file.
+        ticks: the labels of groups or points; numbers for lines.
+        series: name -> a value for each tick; None: no value.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """All of a scenario."""
+    """All tables and figures of a scenario."""
 
     name: str
     title: str
@@ -135,7 +135,7 @@ def _plain(cell: Cell) -> Cell:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:

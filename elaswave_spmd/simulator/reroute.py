@@ -1,4 +1,4 @@
-"""Micro-batches to peers (ReCycle: Gandhi et al., SOSP 2024), as a policy."""
+"""The policy of ReCycle (Gandhi et al., SOSP 2024): micro-batches of a lost worker are rerouted to its peers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from elaswave_spmd.simulator.work import Work, owners_of
 class Reroute:
     """Micro-batches of a lost worker go to its data-parallel peers; layers stay.
 
-    Modelled, in virtual time: micro-batches rerouted to the least loaded peers; a worker takes what is ready, backwards
-    first; backward split in two halves (gradients of inputs, of weights), the second put off into bubbles as far as
-    there is memory for its activations (no mirrors take any); an optimizer that is staggered by stages, so that this
-    may reach into the next step; or whole backwards, if that is faster; but never faster than before the change, since
-    without losses it runs plain 1F1B. A slow worker is waited for, or treated as lost, whichever is faster. Not
-    modelled: its search for the best order, and stages that have lost everybody.
+    Modelled, in virtual time: micro-batches rerouted to the least loaded peers; a worker runs whatever is ready, and
+    backwards first; backward split in two halves (gradients of inputs, of weights), the second put off into bubbles as
+    far as there is memory for its activations (no mirrors take any); an optimizer that is staggered by stages, so that
+    this may reach into the next step; or whole backwards, if that is faster; but never faster than before the change,
+    since without losses it runs plain 1F1B. A slow worker is waited for, or treated as lost, whichever is faster. Not
+    modelled: its search for the best order, and stages that have lost all workers.
 
     Args:
-        split: backward may be split; False: micro-batches are rerouted and no more.
+        split: backward may be split; False: micro-batches are rerouted, and nothing else changes.
     """
 
     split: bool = True
@@ -54,10 +54,11 @@ class Reroute:
 
 
 def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Work | None:
-    """The healthy step with the micro-batches of some workers dealt over the others of their stages; None if there are
-    none.
+    """The healthy step with the micro-batches of some workers assigned to the others of their stages.
 
-    As many micro-batches in flight as 1F1B has, and one more, since micro-batches come from several workers then.
+    One more micro-batch is in flight than in 1F1B, since micro-batches come from several workers then.
+
+    Returns: None if a stage has no other workers.
     """
     owners, stages = [], []
     for members, of_stage in zip(healthy.stages, owners_of(healthy), strict=True):
@@ -90,7 +91,7 @@ def _room(case: Case, work: Work) -> tuple[int, ...]:
 
 
 def _turns(assignment: Assignment) -> tuple[int, ...]:
-    """Of each micro-batch, its place among those of its first worker: micro-batches of all workers take turns."""
+    """The priority of each micro-batch: its place among those of its first worker, so that all workers take turns."""
     seen: dict[int, int] = {}
     found = []
     for rank in owners_of(assignment)[0]:

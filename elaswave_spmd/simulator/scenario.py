@@ -1,4 +1,4 @@
-"""Scenarios as data: what is simulated, read from YAML and checked before anything is computed."""
+"""Scenarios as data, read from YAML and checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FOLDER = Path(__file__).parent / "scenarios"
 
 @dataclass(frozen=True)
 class EventCase:
-    """A mesh of whole replicas, and who is lost or slow.
+    """A mesh of whole replicas, and the workers that are lost or slow.
 
     Args:
-        name: of its row.
-        mesh: as on the command line.
+        name: the name of its row.
+        mesh: the name of the mesh, as on the command line.
         microbatches: micro-batches of a step.
-        event: as on the command line; or else
-        lose: numbers of workers lost, a row each, drawn at random.
-        model: instead of the scenario's.
+        event: the event, as on the command line; or else
+        lose: numbers of workers that are lost, a row each; the workers are drawn at random.
+        model: a model in place of the scenario's.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Events:
     Args:
         cases: its rows.
         model: {alike: LAYERS} or {llama: NAME}, and arguments of shapes.alike or shapes.llama.
-        memory: room of a worker, as a multiple of what the fullest one needs on the healthy mesh; None: no limit.
-        zero: ZeRO level.
-        steps: that are left, which moves have to pay for.
-        optimum: work out the exact optimum beside the policies.
-        draws: of whom is lost.
+        memory: bytes of a worker, as a multiple of what the fullest one needs on the healthy mesh; None: no limit.
+        zero: ZeRO level, the name of a set of specs.
+        steps: remaining steps, over which moves have to pay.
+        optimum: compute the exact optimum beside the policies.
+        draws: number of random draws of the lost workers.
     """
 
     title: str
@@ -127,7 +127,7 @@ class Goodput:
 
     Args:
         devices, spares: one number or several; each combination is a row.
-        highest_frequency: relative frequency that our policy may ask for, in a row of its own.
+        highest_frequency: the highest relative frequency of our policy, which has a row of its own with it.
     """
 
     title: str
@@ -177,12 +177,12 @@ class Goodput:
 
     @property
     def rate(self) -> FailureRate:
-        """Of failures."""
+        """The rate of failures."""
         return FailureRate(**dict(self.failures or {}))
 
 
 def names() -> list[str]:
-    """Scenarios that come with the package."""
+    """The names of the scenarios that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -236,7 +236,7 @@ def model_of(model: Mapping[str, Any]) -> CostModel:
 
 
 _LEAST = {"alike": 1, "tokens": 1, "tflops": 1e-6, "bandwidth": 1.0}
-"""What a number of a model is at least; others: 0."""
+"""The smallest value of a number of a model; 0 for others."""
 
 _MODEL = {
     "alike": {"alike", "forward_s", "backward_s", "bandwidth", "latency_s", "tokens"},

@@ -1,7 +1,7 @@
-"""Cost models that nobody measured: layers that are all alike, and Llama shapes on a device of a stated speed.
+"""Cost models that are computed, not measured: equal layers, and Llama shapes on a device of an assumed speed.
 
-Modelled seconds are floating-point operations over a sustained rate; what a table shows of them is a ratio, in which
-the rate cancels out but for links.
+Modelled seconds are floating-point operations over a sustained rate. Tables show ratios, in which the rate cancels out
+except against links.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LlamaShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one transformer layer; norms left out."""
+        """Parameters of one transformer layer, without norms."""
         return int(self.width * self.width * (2 + 2 * self.key_share)) + 3 * self.width * self.hidden
 
 
@@ -60,7 +60,7 @@ def alike(
     latency_s: float = 1e-5,
     tokens: int = 4096,
 ) -> CostModel:
-    """Layers that all take the same, the default of the emulated accelerator, with the bytes of a layer of Llama 7B.
+    """Equal layers: the seconds of the emulated accelerator's defaults, the bytes of a layer of Llama 7B.
 
     Raises:
         PlanError: no layer.
@@ -85,8 +85,8 @@ def llama(
     and the product inside the feed-forward part computed again).
 
     Args:
-        name: of LLAMAS, or the sizes themselves.
-        tokens: of one micro-batch.
+        name: a key of LLAMAS, or the sizes themselves.
+        tokens: tokens of one micro-batch.
         flops: operations per second that one worker sustains.
 
     Raises:
@@ -109,7 +109,7 @@ def llama(
 
 
 def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, shardings: Shardings = STATE_SHARDED) -> Placement:
-    """A placement nobody has left yet: layers balanced over the stages by their seconds, micro-batches dealt evenly.
+    """The placement of a new mesh: layers balanced over the stages by their seconds, micro-batches assigned evenly.
 
     Raises:
         PlanError: more stages than layers, or fewer micro-batches than one for each worker of the first stage.

@@ -67,7 +67,7 @@ def main(argv: Sequence[str], program: str) -> int:
     stem, errors = Path(name).stem, Console(stderr=True)
     with errors.status("") as status:
         timeline = tables.timeline_of(chosen, own["trace"]) if own["out"] else None
-        found = tables.run_scenario(stem, chosen, lambda what: status.update(f"simulating: {what}"))
+        found = tables.run_scenario(stem, chosen, lambda piece: status.update(f"simulating: {piece}"))
     written = _written(found, timeline, Path(own["out"]).expanduser()) if own["out"] else []
     if as_json:
         print(json.dumps(found.as_json(), allow_nan=False))

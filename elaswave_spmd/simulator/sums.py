@@ -1,7 +1,8 @@
-"""Traffic of a step beside activations: tree nodes to primaries, entries to mirrors, new parameters to the stage.
+"""The traffic of a step beside activations: partial sums, reduced gradients to mirrors, new parameters to the stage.
 
-As in timing.traffic_bytes, but message by message: a node leaves when its last micro-batch's backward is through the
-layer. Each worker is the primary of an equal part of its stage's pages.
+The bytes are those of `step_time.traffic_bytes`, but message by message: the partial sum of a tree node is sent when
+the backward of its last micro-batch is through the layer. Each worker is the primary of an equal part of its stage's
+pages.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Sums:
     """The reductions and publications of one step after another.
 
     Args:
-        rule: what is sharded, and how many mirrors there are.
+        rule: the specs, and the number of mirrors.
         microbatch_order: Placement.microbatch_order; in time-major order every gradient is sent by itself.
-        known: called with the step when all entries of all layers are with all their replicas.
+        known: called with the step when all replicas have the reduced gradients of all layers.
     """
 
     def __init__(
@@ -35,16 +36,20 @@ class Sums:
         clock: Clock,
         known: Callable[[int], None],
     ) -> None:
-        self._work, self._costs, self._rule = work, costs, rule
-        self._links, self._clock, self._known = links, clock, known
-        self._node_of: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> a number
+        self._work = work
+        self._costs = costs
+        self._rule = rule
+        self._links = links
+        self._clock = clock
+        self._known = known
+        self._node_of: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> number of the tree node
         self._microbatches_of: list[int] = []
         self._nodes = [0] * work.num_stages
         for stage, owners in enumerate(work.owners):
             self._split(stage, owners, microbatch_order)
         self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> micro-batches
         self._nodes_left: dict[tuple[int, int], int] = {}  # (step, layer) -> nodes
-        self._entries_left: dict[tuple[int, int], int] = {}
+        self._sends_left: dict[tuple[int, int], int] = {}
         self._layers_left: dict[int, int] = {}
         self._stage_of = [s for s in range(work.num_stages) for _ in range(*work.layer_cuts[s : s + 2])]
 
@@ -63,7 +68,11 @@ class Sums:
     def backward_begins(
         self, step: int, rank: int, stage: int, microbatch: int, ends: Sequence[tuple[int, float]]
     ) -> None:
-        """A worker begins a micro-batch's backward. ends: (layer, when it will be through it)."""
+        """A worker begins a micro-batch's backward.
+
+        Args:
+            ends: (layer, the time at which the backward will be through it).
+        """
         key = step, self._node_of[stage, microbatch]
         left = self._missing.get(key, self._microbatches_of[key[1]]) - 1
         self._missing[key] = left
@@ -89,21 +98,21 @@ class Sums:
         if not mirrors:
             self._layer_known(step)
             return
-        self._entries_left[step, layer] = len(members)
+        self._sends_left[step, layer] = len(members)
         for rank in members:
             num_bytes = self._costs.layers[layer].gradient_bytes / len(members) * mirrors
-            self._links[rank].send(num_bytes, self._entry_arrived, step, layer)
+            self._links[rank].send(num_bytes, self._gradient_arrived, step, layer)
 
     def _mirrors(self, size: int) -> int:
-        """Of a page, on workers who compute for themselves."""
+        """The number of mirrors of a page."""
         if not self._rule.state_is_sharded:
             return size - 1
         workers = sum(map(len, self._work.stages))
         return min(self._rule.mirror_count, (size if size > 1 else workers) - 1)
 
-    def _entry_arrived(self, step: int, layer: int) -> None:
-        self._entries_left[step, layer] -= 1
-        if not self._entries_left[step, layer]:
+    def _gradient_arrived(self, step: int, layer: int) -> None:
+        self._sends_left[step, layer] -= 1
+        if not self._sends_left[step, layer]:
             self._layer_known(step)
 
     def _layer_known(self, step: int) -> None:
@@ -112,9 +121,12 @@ class Sums:
             self._known(step)
 
     def publish(self) -> dict[int, float]:
-        """Sends the parameters of a step that is applied now. Returns layer -> when its stage has all of them.
+        """Sends the parameters of a step that is applied now.
 
-        Links are idle when all entries are known; what the next step sends first is not taken into account.
+        Returns: layer -> the time at which its stage has all of them.
+
+        Links are idle at this moment, since all reduced gradients have arrived. Messages of the next step that go first
+        are not taken into account.
         """
         found: dict[int, float] = {}
         for stage, members in enumerate(self._work.stages):
@@ -131,4 +143,4 @@ class Sums:
 
 
 def _arrived() -> None:
-    """Nothing waits for the message itself: `publish` says when it is there."""
+    """Nothing waits for this message: `publish` has computed when it arrives."""

@@ -38,10 +38,11 @@ from elaswave_spmd.simulator.templates import Templates
 from elaswave_spmd.simulator.trace import Timeline
 from elaswave_spmd.simulator.transition import simulate_transition
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
+"""Called with the name of each piece of work that begins."""
 
 FREQUENCIES = FrequencyRange(0.8, 1.1)
-"""What `ours + frequency` may set."""
+"""The range of the policy `ours + frequency`."""
 
 WHOLE = Reroute(split=False, name="reroute, whole backward")
 POLICIES: tuple[Policy, ...] = (Ours(), Reroute(), WHOLE, DropReplica(), Templates(), Restart())
@@ -58,21 +59,21 @@ _MEANS = (
 )
 
 
-def run_scenario(name: str, scenario: Events | Goodput, say: Say = lambda _: None) -> Report:
-    """Computes a scenario. `say` is told what is being worked on."""
-    return _events(name, scenario, say) if isinstance(scenario, Events) else _goodput(name, scenario, say)
+def run_scenario(name: str, scenario: Events | Goodput, progress: Progress = lambda _: None) -> Report:
+    """Computes all tables and figures of a scenario."""
+    return _events(name, scenario, progress) if isinstance(scenario, Events) else _goodput(name, scenario, progress)
 
 
 def timeline_of(scenario: Events | Goodput, label: str = "") -> Timeline | None:
-    """Our answer to one case in virtual time, step by step; of several draws the first.
+    """The answer of our policy to one case in virtual time, step by step; of several draws, the first.
 
     Args:
         label: the row of the case; "" for the first one.
 
-    Returns: None for weeks of failures, and where we cannot go on.
+    Returns: None for weeks of failures, and where our policy cannot go on.
 
     Raises:
-        ConfigError: no row is called so.
+        ConfigError: no row has this name.
     """
     rows = [row for case in scenario.cases for row in cases_of(scenario, case)] if isinstance(scenario, Events) else []
     if label and label not in [row for row, _ in rows]:
@@ -108,14 +109,14 @@ def cases_of(scenario: Events, row: EventCase) -> list[tuple[str, list[Case]]]:
     return found
 
 
-def _events(name: str, scenario: Events, say: Say) -> Report:
+def _events(name: str, scenario: Events, progress: Progress) -> Report:
     ratios: list[tuple[Cell, ...]] = []
     recovery: list[tuple[Cell, ...]] = []
     ablation: list[tuple[Cell, ...]] = []
     groupings: list[tuple[Cell, ...]] = []
     for row in scenario.cases:
         for label, cases in cases_of(scenario, row):
-            say(label)
+            progress(label)
             first = cases[0]
             head = (label, row.mesh, row.microbatches, first.before_s, first.share)
             answers = [[policy.answer(case) for policy in POLICIES] for case in cases]
@@ -164,7 +165,7 @@ _GROUPINGS = ("case", "ours", "layers", "best", "layers of the best", "groupings
 
 
 def _grouping(ours: Outcome, least: Optimum | None) -> tuple[Cell, ...]:
-    """What we chose, and what is best."""
+    """The grouping that our policy chose, and the best one."""
     chosen = [ours.decision.last.assignment] if ours.decision else []
     shown = []
     for assignment in chosen + ([least.assignment] if least else []):
@@ -173,7 +174,7 @@ def _grouping(ours: Outcome, least: Optimum | None) -> tuple[Cell, ...]:
 
 
 def _means(cases: Sequence[Case], answers: Sequence[Sequence[Outcome]]) -> list[float]:
-    """By policy, the mean ratio over the draws."""
+    """The mean ratio of each policy over the draws."""
     rows = [[case.ratio(outcome) for outcome in of_case] for case, of_case in zip(cases, answers, strict=True)]
     return [fmean(column) for column in zip(*rows, strict=True)]
 
@@ -207,7 +208,11 @@ def _value(cell: Cell) -> float | None:
 
 
 def survivors(scenario: Goodput, steps: Table) -> tuple[Survivor, ...]:
-    """The policies of a goodput scenario. `steps`: of `executed`, whose last row says what steps take over bounds."""
+    """The policies of a goodput scenario.
+
+    Args:
+        steps: the table of `executed`; its last row has the factors by which steps exceed their bounds.
+    """
     highest, (ours, rerouted) = scenario.highest_frequency, (float(cell or 1) for cell in steps.rows[-1][-2:])
     return (
         GoesOn("ours", over_bound=ours),
@@ -219,18 +224,18 @@ def survivors(scenario: Goodput, steps: Table) -> tuple[Survivor, ...]:
     )
 
 
-def _goodput(name: str, scenario: Goodput, say: Say) -> Report:
-    say("steps, action by action")
-    steps, salvage = executed(scenario), recomputed_share(scenario)
+def _goodput(name: str, scenario: Goodput, progress: Progress) -> Report:
+    progress("steps, action by action")
+    steps, again = executed(scenario), recomputed_share(scenario)
     costs, policies = model_of(scenario.model), survivors(scenario, steps)
-    stalls = Stalls(scenario.regroup_s, scenario.join_s, scenario.restart_s, scenario.checkpoint_s, salvage)
+    stalls = Stalls(scenario.regroup_s, scenario.join_s, scenario.restart_s, scenario.checkpoint_s, again)
     seconds = scenario.days * DAY
     tables, figures = [], []
     for spares in scenario.spares:
         repair = Repair(scenario.repair_hours, spares, scenario.swap_s)
         rows: list[tuple[Cell, ...]] = []
         for devices in scenario.devices:
-            say(f"{devices:,} devices, {spares:.1%} spares")
+            progress(f"{devices:,} devices, {spares:.1%} spares")
             fleet = Fleet(devices, scenario.island, scenario.stages, scenario.microbatches)
             scale = Scale(fleet, costs)
             events = outages(fleet, exponential(fleet, scenario.rate, seconds, scenario.seed), repair)
@@ -256,7 +261,10 @@ def _small(scenario: Goodput, replicas: int) -> Placement:
 
 
 def recomputed_share(scenario: Goodput, replicas: int = 8) -> float:
-    """Part of a step that is done again where it is salvaged: in virtual time, on fewer replicas, which is too much."""
+    """The part of a step that is computed again after a loss, where the rest is kept.
+
+    It is measured in virtual time on fewer replicas than the fleet has, which gives too large a part.
+    """
     costs, placement = model_of(scenario.model), _small(scenario, replicas)
     whole_s = step_time(Assignment.of(placement), costs, most_actions=MOST_ACTIONS).seconds
     gone = [placement.mesh.stages[scenario.stages // 2][1]]
@@ -264,9 +272,9 @@ def recomputed_share(scenario: Goodput, replicas: int = 8) -> float:
 
 
 def executed(scenario: Goodput, replicas: int = 16) -> Table:
-    """How far the lower bounds of `goodput` are from steps that are executed, on few replicas.
+    """A comparison of the lower bounds of `goodput` with executed steps, on few replicas.
 
-    The last row is the mean of those with workers missing; the last two columns are relative to nobody missing.
+    The last row is the mean over the rows with workers missing; the last two columns are relative to the whole fleet.
     """
     costs, placement, stages = model_of(scenario.model), _small(scenario, replicas), scenario.stages
     scale = Scale(Fleet(scenario.island * stages * replicas, scenario.island, stages, scenario.microbatches), costs)

@@ -1,4 +1,4 @@
-"""Pipeline templates (Oobleck: Jang et al., SOSP 2023), as a policy."""
+"""The policy of Oobleck (Jang et al., SOSP 2023): pipelines that lose workers go on with a shorter template."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Templates:
 
     Modelled: templates for half the healthy width (rounded up) and more, if they fit in memory, each with its best cuts
     for 1F1B on equal workers; the workers of a pipeline that is too short for any go to the shortest others;
-    micro-batches dealt over pipelines so that the slowest takes least, the global batch stays. A slow worker is waited
-    for, or dropped, whichever is faster. State is dealt over the pipelines as it is over replicas, without mirrors.
+    micro-batches assigned to pipelines so that the slowest takes least; the global batch stays. A slow worker is waited
+    for, or dropped, whichever is faster. State is sharded over the pipelines as it is over replicas, without mirrors.
     Recovery: half a step again where workers are lost, and the busiest worker's new layers over its link. Not modelled:
     pipelines that wait for each other where they synchronise layer by layer.
     """
@@ -45,7 +45,7 @@ class Templates:
             return Outcome(self.name, math.inf, 0, 0.0, "no pipeline is long enough")
         slowest = [min(case.after.speed(rank) for rank in ranks) for ranks in pipelines]
         sizes = [len(ranks) for ranks in pipelines]
-        counts = chains.deal(sizes, slowest, case.healthy.num_microbatches)
+        counts = chains.assign(sizes, slowest, case.healthy.num_microbatches)
         rows = list(zip(sizes, counts, slowest, strict=True))
         seconds = max(chains.seconds(size, microbatches) / speed for size, microbatches, speed in rows)
         cuts = [chains.cuts(size) or () for size in sizes]
@@ -60,7 +60,7 @@ class Templates:
         )
 
     def _copying(self, case: Case, pipelines: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> float:
-        """Seconds that the worker with most new layers takes to get them."""
+        """Seconds in which the worker with the most new state receives it."""
         old, total = case.healthy, case.costs.prefix("state_bytes")
         home = {rank: old.layer_cuts[s : s + 2] for s, members in enumerate(old.stages) for rank in members}
         most = 0
@@ -73,7 +73,7 @@ class Templates:
 
 
 def _regrouped(left: Sequence[Sequence[int]], shortest: int) -> list[list[int]]:
-    """Pipelines that have a template; of those too short, workers go to the shortest others, or make up new ones."""
+    """Pipelines that have a template. Workers of too short ones go to the shortest others, or make up new ones."""
     pipelines = [list(ranks) for ranks in left if len(ranks) >= shortest]
     spare = [rank for ranks in left if len(ranks) < shortest for rank in ranks]
     while len(spare) >= shortest:
@@ -84,16 +84,20 @@ def _regrouped(left: Sequence[Sequence[int]], shortest: int) -> list[list[int]]:
 
 
 class _Chains:
-    """Pipelines of single workers of speed 1: templates, and what they take."""
+    """The templates: pipelines of single workers of speed 1, with their cuts and their seconds, computed once each."""
 
     def __init__(self, case: Case, pipelines: int) -> None:
-        self._microbatches, self._limit = -(-case.healthy.num_microbatches // pipelines), case.memory_limit
+        self._microbatches = -(-case.healthy.num_microbatches // pipelines)
+        self._limit = case.memory_limit
         self._costs = _shared(case.costs, replace(case.rule, mirror_count=0), pipelines)
         self._cuts: dict[int, tuple[int, ...] | None] = {}
         self._seconds: dict[tuple[int, int], float] = {}
 
     def cuts(self, size: int) -> tuple[int, ...] | None:
-        """The template for so many workers; those beyond the number of layers have nothing to do. None: no room."""
+        """The cuts of the template for so many workers, of which those beyond the number of layers idle.
+
+        Returns: None if no cuts fit in memory.
+        """
         number = min(size, len(self._costs.layers))
         if number not in self._cuts:
             rows = [StageWorkers(1, 1.0, self._microbatches, number - s, self._limit) for s in range(number)]
@@ -104,7 +108,7 @@ class _Chains:
         return self._cuts[number]
 
     def seconds(self, size: int, microbatches: int) -> float:
-        """Of so many micro-batches."""
+        """Seconds of a step with so many workers and micro-batches."""
         if not microbatches:
             return 0.0
         if (size, microbatches) not in self._seconds:
@@ -116,8 +120,8 @@ class _Chains:
             self._seconds[size, microbatches] = step_time(chain, self._costs, most_actions=MOST_ACTIONS).pipeline_s
         return self._seconds[size, microbatches]
 
-    def deal(self, sizes: Sequence[int], speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
-        """Micro-batches over pipelines, one after the other to the one that would be done first with one more."""
+    def assign(self, sizes: Sequence[int], speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
+        """The micro-batches of each pipeline: one by one, each to the pipeline that would finish it first."""
         counts = [0] * len(sizes)
         for _ in range(num_microbatches):
             after = [self.seconds(n, c + 1) / v for n, c, v in zip(sizes, counts, speeds, strict=True)]
@@ -126,7 +130,7 @@ class _Chains:
 
 
 def _shared(costs: CostModel, rule: MemoryRule, pipelines: int) -> CostModel:
-    """The costs with the state that one pipeline has of what is dealt over all; workers of speed 1."""
+    """The costs of one pipeline, which has its share of the state that is sharded over all; workers of speed 1."""
     share = rule.state_share(pipelines)
     layers = tuple(replace(layer, state_bytes=math.ceil(layer.state_bytes * share)) for layer in costs.layers)
     return replace(costs, layers=layers, speeds=())

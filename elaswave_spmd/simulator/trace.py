@@ -22,10 +22,10 @@ _MICRO = 1e6
 
 @dataclass
 class Timeline:
-    """Collects what happened; `write` makes the file. Calls may come in any order of time.
+    """Collects actions and events; `write` makes the file. Calls may come in any order of time.
 
     Args:
-        title: what is shown for the whole.
+        title: the title of the file.
     """
 
     title: str
@@ -33,13 +33,13 @@ class Timeline:
     _rows: dict[int, str] = field(default_factory=dict)
 
     def name_rows(self, stages: Sequence[Sequence[int]]) -> None:
-        """Says which stage each worker is in; who was named before keeps its name."""
+        """Names the workers' rows by stage. A worker that was named before keeps its name."""
         for stage, members in enumerate(stages):
             for rank in members:
                 self._rows.setdefault(rank, f"stage {stage}")
 
     def actions(self, spans: Sequence[Span], *, offset: float = 0.0) -> None:
-        """Actions of workers, and the gaps between those of a worker within a step.
+        """Adds actions of workers, and the gaps between those of a worker within a step.
 
         Args:
             offset: seconds to add to their times.
@@ -62,11 +62,11 @@ class Timeline:
                 self._span(worker, name, "action", offset + span.start, offset + span.stop, **details)
 
     def event(self, time: float, name: str, **details: object) -> None:
-        """Something that happens at a moment."""
+        """Adds an event at one moment."""
         self._found.append(instant_of((_EVENTS, 1), name, time * _MICRO, everywhere=True, **details))
 
     def frequency(self, time: float, worker: int, value: float) -> None:
-        """A worker's relative frequency, from now on."""
+        """Sets a worker's relative frequency from this time on."""
         self._rows.setdefault(worker, "")
         self._found.append(counter_of(worker + _FIRST_WORKER, "frequency", time * _MICRO, value))
 
@@ -75,14 +75,14 @@ class Timeline:
         self._found.append(slice_of(row, name, kind, start * _MICRO, stop * _MICRO, **details))
 
     def events(self) -> Iterator[TraceEvent]:
-        """All of it, by time, after the names of the rows."""
+        """The names of the rows, then all events by time."""
         yield from names_of(_EVENTS, self.title, {1: "events"})
         for worker, name in sorted(self._rows.items()):
             yield from names_of(worker + _FIRST_WORKER, f"worker {worker}", {1: name or "actions"})
         yield from sorted(self._found, key=lambda event: event["ts"])
 
     def write(self, path: Path) -> Path:
-        """Writes the file; gives its path back.
+        """Writes the file. Returns its path.
 
         Raises:
             OSError: it cannot be written.

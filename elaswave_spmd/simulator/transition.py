@@ -1,4 +1,4 @@
-"""A change of the mesh as it goes on in time: the step it falls into, micro-batches at once, layers behind, hints last.
+"""A change of the mesh over time: the interrupted step, micro-batches at once, layers in the background, hints last.
 
 Modelled: steps before and after on the engine, with wires, sums, mirrors and votes; detection; recomputation of the
 lost part of the step; state that moves in the background on what links have left over while steps go on. Not modelled:
@@ -31,13 +31,13 @@ HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS, HINTS = (
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps that are alike.
+    """A row of steps that are alike.
 
     Args:
-        name: HEALTHY, RECOMPUTED, UNITS, LAYERS or HINTS.
-        steps: how many there are; 0: until the run ends.
-        step_s: of each.
-        start: of the first, in seconds.
+        name: HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS or HINTS.
+        steps: their number; 0: until the run ends.
+        step_s: seconds of each step.
+        start: the time at which the first one begins.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Transition:
-    """What happened.
+    """A simulated change.
 
     Args:
-        phases: one after another.
-        migration_s: seconds from the first step after the loss until layers are where they are to be; 0: none move.
-        blocking_s: what the same move takes if everybody waits for it.
-        timeline: of a few steps of each phase.
+        phases: the phases, one after another.
+        migration_s: seconds from the first step after the loss until layers are in their new places; 0: none move.
+        blocking_s: seconds of the same move if all workers wait for it.
+        timeline: a few steps of each phase.
     """
 
     phases: tuple[Phase, ...]
@@ -66,18 +66,21 @@ class Transition:
 def simulate_transition(
     case: Case, decision: Decision, *, moment: float = 0.5, shown: int = 2, wires: Wires = SHARED
 ) -> Transition:
-    """Plays a decision.
+    """Simulate a decision from the event on.
 
     Args:
-        moment: of the step at which workers are lost, as a part of it.
-        shown: steps of each phase that the timeline has, at most.
+        moment: the moment of the loss, as a part of its step.
+        shown: the most steps of each phase that the timeline has.
     """
     return _Simulation(case, decision, shown, wires).run(moment)
 
 
 class _Simulation:
     def __init__(self, case: Case, decision: Decision, shown: int, wires: Wires) -> None:
-        self._case, self._decision, self._shown, self._wires = case, decision, shown, wires
+        self._case = case
+        self._decision = decision
+        self._shown = shown
+        self._wires = wires
         self._timeline = Timeline(f"{case.placement.mesh.shape}: {case.change} (virtual time)")
         self._phases: list[Phase] = []
         self._now = 0.0
@@ -98,6 +101,7 @@ class _Simulation:
             self._steps(MICROBATCHES, now, case.after, 0 if not decision.hints else self._shown)
         else:
             run = self._run(now, case.after)
+            # State moves on what steps leave of the links. Fully used links still let a little through.
             idle = max(0.05, 1.0 - max(run.link_s.values(), default=0.0) / sum(run.seconds))
             blocking_s = later.move.seconds
             steps = max(1, math.ceil(blocking_s / idle / run.step_s))
@@ -105,7 +109,7 @@ class _Simulation:
             start = self._now
             self._steps(MICROBATCHES, now, case.after, steps)
             migration_s = self._now - start
-            self._timeline.event(self._now, "layers are promoted where they have caught up")
+            self._timeline.event(self._now, "all state is there: layers change their stage")
             self._steps(LAYERS, later.assignment, case.after, 0 if not decision.hints else self._shown)
         if decision.hints:
             self._set(decision.hints)
@@ -121,7 +125,7 @@ class _Simulation:
         frequencies: Mapping[int, tuple[float, ...]] | None = None,
     ) -> Run:
         return execute(
-            Work.of(assignment),
+            Work.from_assignment(assignment),
             costs,
             wires=self._wires,
             rule=self._case.rule,
@@ -138,7 +142,7 @@ class _Simulation:
         steps: int,
         frequencies: Mapping[int, tuple[float, ...]] | None = None,
     ) -> None:
-        """A phase; those of its steps that are not shown only pass."""
+        """Simulates a phase. Steps that are not shown only take their time."""
         shown = min(steps or self._shown, self._shown)
         run = self._run(assignment, costs, max(2, shown), frequencies)
         begins = sum(run.seconds[:-shown])
@@ -170,7 +174,8 @@ class _Simulation:
         self._timeline.actions(before, offset=start)
         self._timeline.actions(after, offset=start + detect_s)
         self._phases.append(Phase(RECOMPUTED, 1, found.seconds + detect_s, start))
-        self._now, self._step = start + found.seconds + detect_s, self._step + 2
+        self._now = start + found.seconds + detect_s
+        self._step += 2
 
     def _set(self, hints: tuple[Hint, ...]) -> None:
         for hint in hints:

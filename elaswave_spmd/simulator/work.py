@@ -1,4 +1,4 @@
-"""What there is to do in a step, for any policy: whose micro-batches, in a fixed order or as they become ready."""
+"""The work of a step under any policy: a worker for each micro-batch, in a fixed order or as they become ready."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from elaswave_spmd.scheduling.placement import workers_of_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment
 
 WEIGHTS = "W"
-"""The part of a backward that nobody waits for, gradients of weights, where backward is split in two."""
+"""The kind of the second half of a split backward: gradients of weights, for which no other action waits."""
 
 KINDS = (BACKWARD, FORWARD, WEIGHTS)
-"""What a worker that has a choice does first."""
+"""The kinds of actions, in the order in which a worker that has a choice prefers them."""
 
 
 class Span(NamedTuple):
-    """A worker did an action from `start` to `stop`, in virtual seconds."""
+    """An action that a worker ran from `start` to `stop`, in virtual seconds."""
 
     worker: int
     action: Action
@@ -30,18 +30,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A step of any policy.
+    """The work of one step, under any policy.
 
     Args:
         stages: ranks of each stage.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
         owners: per stage, the rank that runs each micro-batch.
-        lists: rank -> actions in their order; None: a worker takes what is ready, a backward if there is one.
-        limits: micro-batches in flight of a worker, by stage, where nothing is listed.
-        turns: per micro-batch, which are taken first where several are ready; () for the order of their numbers.
+        lists: rank -> its actions in order; None: a worker runs whatever is ready, a backward if there is one.
+        limits: by stage, the most micro-batches that a worker without a list has in flight.
+        turns: per micro-batch, its priority where several are ready, lowest first; () for the order of their numbers.
         weight_share: part of a backward that is put off until its worker has nothing else to do (decoupled backward:
             Tang et al., 2024; Gandhi et al., 2024). 0: backward is whole.
-        done: actions whose results are there already.
+        done: actions whose results exist already.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -54,8 +54,8 @@ class Work:
     done: frozenset[Action] = frozenset()
 
     @classmethod
-    def of(cls, assignment: Assignment) -> Work:
-        """The step of an assignment, in the order that its workers have."""
+    def from_assignment(cls, assignment: Assignment) -> Work:
+        """The step of an assignment, with the action lists that its workers would run."""
         owners = owners_of(assignment)
         lists = schedule(assignment.placement())
         return cls(assignment.stages, assignment.layer_cuts, owners, lists, assignment.limits)
@@ -71,7 +71,7 @@ class Work:
         return len(self.owners[0])
 
     def left(self) -> dict[int, int]:
-        """Rank -> how many actions it has to do."""
+        """Rank -> the number of actions that it still has to run."""
         kinds = KINDS if self.weight_share else KINDS[:2]
         found = {rank: 0 for members in self.stages for rank in members}
         for stage, of_stage in enumerate(self.owners):
@@ -87,49 +87,56 @@ def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 
 
 class Order(Protocol):
-    """Which of a worker's actions is next."""
+    """The order in which one worker runs its actions of a step."""
 
-    def add(self, action: Action) -> None:
-        """What this action waits for is there."""
+    def add_ready(self, action: Action) -> None:
+        """All results that this action waits for have arrived."""
         ...
 
-    def take(self) -> Action | None:
-        """The action to begin now; None: wait."""
+    def next_action(self) -> Action | None:
+        """Remove and return the action to begin now; None: the worker has to wait."""
         ...
 
 
 class ListOrder:
-    """One action after the other, as listed."""
+    """One action after the other, as listed: a worker waits for the next one even if a later one is ready."""
 
-    def __init__(self, todo: Sequence[Action]) -> None:
-        self._todo, self._at = todo, 0
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._at = 0
         self._ready: set[Action] = set()
 
-    def add(self, action: Action) -> None:
+    def add_ready(self, action: Action) -> None:
         self._ready.add(action)
 
-    def take(self) -> Action | None:
-        if self._at == len(self._todo) or self._todo[self._at] not in self._ready:
+    def next_action(self) -> Action | None:
+        if self._at == len(self._actions) or self._actions[self._at] not in self._ready:
             return None
         self._at += 1
-        return self._todo[self._at - 1]
+        return self._actions[self._at - 1]
 
 
 class ReadyOrder:
-    """What is ready: a backward, else a forward if not too many micro-batches are in flight, else gradients of weights.
+    """The order of readiness: a backward, else a forward if few micro-batches are in flight, else gradients of weights.
 
     A micro-batch is in flight until its activations are not needed any more.
+
+    Args:
+        last: the kind of action after which a micro-batch's activations are freed.
     """
 
     def __init__(self, limit: int, turns: Sequence[int], last: str) -> None:
-        self._limit, self._turns, self._in_flight, self._last = limit, turns, 0, last
+        self._limit = limit
+        self._turns = turns
+        self._last = last
+        self._in_flight = 0
         self._ready: Mapping[str, list[tuple[int, int, Action]]] = {kind: [] for kind in KINDS}
 
-    def add(self, action: Action) -> None:
+    def add_ready(self, action: Action) -> None:
         turn = self._turns[action.microbatch] if self._turns else action.microbatch
         heapq.heappush(self._ready[action.kind], (turn, action.microbatch, action))
 
-    def take(self) -> Action | None:
+    def next_action(self) -> Action | None:
         for kind in KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):
                 self._in_flight += (kind == FORWARD) - (kind == self._last)

@@ -27,11 +27,11 @@ from tests.unit.simulator.sim_cases import assignments
 def test_with_free_wires_a_step_takes_the_longest_way_through_its_lists(case):
     assignment, costs = case
     graph, seconds, delays = timed_graph(assignment, costs)
-    run = execute(Work.of(assignment), costs, wires=FREE)
+    run = execute(Work.from_assignment(assignment), costs, wires=FREE)
     ends = dict(zip(graph.order, graph.ends(seconds, delays), strict=True))
     assert run.step_s == pytest.approx(max(ends.values()))
     assert {span.action: span.stop for span in run.spans} == pytest.approx(ends)
-    twice = execute(Work.of(assignment), costs, wires=FREE, steps=2)
+    twice = execute(Work.from_assignment(assignment), costs, wires=FREE, steps=2)
     assert twice.seconds == pytest.approx((run.step_s, run.step_s))
 
 
@@ -40,7 +40,7 @@ def test_with_free_wires_a_step_takes_the_longest_way_through_its_lists(case):
 def test_spans_are_what_workers_do(case):
     """Each action once, by its owner, one at a time, after all that it needs; shared wires only add."""
     assignment, costs = case
-    work = Work.of(assignment)
+    work = Work.from_assignment(assignment)
     free, shared = execute(work, costs, wires=FREE), execute(work, costs)
     assert shared.step_s >= free.step_s * (1 - 1e-9)
     for run in (free, shared):
@@ -95,7 +95,7 @@ def byte_by_byte(messages) -> dict[int, int]:
 def one_stage(gradient: int, value: int, latency: float = 0.0) -> tuple[Work, CostModel]:
     """Two workers with a micro-batch each of one layer of 1 + 2 s, at a byte a second."""
     costs = CostModel((LayerCost("a", 1, 2, gradient_bytes=gradient, value_bytes=value),), 1.0, latency)
-    return Work.of(Assignment(((0, 1),), (0, 1), ((1, 1),))), costs
+    return Work.from_assignment(Assignment(((0, 1),), (0, 1), ((1, 1),))), costs
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_sums_entries_votes_and_parameters_by_hand(zero, mirrors, latency, first
 def test_sums_leave_while_the_backward_goes_on():
     """The last layer's sum has left when the first layer's backward ends."""
     layers = tuple(LayerCost(name, 1, 2, gradient_bytes=4) for name in "ab")
-    work = Work.of(Assignment(((0, 1),), (0, 2), ((1, 1),)))
+    work = Work.from_assignment(Assignment(((0, 1),), (0, 2), ((1, 1),)))
     run = execute(work, CostModel(layers, 2.0), rule=rule_of(1, 0))
     assert run.step_s == pytest.approx(6 + 1) and run.link_s == {0: 2.0, 1: 2.0}
 
@@ -126,8 +126,8 @@ def test_activations_do_not_wait_for_sums():
     layers = (LayerCost("a", 1, 2, boundary_bytes=1), LayerCost("b", 1, 2, gradient_bytes=200))
     assignment = Assignment(((0,), (1, 2)), (0, 1, 2), ((2,), (1, 1)))
     costs = CostModel(layers, 1.0)
-    shared = execute(Work.of(assignment), costs, rule=rule_of(1, 0))
-    bare = execute(Work.of(assignment), costs)
+    shared = execute(Work.from_assignment(assignment), costs, rule=rule_of(1, 0))
+    bare = execute(Work.from_assignment(assignment), costs)
     assert [s for s in shared.spans if s.worker == 0] == [s for s in bare.spans if s.worker == 0]
     assert shared.step_s == pytest.approx(6 + 101), (
         "100 bytes of the second micro-batch's sum, and one of its gradient first"
@@ -139,18 +139,20 @@ def test_activations_do_not_wait_for_sums():
 def test_a_step_takes_as_long_as_its_busiest_wire_and_as_its_actions(case, zero, mirrors):
     assignment, costs = case
     rule = rule_of(zero, mirrors)
-    run = execute(Work.of(assignment), costs, rule=rule, microbatch_order=assignment.microbatch_order, steps=2)
-    plain = execute(Work.of(assignment), costs)
+    run = execute(
+        Work.from_assignment(assignment), costs, rule=rule, microbatch_order=assignment.microbatch_order, steps=2
+    )
+    plain = execute(Work.from_assignment(assignment), costs)
     assert min(run.seconds) >= plain.step_s * (1 - 1e-9)
     assert sum(run.seconds) >= max(run.link_s.values()) * (1 - 1e-9)
     nothing = costs_of([layer.seconds for layer in costs.layers]).with_speeds(dict(costs.speeds))
-    idle = execute(Work.of(assignment), nothing, rule=rule, microbatch_order=assignment.microbatch_order)
+    idle = execute(Work.from_assignment(assignment), nothing, rule=rule, microbatch_order=assignment.microbatch_order)
     assert idle.step_s == pytest.approx(step_time(assignment, nothing).pipeline_s)
 
 
 def test_frequencies_change_seconds_by_class():
     assignment = assigned([1, 1], 4, costs_of([3.0, 3.0]))
-    work, costs = Work.of(assignment), costs_of([3.0, 3.0])
+    work, costs = Work.from_assignment(assignment), costs_of([3.0, 3.0])
     plain = execute(work, costs)
     slow = execute(work, costs, frequencies={rank: (0.5,) * len(CLASSES) for rank in (0, 1)})
     assert slow.step_s == pytest.approx(2 * plain.step_s)
@@ -161,14 +163,16 @@ def test_frequencies_change_seconds_by_class():
 def test_each_action_may_take_a_little_more():
     assignment = assigned([1], 3, costs_of([3.0]))
     wires = Wires(action_s=0.25, apply_s=0.5)
-    assert execute(Work.of(assignment), costs_of([3.0]), wires=wires, steps=2).seconds == pytest.approx((10.5, 11.0))
+    assert execute(Work.from_assignment(assignment), costs_of([3.0]), wires=wires, steps=2).seconds == pytest.approx(
+        (10.5, 11.0)
+    )
 
 
 @given(assignments(), st.booleans())
 @settings(max_examples=60)
 def test_without_lists_workers_take_what_is_ready(case, split):
     assignment, costs = case
-    work = replace(Work.of(assignment), lists=None, weight_share=0.5 if split else 0.0)
+    work = replace(Work.from_assignment(assignment), lists=None, weight_share=0.5 if split else 0.0)
     run = execute(work, costs, wires=FREE)
     kinds = Counter(span.action.kind for span in run.spans)
     every = work.num_stages * work.num_microbatches
@@ -193,7 +197,7 @@ def test_without_lists_workers_take_what_is_ready(case, split):
 @settings(max_examples=40)
 def test_steps_that_overlap_by_stages_are_never_slower(case):
     assignment, costs = case
-    work = Work.of(assignment)
+    work = Work.from_assignment(assignment)
     after = execute(work, costs, wires=FREE, steps=3)
     overlapping = execute(work, costs, wires=FREE, steps=3, by_stage=True)
     assert sum(overlapping.seconds) <= sum(after.seconds) * (1 + 1e-9)
@@ -213,7 +217,7 @@ def test_salvage_does_what_is_missing_and_only_that(case, moment, data):
     assignment, costs = case
     able = [rank for members in assignment.stages if len(members) > 1 for rank in members]
     gone = [data.draw(st.sampled_from(able))] if able else [assignment.stages[0][0]]
-    whole_s = execute(Work.of(assignment), costs, wires=FREE).step_s
+    whole_s = execute(Work.from_assignment(assignment), costs, wires=FREE).step_s
     found = recompute_step(assignment, costs, gone, moment * whole_s)
     if not able:
         assert found is None

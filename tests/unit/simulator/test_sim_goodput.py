@@ -22,7 +22,7 @@ from elaswave_spmd.simulator.shapes import healthy
 from tests.unit.scheduling.planning_cases import assigned, costs_of
 
 FLEET = Fleet(64, island=8, stages=2, microbatches=4)  # 4 replicas of 2 workers
-STALLS = Stalls(regroup_s=10, join_s=2, restart_s=100, checkpoint_s=5, salvage=0.25)
+STALLS = Stalls(regroup_s=10, join_s=2, restart_s=100, checkpoint_s=5, recomputed_share=0.25)
 OURS = GoesOn(), GoesOn("f", highest=1.2)
 POLICIES = (*OURS, GoesOn("r", reroute=True), Drops(), Drops("g", regroups=True), Restarts())
 COSTS = costs_of([3.0] * 4)

@@ -235,7 +235,7 @@ def test_figures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
 
 def test_a_timeline_has_each_action_and_fills_the_gaps(tmp_path):
     costs = costs_of([3.0, 3.0])
-    run = execute(Work.of(assigned([2, 1], 4, costs)), costs, steps=2)
+    run = execute(Work.from_assignment(assigned([2, 1], 4, costs)), costs, steps=2)
     timeline = Timeline("two steps")
     timeline.name_rows(((0, 1), (2,)))
     timeline.actions(run.spans, offset=5.0)
@@ -269,8 +269,8 @@ def test_a_transition_goes_from_microbatches_to_layers_to_hints():
     assert starts == sorted(starts) and transition.blocking_s == decision.later.move.seconds > 0
     assert transition.migration_s >= transition.blocking_s, "it has what links have left over"
     assert by_name[MICROBATCHES].steps * by_name[MICROBATCHES].step_s == pytest.approx(transition.migration_s, rel=0.2)
-    said = [event["name"] for event in transition.timeline.events() if event["ph"] == "i"]
-    assert "worker 5 is lost" in said and any(name.startswith("layers are promoted") for name in said)
+    events = [event["name"] for event in transition.timeline.events() if event["ph"] == "i"]
+    assert "worker 5 is lost" in events and any(name.startswith("all state is there") for name in events)
     lost = [e for e in transition.timeline.events() if e["ph"] == "X" and e["pid"] == 7 and e["cat"] == "action"]
     assert max(e["ts"] for e in lost) < 1e6 * by_name[MICROBATCHES].start
 
