@@ -156,14 +156,14 @@ class Worker:
         assert self._links is not None
         sent = sum(self._links.bytes_sent(peer) for peer in range(8))
         wrong = [
-            str(part.run) for part in (self._commit.replica.state if self._commit else ()) if not self._is_right(part)
+            str(part.pages) for part in (self._commit.replica.state if self._commit else ()) if not self._is_right(part)
         ]
         self._commit = None
         return {"sent": sent, "wrong": wrong}
 
     def _is_right(self, part: Any) -> bool:
         states = (part.master, *part.optimizer_state.values())
-        layer = part.run.layer
+        layer = part.pages.layer
         return all(
             np.array_equal(values.numpy(), pattern(layer, kind, part.start, part.stop))
             for kind, values in enumerate(states)

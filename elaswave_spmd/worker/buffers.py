@@ -103,6 +103,7 @@ class ValueBuffer:
         """
         self.allocate()
         fresh = self._versions[first:stop] < version
+        # Mostly all or none. Pages of a range differ only after a change of the mesh has cut ranges anew.
         if fresh.all():
             self.pages(first, stop).copy_(values)
             self.mark(first, stop, version)
@@ -179,6 +180,7 @@ class GradientBuffer:
     def __init__(self, layout: LayerLayout, place: torch.device) -> None:
         self.layout = layout
         self.flat = torch.empty(layout.num_gradient_elements, dtype=torch.float32, device=place)
+        # Whole pages are added and sent, padding included: garbage there would make norms and hashes differ.
         for start, stop in layout.gradient_gaps:
             self.flat[start:stop] = 0.0
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]

@@ -1,4 +1,7 @@
-"""The way of a worker to the others: send a message, take those that have arrived."""
+"""A worker's connection to the others: it sends messages, and receives those that have arrived.
+
+`SocketChannel` is the one over real links. The simulated cluster has its own (tests/cluster/wires.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has to write of a run's checkpoints, and what it begins with."""
+"""A worker's part of a run's checkpoints: the shards that it writes, and the checkpoint that the run begins with."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class CheckpointWriter:
         step = replica.protocol.version
         directory = checkpoint_path(self._orders.run_dir, step)
         if not step or (directory / MANIFEST).exists():
-            return
+            return  # initial values can be drawn again; or the controller had completed this checkpoint
         if arrays := self._copy(replica, step):
             wrote = self._write(_Copied(step, replica.protocol.epoch, arrays, 0.0))
             if not wrote.error:
@@ -161,6 +161,7 @@ class CheckpointWriter:
             return
         begin = time.perf_counter()
         epoch = replica.protocol.epoch
+        # The disk is slower than the checkpoints come due: skip one, rather than fill the memory with copies.
         if self._waiting.qsize() >= _MAX_WAITING:
             self._send_report(ShardWritten(step, self._rank, epoch, error="those before it are still being written"))
             return
@@ -177,15 +178,16 @@ class CheckpointWriter:
     def _copy(self, replica: StateReplica, step: int) -> Arrays:
         """Copies the page ranges that this worker is the writer of, at version `step`, to host memory."""
         placement = replica.placement
+        # The writers are a function of the replica map, so all workers agree on them without a message.
         if self._writers_epoch != placement.mesh.epoch:
             self._writers_epoch = placement.mesh.epoch
             self._writers = assign_writers(placement.replica_map(self._layout), self._layout)
         copies: dict[PageRange, dict[str, HostCopy]] = {}
         for part in replica.state:
-            if self._writers[part.run.key] == self._rank and part.version != LEARNING:
-                assert part.version == step, (part.run, part.version, step)
+            if self._writers[part.pages.key] == self._rank and part.version != LEARNING:
+                assert part.version == step, (part.pages, part.version, step)
                 state = {MASTER: part.master, **part.optimizer_state}
-                copies[part.run.key] = {kind: self._device.copy_to_host(values) for kind, values in state.items()}
+                copies[part.pages.key] = {kind: self._device.copy_to_host(values) for kind, values in state.items()}
         # All copies are started before the first one is waited for. They must be complete on return: the state changes.
         return {key: {kind: copy.wait().numpy() for kind, copy in kinds.items()} for key, kinds in copies.items()}
 

@@ -42,6 +42,7 @@ class Configuration:
             first: the placement that the run began with: specs, topology and layers are the same in all epochs.
         """
         shape = first.mesh.shape
+        # The devices inside a worker (tp, fsdp) are the same in every epoch: only workers come and go.
         tp, fsdp = shape.axis_size("tp"), shape.axis_size("fsdp")
         mesh = Mesh(MeshShape.of_stages(map(len, message.stages), tp=tp, fsdp=fsdp), message.stages, message.epoch)
         placement = replace(
@@ -49,6 +50,7 @@ class Configuration:
             mesh=mesh,
             layer_cuts=message.layer_cuts,
             microbatch_counts=message.microbatch_counts,
+            # Without rows it is the first epoch, whose replica map this worker has planned as the controller did.
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
         return cls(placement, message.version, message.recovery_plan, message.validate, message.save)

@@ -1,4 +1,8 @@
-"""What every part of a worker needs and none of them changes: one frozen value that is handed down."""
+"""The values that every part of a worker needs and none of them changes, as one frozen `WorkerContext`.
+
+What is optional around a worker (measuring, fault injection, process groups, devices that recover) is in `WorkerHooks`,
+so that the parts need not know which options are on.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DeviceRecovery:
-    """What a worker's loop asks about its device, where the kind of device can be recovered.
+    """Recovery of the worker's own device, where its kind can be recovered; a hook of the worker's loop.
 
     Args:
         device: of the worker.
@@ -64,7 +64,7 @@ class DeviceRecovery:
         self._void_epoch = executor.commit.protocol.promised
         executor.forget()
         lost = self._give_up_state(executor) if remedy is Remedy.RELOAD else []
-        held = [part.run for part in executor.replica.state if part.version != LEARNING]
+        held = [part.pages for part in executor.replica.state if part.version != LEARNING]
         for layer, values in executor.values.items():
             # Pages that other workers have published came through the device as well.
             values.keep_only((pages.first, pages.stop) for pages in held if pages.layer == layer)

@@ -52,13 +52,14 @@ class FaultInjector:
             return
         if step > self._newest:
             self._newest = step
-            self._due = self._of_step(step, members)
+            self._due = self._events_of_step(step, members)
         for rank, event in [d for d in self._due if d[0] == self._rank and d[1].point in (point.value, ANY)]:
             self._due.remove((rank, event))
             self._inject(event, state)
 
-    def _of_step(self, step: int, members: tuple[int, ...]) -> list[tuple[int, ChaosEvent]]:
+    def _events_of_step(self, step: int, members: tuple[int, ...]) -> list[tuple[int, ChaosEvent]]:
         draw = random.Random(f"{self._settings.seed} {step}")
+        # Drawn anew from (seed, step) by every worker: they agree without a message, whichever of them are left.
         events = [e for e in self._settings.events if e.step == step]
         if self._settings.random:
             events += self._drawn(draw, step, members)
@@ -71,6 +72,7 @@ class FaultInjector:
         return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in FaultPoint]))]
 
     def _inject(self, event: ChaosEvent, state: HeldState) -> None:
+        # Real signals, to this very process: nothing in the product knows that the fault is injected.
         if event.kind in _LOSSES:
             self._before_loss()
         if event.kind in _SIGNALS:

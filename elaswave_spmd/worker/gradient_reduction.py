@@ -26,24 +26,31 @@ GradientDone = Callable[[int, ReplicaSet, Tensor], None]
 
 @dataclass(frozen=True)
 class Route:
-    """Pages [first, stop) of a layer's gradient buffer go to the primary of `run`: the same pages, or their source."""
+    """The way of one page range of a layer's gradient buffer.
+
+    Args:
+        first, stop: pages of the layer's gradient buffer.
+        pages: the replica set that they are added to: the same pages, or for a tied parameter those of its source.
+    """
 
     layer: int
     first: int
     stop: int
-    run: ReplicaSet
+    pages: ReplicaSet
 
 
 def routes(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> tuple[Route, ...]:
-    """The routes of one layer's gradient pages. Those of a tied parameter go to the primary of its source."""
-    found = [Route(layer, run.first, run.stop, run) for run in replica_map[layer]]
+    """The routes of one layer's gradient pages. A tied parameter's pages go to the primary of its source."""
+    found = [Route(layer, pages.first, pages.stop, pages) for pages in replica_map[layer]]
     for block in layout.layers[layer].reader_blocks:
         assert block.source is not None
         owner, source = block.source
         shift = block.first_page - source
         inside = range(source, source + block.num_pages)
         found += [
-            Route(layer, run.first + shift, run.stop + shift, run) for run in replica_map[owner] if run.first in inside
+            Route(layer, pages.first + shift, pages.stop + shift, pages)
+            for pages in replica_map[owner]
+            if pages.first in inside
         ]
     return tuple(found)
 
@@ -85,17 +92,20 @@ class GradientReducer:
         self._send = send
         self._gradient_done = gradient_done
         self._pools: dict[int, GradientPool] = {}
-        self._routes: dict[int, tuple[Route, ...]] = {}
-        self._primary: list[ReplicaSet] = []
+        self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
+        self._primary: list[ReplicaSet] = []  # the ranges that this worker is the primary of
+        # Step -> trees of primary ranges. More than one step: others may be ahead of this worker.
         self._steps: dict[int, dict[PageRange, PrimaryRange]] = {}
-        self._early: list[tuple[PartialSum, Tensor]] = []
-        self._final: frozenset[Node] = frozenset()
+        self._early: list[tuple[PartialSum, Tensor]] = []  # for pages that this worker is not the primary of yet
+        self._final: frozenset[Node] = frozenset()  # the largest tree nodes that this worker can complete alone
+        # Layer -> sums that still grow here, and (below) sums that were sent, kept for another primary.
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
         self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
         self._keeps_all = False
         self.decided = 0
         """The step last applied: nodes of it, or of earlier steps, are ignored."""
-        self._sum_bytes = self._peak_sum_bytes = 0
+        self._sum_bytes = 0
+        self._peak_sum_bytes = 0
 
     def bind(self, replica_map: ReplicaMap, layers: Iterable[int], current: int, unsure: Collection[int] = ()) -> None:
         """Take part in a newer configuration: send sums of pages that have another primary now.
@@ -110,17 +120,17 @@ class GradientReducer:
         old_routes, self._routes = self._routes, {}
         for layer in {*layers, *self._kept, *self._local} & replica_map.keys():
             self._routes[layer] = routes(self._layout, replica_map, layer)
-        self._primary = [run for runs in replica_map.values() for run in runs if run.primary == self.rank]
-        self._uses = {run.key: uses_of(self._layout, run) for run in self._primary}
-        self._run_at = _by_use(self._layout, self._primary)
+        self._primary = [pages for sets in replica_map.values() for pages in sets if pages.primary == self.rank]
+        self._uses = {pages.key: uses_of(self._layout, pages) for pages in self._primary}
+        self._ranges_by_use = _by_use(self._layout, self._primary)
         handed_over = self._split_trees(replica_map)
         for layer, kept in self._kept.items():
-            before = {(route.first, route.stop): route.run.primary for route in old_routes.get(layer, ())}
+            before = {(route.first, route.stop): route.pages.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
                 was = _primary_at(before, route.first, route.stop)
                 if was == self.rank:  # this worker was the primary: its own part went into its trees
                     continue
-                if was != route.run.primary or route.run.primary in unsure:
+                if was != route.pages.primary or route.pages.primary in unsure:
                     for node, buffer in kept:
                         self._emit_part(current, route, node, buffer, mine=False)
         for use in handed_over:
@@ -128,10 +138,10 @@ class GradientReducer:
         early, self._early = self._early, []
         for message, payload in early:
             self.node_received(message, payload)
-        self._keeps_all = False
+        self._keeps_all = False  # what was reported is where the new configuration wants it
 
     def keep_all(self) -> None:
-        """From a StepReport to the next `bind` no sum is given up: what was reported must still be here."""
+        """Give up no sum until the next `bind`: a StepReport has named those that are here."""
         self._keeps_all = True
 
     def _split_trees(self, replica_map: ReplicaMap) -> set[int]:
@@ -141,7 +151,7 @@ class GradientReducer:
             The layers whose sums went into trees that were sent.
         """
         handed_over: set[int] = set()
-        by_layer = {layer: list(runs) for layer, runs in replica_map.items()}
+        by_layer = {layer: list(ranges) for layer, ranges in replica_map.items()}
         for step, trees in self._steps.items():
             for key, tree in list(trees.items()):
                 parts = [r for r in by_layer.get(key[0], ()) if key[1] <= r.first and r.stop <= key[2]]
@@ -149,21 +159,21 @@ class GradientReducer:
                     continue
                 del trees[key]
                 whole_start, _ = self._layout.layers[key[0]].span(key[1], key[2])
-                for run in parts:
-                    start, stop = self._layout.layers[run.layer].span(run.first, run.stop)
+                for pages in parts:
+                    start, stop = self._layout.layers[pages.layer].span(pages.first, pages.stop)
                     part = tree.part(start - whole_start, stop - whole_start)
-                    if run.primary == self.rank:
-                        trees[run.key] = part
+                    if pages.primary == self.rank:
+                        trees[pages.key] = part
                     else:
-                        self._send_tree(step, run, part)
-                        handed_over.update(uses_of(self._layout, run))
+                        self._send_tree(step, pages, part)
+                        handed_over.update(uses_of(self._layout, pages))
         return handed_over
 
-    def _send_tree(self, step: int, run: ReplicaSet, tree: PrimaryRange) -> None:
+    def _send_tree(self, step: int, pages: ReplicaSet, tree: PrimaryRange) -> None:
         for use, node, value in tree.sums():
-            first = _first_page_of_use(self._layout, run, use)
-            message = PartialSum(step, use, first, first + run.stop - run.first, *node)
-            self._send(run.primary, message, value)
+            first = _first_page_of_use(self._layout, pages, use)
+            message = PartialSum(step, use, first, first + pages.stop - pages.first, *node)
+            self._send(pages.primary, message, value)
 
     # ---- this worker's own micro-batches
 
@@ -202,6 +212,7 @@ class GradientReducer:
             self._alone = pool.acquire()
             return self._alone, False
         _, buffers = self._local.setdefault(layer, (Reduction(self.num_microbatches), {}))
+        # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
         above = parent_and_sibling(leaf, self.num_microbatches)
         sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
         buffer = buffers[leaf] = sibling or pool.acquire()
@@ -218,7 +229,7 @@ class GradientReducer:
         assert added is not None, f"micro-batch {microbatch} of layer {layer} was computed twice in step {step}"
         for merge in added.merges:
             left, right = buffers.pop(merge.left), buffers.pop(merge.right)
-            if left is not right:
+            if left is not right:  # else autograd has added them already (begin_microbatch)
                 left.flat.add_(right.flat)
                 self._pools[layer].release(right)
             buffers[merge.into] = left
@@ -233,6 +244,7 @@ class GradientReducer:
     def _emit(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
         """Send a node that is complete on this worker to the primaries of its pages."""
         if self._sharded and not self._keeps_all:
+            # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
             self._pools[layer].forget(buffer)
         else:
             self._kept.setdefault(layer, []).append((node, buffer))
@@ -242,17 +254,17 @@ class GradientReducer:
     def _emit_part(self, step: int, route: Route, node: Node, buffer: GradientBuffer, *, mine: bool) -> None:
         """Send, or add, one page range's part of a node. `mine`: a part that stays here may be overwritten."""
         part = buffer.pages(route.first, route.stop)
-        if route.run.primary != self.rank:
-            self._send(route.run.primary, PartialSum(step, route.layer, route.first, route.stop, *node), part)
+        if route.pages.primary != self.rank:
+            self._send(route.pages.primary, PartialSum(step, route.layer, route.first, route.stop, *node), part)
             return
         if mine and self._sharded and len(self._routes[route.layer]) > 1:
             part = part.clone()  # keep this worker's part only, so that the whole buffer goes when it is sent
-        self._add(step, route.run, route.layer, node, part, owned=mine)
+        self._add(step, route.pages, route.layer, node, part, owned=mine)
 
     # ---- the nodes of all workers, at the primary
 
     def node_received(self, message: PartialSum, payload: Tensor) -> None:
-        """Add a node of another worker; ignored if its step is decided already.
+        """Add a node's sum that another worker sent; ignored if its step is decided already.
 
         It may be cut as in an older configuration. Parts for pages that this worker is not the primary of wait for the
         configuration in which it is: the sender may have entered that one already.
@@ -260,22 +272,22 @@ class GradientReducer:
         if message.step <= self.decided:
             return
         layout = self._layout.layers[message.layer]
-        runs = [(a, a + run.stop - run.first, run) for a, run in self._run_at.get(message.layer, ())]
-        inside = [(a, b, run) for a, b, run in runs if message.first <= a and b <= message.stop]
+        ranges = [(a, a + pages.stop - pages.first, pages) for a, pages in self._ranges_by_use.get(message.layer, ())]
+        inside = [(a, b, pages) for a, b, pages in ranges if message.first <= a and b <= message.stop]
         if sum(b - a for a, b, _ in inside) < message.stop - message.first:
-            self._early.append((message, payload))
+            self._early.append((message, payload))  # whole: what is used now is ignored the second time
         start, _ = layout.span(message.first, message.stop)
-        for a, b, run in inside:
+        for a, b, pages in inside:
             first, stop = layout.span(a, b)
             whole = (a, b) == (message.first, message.stop)
             part = payload if whole else payload[first - start : stop - start]
-            self._add(message.step, run, message.layer, (message.lo, message.hi), part, owned=False)
+            self._add(message.step, pages, message.layer, (message.lo, message.hi), part, owned=False)
 
-    def _add(self, step: int, run: ReplicaSet, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
-        runs = self._steps.setdefault(step, {})
-        if run.key not in runs:
-            runs[run.key] = PrimaryRange(self._uses[run.key], self.num_microbatches)
-        trees = runs[run.key]
+    def _add(self, step: int, pages: ReplicaSet, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
+        ranges = self._steps.setdefault(step, {})
+        if pages.key not in ranges:
+            ranges[pages.key] = PrimaryRange(self._uses[pages.key], self.num_microbatches)
+        trees = ranges[pages.key]
         if trees.done:
             return
         before = trees.num_bytes
@@ -283,13 +295,13 @@ class GradientReducer:
         self._sum_bytes += (trees.num_bytes if gradient is None else 4 * gradient.numel()) - before
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
         if gradient is not None:
-            self._gradient_done(step, run, gradient)
+            self._gradient_done(step, pages, gradient)
 
-    def gradient_known(self, step: int, run: PageRange) -> None:
+    def gradient_known(self, step: int, pages: PageRange) -> None:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
-        if run in self._uses:
+        if pages in self._uses:
             tree = self._steps.setdefault(step, {}).setdefault(
-                run, PrimaryRange(self._uses[run], self.num_microbatches)
+                pages, PrimaryRange(self._uses[pages], self.num_microbatches)
             )
             tree.finish()
 
@@ -298,7 +310,7 @@ class GradientReducer:
         self.decided = step
         self._steps.pop(step, None)
         self._early = [(message, payload) for message, payload in self._early if message.step > step]
-        self._sum_bytes = sum(run.num_bytes for later in self._steps.values() for run in later.values())
+        self._sum_bytes = sum(trees.num_bytes for later in self._steps.values() for trees in later.values())
         self._local.clear()
         self._kept.clear()
         for pool in self._pools.values():
@@ -308,7 +320,9 @@ class GradientReducer:
         """Give up everything of undecided steps, own sums and those of other workers."""
         for table in (self._local, self._kept, self._steps):
             table.clear()
-        self._early, self._final, self._sum_bytes = [], frozenset(), 0
+        self._early = []
+        self._final = frozenset()
+        self._sum_bytes = 0
         self._pools.clear()  # messages under way may refer to its buffers, and their memory may be bad
 
     # ---- reports
@@ -333,16 +347,16 @@ class GradientReducer:
                 count as well.
         """
         found = []
-        for run in self._primary:
-            tree = self._steps.get(step, {}).get(run.key)
+        for pages in self._primary:
+            tree = self._steps.get(step, {}).get(pages.key)
             if tree is not None and tree.done:
                 continue
-            for use in self._uses[run.key]:
+            for use in self._uses[pages.key]:
                 nodes = list(tree.nodes_of(use)) if tree is not None else []
                 if current and use in self._local:
                     nodes += self._local[use][1]
                 if nodes:
-                    found.append((*run.key, use, tuple(sorted(nodes))))
+                    found.append((*pages.key, use, tuple(sorted(nodes))))
         return tuple(found)
 
     @property
@@ -355,21 +369,21 @@ class GradientReducer:
         return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
 
 
-def _first_page_of_use(layout: ModelLayout, run: ReplicaSet, use: int) -> int:
+def _first_page_of_use(layout: ModelLayout, pages: ReplicaSet, use: int) -> int:
     """The first page of a page range in the gradient buffer of one of its uses."""
-    if use == run.layer:
-        return run.first
-    block = layout.layers[run.layer].block_of(run.first)
-    reader = next(b for layer, b in layout.readers[run.layer, block.first_page] if layer == use)
-    return run.first - block.first_page + reader.first_page
+    if use == pages.layer:
+        return pages.first
+    block = layout.layers[pages.layer].block_of(pages.first)
+    reader = next(b for layer, b in layout.readers[pages.layer, block.first_page] if layer == use)
+    return pages.first - block.first_page + reader.first_page
 
 
-def _by_use(layout: ModelLayout, runs: Iterable[ReplicaSet]) -> dict[int, list[tuple[int, ReplicaSet]]]:
+def _by_use(layout: ModelLayout, ranges: Iterable[ReplicaSet]) -> dict[int, list[tuple[int, ReplicaSet]]]:
     """Layer -> (first page, page range) of the ranges whose nodes arrive under that layer."""
     found: dict[int, list[tuple[int, ReplicaSet]]] = {}
-    for run in runs:
-        for use in uses_of(layout, run):
-            found.setdefault(use, []).append((_first_page_of_use(layout, run, use), run))
+    for pages in ranges:
+        for use in uses_of(layout, pages):
+            found.setdefault(use, []).append((_first_page_of_use(layout, pages, use), pages))
     return {use: sorted(starts, key=lambda start: start[0]) for use, starts in found.items()}
 
 
@@ -378,12 +392,12 @@ def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) ->
     return next((primary for (a, b), primary in before.items() if a <= first and stop <= b), None)
 
 
-def uses_of(layout: ModelLayout, run: ReplicaSet) -> tuple[int, ...]:
+def uses_of(layout: ModelLayout, pages: ReplicaSet) -> tuple[int, ...]:
     """The layers whose gradients add up to the reduced gradient of a page range, in layer order: two for a tie."""
-    block = layout.layers[run.layer].block_of(run.first)
+    block = layout.layers[pages.layer].block_of(pages.first)
     assert block.kind != READER
-    readers = layout.readers.get((run.layer, block.first_page), ()) if block.kind != LOSS else ()
-    return tuple(sorted({run.layer, *(layer for layer, _ in readers)}))
+    readers = layout.readers.get((pages.layer, block.first_page), ()) if block.kind != LOSS else ()
+    return tuple(sorted({pages.layer, *(layer for layer, _ in readers)}))
 
 
 @dataclass

@@ -3,6 +3,10 @@
 `Executor.train` is the loop, `Executor.enter` a recovery. A worker decides nothing by itself: what runs where is in the
 placement, when a step may be applied is up to the protocol, and the controller alone changes the configuration.
 
+A recovery, in the order of this file: a Prepare arrives (`_handle`) and is answered with a StepReport (`_answer`); the
+worker goes on with what it has. A Reconfigure arrives (`_reconfigure`); the next wait raises ConfigurationChanged, from
+wherever the step is; `train` catches it and calls `enter`; then `train_step` runs what is left of the step.
+
 The loop is a generator that yields whenever it has nothing to do until a message arrives. The process resumes it from
 its mailbox (process.py); the simulated cluster resumes many of them in one process, in any order.
 """
@@ -50,7 +54,7 @@ class Executor:
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
         all end at the same version, as a step needs the vote of every member."""
         self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
-        self.enter(first)
+        self.enter(first)  # like every later configuration
 
     @property
     def version(self) -> int:
@@ -76,6 +80,7 @@ class Executor:
         self._initialize_or_restore()
         while True:
             try:
+                # The order matters: each case is only reached if those above it do not hold.
                 if self._failed_step:
                     yield from self._until_reconfigured("the mesh epoch after a fault of the device in step")
                 if self._validation_due == self.version:
@@ -87,6 +92,7 @@ class Executor:
                 if self._is_between_steps:
                     self._between_steps()
                 if self._is_between_steps and self._may_not_begin:
+                    # It answered a Prepare here: the next step begins in the next configuration, as that has it.
                     yield from self._until_prepare("the mesh epoch after step")
                 elif self.version == self._context.job.steps:
                     self._send_weights()
@@ -94,7 +100,7 @@ class Executor:
                 else:
                     yield from self._train_step(self.version + 1)
             except ConfigurationChanged as change:
-                self.enter(change.configuration)
+                self.enter(change.configuration)  # what is left of the step is run at the next turn of the loop
             except RuntimeError as error:
                 if not self._recovers_from(error):
                     raise
@@ -144,6 +150,7 @@ class Executor:
             self.replica.send_state()
         if self._prepare is not None:
             nothing_comes = self.version == self._context.job.steps or self._may_not_begin
+            # With nothing to come, this worker would otherwise wait for a step that it does not run.
             if nothing_comes or self._prepare.after <= self.version:
                 self._answer(self._prepare)
 
@@ -155,8 +162,8 @@ class Executor:
         self._weights_sent = epoch
         channel = self._context.channel
         for part in self.replica.state:
-            if part.run.primary == self.rank:
-                channel.send(CONTROLLER, m.FinalPages(*part.run.key), part.master)
+            if part.pages.primary == self.rank:
+                channel.send(CONTROLLER, m.FinalPages(*part.pages.key), part.master)
         sizes = self.state_bytes(), peak_bytes(self._context.device)
         channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes))
 
@@ -184,8 +191,9 @@ class Executor:
         if not self.commit.protocol.promise(prepare.epoch):
             return
         self._prepare = None
-        self._next = None  # of an older epoch, which will not be entered by all
+        self._next = None  # an older epoch: it was overtaken, and some member may never have got its Reconfigure
         self._steps.keep_all()
+        # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
         self._context.channel.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, partial_steps))
@@ -203,7 +211,8 @@ class Executor:
                 # What was sent to a device that failed may not be there: as after a lost link, it is sent again.
                 self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
         self.configuration = configuration
-        self._prepare = p if (p := self._prepare) is not None and p.epoch > configuration.epoch else None
+        if self._prepare is not None and self._prepare.epoch <= configuration.epoch:
+            self._prepare = None  # this configuration is its outcome, or a later one
         self._next = None
         self._failed_step = 0
         self._validation_due = configuration.validate
@@ -241,6 +250,7 @@ class Executor:
             case m.Validated():
                 self._steps.validated(message.step)
             case m.Prepare():
+                # Handled after every layer, so that a loss is answered within the time of one.
                 if self._answers_at_once(message):
                     self._answer(message)
                 elif self._prepare is None or message.epoch > self._prepare.epoch:
@@ -258,6 +268,7 @@ class Executor:
         if recovery is not None and not recovery.accepts(message):
             return
         pending = self._next.epoch if self._next is not None else -1
+        # Not entered here: this is called in the middle of an action, whose buffers `enter` would change.
         if message.epoch > pending and self.commit.protocol.accepts(message.epoch):
             self._context.hooks.members_changed(message)
             self._next = Configuration.from_message(self._context.placement, message)
@@ -268,7 +279,7 @@ class Executor:
         """Handle messages, and do background copies, until `ready()`. See `Waiting`."""
         self.handle_messages()
         while not ready():
-            self.check_configuration()
+            self.check_configuration()  # what is waited for may never come in this configuration: its sender is lost
             if not self.replica.background.do_one():
                 yield f"{what} {number}"
             self.handle_messages()

@@ -24,8 +24,8 @@ from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
 Peer = Callable[[], int | None]
-"""Returns the worker that takes what an action makes; None if no worker needs it any more. Asked when it is made: in
-between, messages are handled, and the answer may have changed."""
+"""Returns the worker that receives the output of an action; None if no worker needs it any more. It is called when the
+output is there, not before: messages are handled in between, and the mesh may have changed."""
 
 
 class MicrobatchRunner:
@@ -139,8 +139,9 @@ class MicrobatchRunner:
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
                 self._ran(step, microbatch, layer, False, started)
-                self._waiting.handle_messages()
+                self._waiting.handle_messages()  # a Prepare is answered, and votes are counted, between two layers
         except ConfigurationChanged:
+            # Run again from the stage's input, if the new plan wants it: a forward is reported when it is complete.
             self.programs.discard(microbatch)
             if not self._is_first:
                 self._boundaries.put_back(key, given)
@@ -167,6 +168,7 @@ class MicrobatchRunner:
         batch = self._batches.pop(microbatch, None)
         self.backward_of = microbatch
         for layer in reversed(self._layers):
+            # No wait in a backward: its forward has waited, and no page changes before this worker has voted.
             assert self.values[layer].is_at(step - 1), (layer, step)
             buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone)
             started = self._device.mark()

@@ -1,4 +1,4 @@
-"""What planners and workers need of a model: shapes, update rules and initial values of its parameters."""
+"""The description of a model for planners and workers: shapes, update rules and initial values of its parameters."""
 
 from __future__ import annotations
 

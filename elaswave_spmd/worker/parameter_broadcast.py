@@ -220,6 +220,7 @@ class StageBroadcasts:
                 return
             values, sent = payloads.get(pages.key), pages.primary == self._rank
             if not sent:
+                # Not the compute buffer: a broadcast that a dead peer leaves half done may write to it at any time.
                 first, stop = self._layout.layers[layer].span(pages.first, pages.stop)
                 values = torch.empty(stop - first, dtype=self._dtype, device=self._place)
             if values is None:  # given up as damaged: the others must not take the next range for this one

@@ -1,4 +1,4 @@
-"""Parameters after a step: they go to the workers that compute with them and do not hold their state.
+"""Parameters after a step: they go to the workers that compute with them and have no replica of their state.
 
 `Publisher` sends and installs pages in one configuration. `Parameters` lives from configuration to configuration: it
 asks for pages that are missing, answers those that ask, and keeps pages that came early.
@@ -46,27 +46,30 @@ class Publisher:
         self._dtype = context.job.torch_dtype
         self._send = context.channel.send
         self._drops_params = bool(placement.shardings.params.axes)
-        self._readers = {part.run.key: self._readers_of(part.run) for part in state if part.run.primary == self._rank}
+        self._readers = {
+            part.pages.key: self._readers_of(part.pages) for part in state if part.pages.primary == self._rank
+        }
 
-    def _readers_of(self, run: ReplicaSet) -> tuple[int, ...]:
-        block = self._layout.layers[run.layer].block_of(run.first)
-        layers = [run.layer, *(layer for layer, _ in self._layout.readers.get((run.layer, block.first_page), ()))]
+    def _readers_of(self, pages: ReplicaSet) -> tuple[int, ...]:
+        block = self._layout.layers[pages.layer].block_of(pages.first)
+        layers = [pages.layer, *(layer for layer, _ in self._layout.readers.get((pages.layer, block.first_page), ()))]
         stages = sorted({self._placement.stage_of_layer(layer) for layer in layers})
         workers = [worker for stage in stages for worker in self._placement.mesh.stages[stage]]
-        return tuple(worker for worker in dict.fromkeys(workers) if worker not in run.replicas)
+        return tuple(worker for worker in dict.fromkeys(workers) if worker not in pages.replicas)
 
     def ask(self, replica_map: ReplicaMap, layer: int, version: int) -> None:
         """Ask the primaries for the pages of a layer's compute buffer that are not at this version."""
         layout = self._layout.layers[layer]
         for first, stop in self._values[layer].missing(version):
             for block in _blocks_of(layout, first, stop):
+                # A tied parameter is published by the layer that owns it, under that layer's page numbers.
                 owner, shift = block.source or (layer, block.first_page)
                 offset = shift - block.first_page
-                for run in replica_map[owner]:
-                    a = max(run.first, max(first, block.first_page) + offset)
-                    b = min(run.stop, min(stop, block.first_page + block.num_pages) + offset)
-                    if a < b and self._rank not in run.replicas:
-                        self._send(run.primary, Need(version, owner, a, b), None)
+                for pages in replica_map[owner]:
+                    a = max(pages.first, max(first, block.first_page) + offset)
+                    b = min(pages.stop, min(stop, block.first_page + block.num_pages) + offset)
+                    if a < b and self._rank not in pages.replicas:
+                        self._send(pages.primary, Need(version, owner, a, b), None)
 
     def publish(
         self, layer: int, version: int, reached: Callable[[PageRange], Collection[int]] = lambda key: ()
@@ -83,16 +86,16 @@ class Publisher:
         for part in self._state.layers.get(layer, ()):
             if part.version != version:  # a learner without state yet
                 continue
-            message = Publish(version, *part.run.key)
-            peers = self._readers.get(part.run.key)
+            message = Publish(version, *part.pages.key)
+            peers = self._readers.get(part.pages.key)  # None: another worker is the primary, and sends them
             if not peers and not self._layout.readers:
                 continue
             payload = self._payload(part)
-            self._install_readers(message, payload)
+            self._install_readers(message, payload)  # this worker may itself compute with a layer that reads them
             if not peers:
                 continue
-            payloads[part.run.key] = payload
-            others = reached(part.run.key)
+            payloads[part.pages.key] = payload
+            others = reached(part.pages.key)
             for peer in peers:
                 if peer not in others:
                     self._send(peer, message, payload)
@@ -104,14 +107,14 @@ class Publisher:
             self._state.to_compute(layer)
         for part in self._state:
             if part.version != LEARNING and self._layout.readers:
-                message = Publish(part.version, *part.run.key)
+                message = Publish(part.version, *part.pages.key)
                 self._install_readers(message, self._payload(part), layers)
 
     def answer(self, peer: int, need: Need) -> bool:
         """Publish again to one worker what it lacks. Returns True if all was here, at that version or the next."""
         layout, answered = self._layout.layers[need.layer], 0
         for part in self._state.layers.get(need.layer, ()):
-            first, stop = max(part.run.first, need.first), min(part.run.stop, need.stop)
+            first, stop = max(part.pages.first, need.first), min(part.pages.stop, need.stop)
             # State that came from a primary which was ahead may be a step ahead of this worker. It is of no use to
             # compute with; but then all reduced gradients of that step are there, and no worker has to compute it.
             if part.version in (need.step, need.step + 1) and first < stop:
@@ -126,7 +129,7 @@ class Publisher:
 
         That holds for memory that only an update overwrites, but not for a compute buffer that is dropped in between.
         """
-        if part.run.layer in self._values and not self._drops_params:
+        if part.pages.layer in self._values and not self._drops_params:
             return self._state.compute_values(part)
         return part.master if part.master.dtype == self._dtype else part.master.to(self._dtype)
 
@@ -205,7 +208,7 @@ class Parameters:
         self.grouped: StageBroadcasts | NoBroadcasts = broadcasts if broadcasts is not None else NoBroadcasts()
 
     def bind(self, placement: Placement, replica_map: ReplicaMap) -> None:
-        """A new configuration.
+        """Publish to the readers of a newer configuration.
 
         Args:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
@@ -231,9 +234,11 @@ class Parameters:
 
     def published(self, version: int, *, extension: str) -> None:
         """This worker is at a version now, and has published it."""
-        self.answer()
+        self.answer()  # to workers that asked for this version before it was here
         if extension == GROUPED and not self.grouped.serves:
-            self._ask_for_rest()  # who knew less has sent it through the group alone
+            # The group failed after the votes. A primary that did not know it yet has sent its pages through the group
+            # alone, where they do not arrive.
+            self._ask_for_rest()
         self._filed = {publish: payload for publish, payload in self._filed.items() if publish.step >= version}
 
     def needed(self, sender: int, need: m.Need) -> None:
@@ -243,7 +248,7 @@ class Parameters:
         entered the next epoch first, in which a lost link is made again.
         """
         if need.step < self._protocol.version:
-            return
+            return  # the step after it is applied, so its sender has voted, and has all that it asked for
         if sender in self._unsure or not self._publisher.answer(sender, need):
             self._needs.append((sender, need))
 
@@ -271,7 +276,7 @@ class Parameters:
         self._ask_for((layer for layer, values in self._values.items() if values.dropped_at != version), version)
 
     def file(self, publish: m.Publish, payload: Tensor) -> None:
-        """Keep a page that came over a link until the protocol says that it may be installed."""
+        """Keep a page that came over a link until the protocol returns Install for it."""
         self._filed[publish] = payload
 
     def install(self, publish: m.Publish) -> None:

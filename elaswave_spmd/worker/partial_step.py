@@ -1,4 +1,4 @@
-"""What one worker has to do of a step that was under way when the mesh changed.
+"""One worker's part of a step that was under way when the mesh changed.
 
 The plan for all workers is made by the controller (`recovery.partial_step`).
 """
@@ -30,7 +30,7 @@ class RecoveryPlan:
 
 @dataclass
 class RemainingWork:
-    """What is left of a micro-batch on this worker.
+    """The actions that are left of a micro-batch on this worker.
 
     Args:
         forward: it has to run forward; else a saved forward serves.
@@ -50,11 +50,12 @@ class StepUnderWay:
     Args:
         number: of the step.
         assigned: micro-batches that the worker regards as its own.
-        first: those that it began the step with: their gradients are added up here, as far as the tree allows.
+        first: the micro-batches that it began the step with: their gradients are added up here, as far as the tree
+            allows.
         alone: no micro-batch is added to others here. Sums of the layers of another stage are in the way.
         computed: micro-batches whose backward is done.
-        reported: those of `computed` when the last StepReport was given.
-        summed: those that were added up here.
+        reported: the micro-batches in `computed` when the last StepReport was sent: the recovery plan counts with them.
+        summed: micro-batches whose gradients were added up here.
     """
 
     number: int
@@ -94,6 +95,8 @@ def remaining_of_begun_step(
     for line in lines:
         if line.microbatch in step.computed - step.reported:
             continue  # done since, and kept
+        # The reduction was told which micro-batches it will get (`first`), and sends a sum when these are complete. One
+        # that it does not expect, or has had, would be added twice or never sent: its gradient goes by itself.
         alone = step.alone or line.microbatch not in step.first or line.microbatch in step.summed
         left = RemainingWork(line.forward and line.microbatch not in forwarded, line.backward, alone)
         if left.backward == FULL:

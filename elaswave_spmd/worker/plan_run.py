@@ -84,13 +84,14 @@ def plan_run(
         UserError: a model, mesh, spec or size that contradicts another.
     """
     job = _job(settings, data)
+    # On the meta device: the layout needs shapes only. A model of any size is planned on any machine.
     model = make_model(settings, data.vocab_size)
     shardings = model.shardings.with_zero(settings.sharding.zero_level)
     description = describe(model, page_size=settings.page.size)
     layout = description.layout
     estimates = _unmeasured(job, layout)
     _check_islands(model, settings)
-    layer_costs = None
+    layer_costs = None  # layers are balanced by their numbers of elements
     if costs is not None:
         costs.check(len(layout.layers), where=f"schedule.profile={settings.schedule.profile}")
         layer_costs = [layer.seconds for layer in costs.layers]
@@ -201,7 +202,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
 def make_context(
     plan: RunPlan, rank: int, device: Device, channel: Channel, programs: StagePrograms, hooks: WorkerHooks
 ) -> WorkerContext:
-    """What the parts of one worker share. Only the layers of its own stage will get memory.
+    """Make the value that the parts of one worker share. Only the layers of its own stage will get memory.
 
     Args:
         device: that it computes with.
@@ -233,7 +234,7 @@ def make_programs(
         compiled: called with the name of each layer when its programs are there.
     """
     settings, layout = plan.settings, plan.description.layout
-    model = make_model(settings, plan.data.vocab_size)
+    model = make_model(settings, plan.data.vocab_size)  # for its loss and its specs; modules of layers come later
     args = program_args(plan.job, layout, model.loss)
     if settings.runtime.device != EMULATED:
         microbatch, dtype = (plan.job.microbatch_size, plan.job.seq_len), plan.job.torch_dtype

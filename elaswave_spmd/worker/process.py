@@ -40,8 +40,8 @@ from elaswave_spmd.worker.tracing import TracedChannel, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000
-_COPYING_S = 5e-5  # between two looks at payloads that are on their way to host memory
-_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between looks at broadcasts under way; the last one from then on
+_COPYING_S = 5e-5  # between two polls of payloads that are being copied to host memory
+_GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # between two polls of broadcasts under way; the last one from then on
 
 
 def main(fields: dict[str, Any]) -> int:
@@ -80,7 +80,7 @@ class WorkerProcess:
         self._rank = rank = spec.rank
         self._settings = settings = spec.run.settings
         self._device = open_device(settings, rank)
-        keep_freed_memory()
+        keep_freed_memory()  # activations are freed and allocated again in every step
         self._probe = LinkProbe(lambda peer, header, payloads: self._links.send(peer, header, payloads))
         self._mailbox = mailbox = Mailbox(self._probe.tap)
         if settings.elastic.enabled:
@@ -102,7 +102,7 @@ class WorkerProcess:
         self._step = 0
         self._link_reported = False
         self._deadline: float | None = None  # once the controller is gone
-        self._before_loss: Callable[[], None] = lambda: None
+        self._before_loss: Callable[[], None] = lambda: None  # notes the time of an injected death
         self._checkpoints: CheckpointWriter | None = None
         self._faults: FaultInjector | None = None
         self._executor: Executor | None = None
@@ -122,6 +122,8 @@ class WorkerProcess:
             Stopped: always, unless something fails.
         """
         plan, programs = self._become_ready()
+        # From Ready on silence is a loss, so heartbeats begin now, in a thread of their own: they go on while the
+        # training thread computes, and stop with the process.
         HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
         first, early = self._until_member(plan)
         channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
@@ -137,6 +139,8 @@ class WorkerProcess:
         self._links.connect(CONTROLLER, spec.run.links.controller)
         profile = spec.run.options.profile
         costs = CostModel.from_json(profile) if profile is not None else None
+        # Planned again rather than sent: a plan is a function of settings and data, and the layout of a large model is
+        # larger than both.
         plan = plan_run(self._settings, spec.run.data, costs=costs)
         if spec.death_watch is not None:
             self._before_loss = death_watch.hold_mutex(*spec.death_watch)
@@ -169,7 +173,7 @@ class WorkerProcess:
                 break
             if isinstance(message, m.Stop):
                 raise Stopped
-            early.append(item)
+            early.append(item)  # of a member that entered this epoch first; the channel delivers it
         self._progress.waiting = False  # the first action may take long
         self._members_changed(message)
         others = [peer for peer in message.addresses if peer != self._rank]
@@ -214,6 +218,7 @@ class WorkerProcess:
         for reason in executor.train():
             progress.waiting = True
             progress.action = reason
+            # Without a controller a worker completes the step that all have begun, and waits no longer than this.
             if executor.is_orphaned and self._deadline is None:
                 self._deadline = time.monotonic() + self._settings.timeouts.controller
             began = time.perf_counter()

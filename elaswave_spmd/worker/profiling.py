@@ -21,7 +21,7 @@ MemoryRow = tuple[int, int, int]
 
 @dataclass
 class LayerTimes:
-    """Wall time of layer programs since the last `take`. Costs two clock reads per program: about 0.1 microseconds."""
+    """Wall time of layer programs since the last `pop_rows`. Costs two clock reads per program, about 0.1 us."""
 
     _seconds: dict[tuple[int, bool], float] = field(default_factory=dict)
     _counts: dict[tuple[int, bool], int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a worker is given when it starts: the arithmetic of the run, and the specification of its process."""
+"""The values that a worker is given when it starts: the arithmetic of the run, and the specification of its process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Job:
-    """What a run computes, and when it validates and compares replicas.
+    """The arithmetic of a run, and the steps after which it validates and compares replicas.
 
-    `run_fingerprint.identity_of` says which of it a resumed run must have again.
+    A resumed run must have most of it again (`run_fingerprint.identity_of`): else its bits would be others.
 
     Args:
         seed: of every random number.
@@ -76,7 +76,9 @@ class Job:
     def validates_at(self, step: int) -> bool:
         """True if the state after this step is validated.
 
-        Worker and controller must agree on it without a message, so it depends on the step alone.
+        Workers ask it at the end of each step (Executor._train_step), and the controller waits for the losses of just
+        these steps (ControllerProtocol). They must agree without a message, also after a recovery or a restart, so it
+        is a function of the step alone.
         """
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
 
@@ -86,7 +88,7 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """How a worker reaches the others.
+    """The addresses and the secret with which a worker reaches the others.
 
     Args:
         controller: address of the controller.
@@ -107,7 +109,7 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """What is optional in a run; None where an option is off, and then no key of it is sent to a worker.
+    """The options of a run; None where an option is off, and then no key of it is sent to a worker.
 
     Args:
         profile: JSON of a CostModel, by which layers are balanced (`schedule.profile`).
@@ -124,7 +126,7 @@ class OptionSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What all workers of a run are given alike.
+    """The part of a specification that all workers of a run have alike.
 
     Args:
         settings: of the run.
@@ -143,7 +145,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker process is given: `to_dict` is what the controller sends, and a fork server passes on.
+    """The specification of one worker process. The controller sends it as `to_dict`, and a fork server passes it on.
 
     Args:
         rank: of the worker.
@@ -163,8 +165,10 @@ class WorkerSpec:
             raise ValueError(f"a worker of rank {self.rank}: ranks are 0 or more")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types. An agent replaces `data`, `directory`, `host` and `death_watch` by those of its machine."""
+        """Plain JSON types. An agent replaces `data`, `directory` and `host` by its machine's,
+        and `death_watch` by None: a robust mutex is shared memory of one machine."""
         run = self.run
+        # Only options that are on: with an option off, nothing of it is in what a worker is sent.
         options = {name: value for name, value in vars(run.options).items() if value is not None}
         return {
             "rank": self.rank,
@@ -186,6 +190,7 @@ class WorkerSpec:
         Raises:
             ValueError: keys that are missing or unknown, or a value that no worker can have.
         """
+        # Exactly these keys: one that is ignored here might have changed what this worker computes.
         if (keys := set(fields) - {"life_fd"}) != _KEYS:
             raise ValueError(f"the specification of a worker lacks {sorted(_KEYS - keys)}, has {sorted(keys - _KEYS)}")
         links = LinkSpec(fields["controller"], fields["directory"], bytes.fromhex(fields["token"]), fields["host"])

@@ -50,7 +50,7 @@ class Boundaries:
         self._device = device
         self._received: dict[BoundaryKey, Tensor] = {}
         self._kept: dict[BoundaryKey, Tensor] = {}
-        self._used: dict[BoundaryKey, Tensor] | None = None  # what was taken since the last StepReport
+        self._used: dict[BoundaryKey, Tensor] | None = None  # used since a StepReport; None: no change is under way
 
     def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
         """Send a tensor to the micro-batch's worker on the other stage, and keep it.
@@ -78,21 +78,22 @@ class Boundaries:
         return lambda microbatch: BoundaryKey(kind, step, microbatch, layer) in self._received
 
     def pop(self, key: BoundaryKey) -> Tensor:
+        """Return a received tensor, for an action that uses it up."""
         tensor = self._received.pop(key)
         if self._used is not None:
             self._used[key] = tensor
         return tensor
 
     def keep_all(self) -> None:
-        """From a StepReport to the configuration after it, keep what is taken.
+        """Keep received tensors that are used between a StepReport and the configuration after it.
 
-        A peer that has entered the new configuration already may have sent it for the new plan, and does not send it
-        again.
+        A peer that has entered the new configuration already may have sent such a tensor for the new plan, and does not
+        send it again.
         """
         self._used = {} if self._used is None else self._used
 
     def restore_used(self) -> None:
-        """The new configuration is entered: what was taken since the report is there again."""
+        """Put the tensors back that were used since the StepReport: the plan may want them again."""
         self._received |= self._used or {}
         self._used = None
 
@@ -110,9 +111,12 @@ class Boundaries:
         """(layer, micro-batch) of the tensors of this kind and step that are kept."""
         return tuple(sorted((key.layer, key.microbatch) for key in self._kept if (key.kind, key.step) == (kind, step)))
 
-    def send_again(self, step: int, work: Sequence[m.Recompute], placement: Placement) -> None:
-        """Send the workers of a recovery plan the inputs of their lines that are kept here."""
-        for line in work:
+    def send_again(self, step: int, plan: Sequence[m.Recompute], placement: Placement) -> None:
+        """Send the workers of a recovery plan the inputs of their lines that are kept here.
+
+        All who keep an input send it, without asking: the receiver ignores duplicates.
+        """
+        for line in plan:
             layers = placement.layers_of_stage(line.stage)
             if line.forward:
                 self._again(BoundaryKey(ACTIVATION, step, line.microbatch, layers.start), line.worker)

@@ -33,25 +33,25 @@ class HeldRange:
     """The state of one page range, at `version`.
 
     Args:
-        run: the pages, and who else holds them.
+        pages: the pages, and their other replicas.
         start, stop: its elements of the layer.
         master: fp32 [stop - start], may be a slice of a compute buffer.
         optimizer_state: kind of state -> fp32 [stop - start].
     """
 
-    run: ReplicaSet
+    pages: ReplicaSet
     start: int
     stop: int
     master: Tensor
     optimizer_state: dict[str, Tensor]
     version: int = LEARNING
 
-    def part(self, run: ReplicaSet, layout: LayerLayout) -> HeldRange:
+    def part(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
         """The same memory, as a page range that lies inside this one."""
-        start, stop = layout.span(run.first, run.stop)
+        start, stop = layout.span(pages.first, pages.stop)
         a, b = start - self.start, stop - self.start
         states = {name: values[a:b] for name, values in self.optimizer_state.items()}
-        return HeldRange(run, start, stop, self.master[a:b], states, self.version)
+        return HeldRange(pages, start, stop, self.master[a:b], states, self.version)
 
 
 @dataclass(frozen=True)
@@ -84,43 +84,47 @@ class HeldState:
         self.layers: dict[int, list[HeldRange]] = {}
         self._cuts: dict[int, list[_Cut]] = {}
 
-    def rebind(self, runs: Iterable[ReplicaSet], values: Mapping[int, ValueBuffer]) -> None:
+    def rebind(self, ranges: Iterable[ReplicaSet], values: Mapping[int, ValueBuffer]) -> None:
         """Hold exactly these page ranges from now on.
 
         Args:
-            runs: each is one that was held, a part of one, or new: then it has no state, and version LEARNING.
+            ranges: each is one that was held, a part of one, or new: then it has no state, and version LEARNING.
             values: the compute buffers of the layers that this worker computes.
         """
         old, self._values = self.layers, values
+        # Ranges are only ever split, so what is left of an old range is a slice of the same memory: nothing is copied.
         found: dict[int, list[HeldRange]] = {}
-        for run in runs:
+        for pages in ranges:
             whole = next(
-                (h for h in old.get(run.layer, ()) if h.run.first <= run.first and run.stop <= h.run.stop), None
+                (h for h in old.get(pages.layer, ()) if h.pages.first <= pages.first and pages.stop <= h.pages.stop),
+                None,
             )
-            layout = self._layout.layers[run.layer]
-            held = whole.part(run, layout) if whole is not None else self._new(run, layout)
+            layout = self._layout.layers[pages.layer]
+            held = whole.part(pages, layout) if whole is not None else self._new(pages, layout)
             self._settle(held)
-            found.setdefault(run.layer, []).append(held)
+            found.setdefault(pages.layer, []).append(held)
         self.layers = found
         self._cuts = {layer: self._cut(layer, held) for layer, held in found.items()}
 
-    def _new(self, run: ReplicaSet, layout: LayerLayout) -> HeldRange:
-        start, stop = layout.span(run.first, run.stop)
+    def _new(self, pages: ReplicaSet, layout: LayerLayout) -> HeldRange:
+        start, stop = layout.span(pages.first, pages.stop)
+        # Not initialized: a new range has no state until it is received (LEARNING), drawn or restored.
         empty = lambda size: torch.empty(size, device=self._device.place)  # noqa: E731
         states = {name: empty(stop - start) for name in self.optimizer.state_names}
-        return HeldRange(run, start, stop, empty(0 if self._in_compute_buffer(run) else stop - start), states)
+        return HeldRange(pages, start, stop, empty(0 if self._in_compute_buffer(pages) else stop - start), states)
 
-    def _in_compute_buffer(self, run: ReplicaSet) -> bool:
-        return not self.separate_master and run.layer in self._values
+    def _in_compute_buffer(self, pages: ReplicaSet) -> bool:
+        return not self.separate_master and pages.layer in self._values
 
     def _settle(self, held: HeldRange) -> None:
         """Move a master into, or out of, the compute buffer, if this worker began or ceased to compute its layer."""
-        if self._in_compute_buffer(held.run):
-            place = self._values[held.run.layer].pages(held.run.first, held.run.stop)
+        if self._in_compute_buffer(held.pages):
+            place = self._values[held.pages.layer].pages(held.pages.first, held.pages.stop)
             if held.version != LEARNING and held.master.data_ptr() != place.data_ptr():
-                place.copy_(held.master)
+                place.copy_(held.master)  # this worker computes the layer from now on
             held.master = place
             return
+        # Cloned, or the small slice would keep the memory of the whole buffer alive.
         whole = held.master.untyped_storage().nbytes() > 4 * held.master.numel()
         if whole and not self.separate_master:  # a slice of a compute buffer that goes
             held.master = held.master.clone()
@@ -137,7 +141,7 @@ class HeldState:
         for part in self:
             for values in (part.master, *part.optimizer_state.values()):  # what lies between parameters is zero as well
                 values.zero_()
-            for slot in self._layout.layers[part.run.layer].slots:
+            for slot in self._layout.layers[part.pages.layer].slots:
                 first, stop = max(slot.start, part.start), min(slot.stop, part.stop)
                 if first < stop:
                     values = draw(slot.parameter.name, first - slot.start, stop - slot.start)
@@ -150,7 +154,7 @@ class HeldState:
         """Fill all page ranges from a checkpoint."""
         for part in self:
             for kind, target in {"master": part.master, **part.optimizer_state}.items():
-                target.copy_(saved(part.run.key, kind))
+                target.copy_(saved(part.pages.key, kind))
             part.version = version
         for layer in self.layers:
             self.to_compute(layer)
@@ -189,17 +193,20 @@ class HeldState:
         return _cut_by_rule(self._layout.layers[layer], held)
 
     def keep(self, layer: int, step: int) -> None:
-        """Advance the version without an update. Called by itself when the step's gradient was not finite."""
+        """Advance the version of a layer's pages to `step`; without an update before it, the step is skipped.
+
+        Called by itself when the step's gradient was not finite: all workers skip the same step.
+        """
         for part in self.layers.get(layer, ()):
             # The state of a learner may be a step ahead of the learner, or not here yet.
-            assert part.version in (LEARNING, step - 1, step), (part.run, part.version, step)
+            assert part.version in (LEARNING, step - 1, step), (part.pages, part.version, step)
             if part.version == step - 1:
                 part.version = step
         self.to_compute(layer)
 
     def compute_values(self, part: HeldRange) -> Tensor:
         """The parameters of a page range in the compute buffer, a view."""
-        return self._values[part.run.layer].pages(part.run.first, part.run.stop)
+        return self._values[part.pages.layer].pages(part.pages.first, part.pages.stop)
 
     def to_compute(self, layer: int) -> None:
         """Copy the held pages of a layer to its compute buffer, if this worker computes the layer."""
@@ -210,9 +217,9 @@ class HeldState:
             if part.version == LEARNING:
                 continue
             if self.separate_master:
-                values.install(part.run.first, part.run.stop, part.master, part.version)
+                values.install(part.pages.first, part.pages.stop, part.master, part.version)
             else:
-                values.mark(part.run.first, part.run.stop, part.version)
+                values.mark(part.pages.first, part.pages.stop, part.version)
 
     # ---- state transfer, and damage
 
@@ -241,34 +248,39 @@ class HeldState:
         rows = payload.view(1 + len(self.optimizer.state_names), end - start)
         found = False
         for part in self.layers.get(layer, ()):
-            if part.version != LEARNING or not (first <= part.run.first and part.run.stop <= stop):
+            if part.version != LEARNING or not (first <= part.pages.first and part.pages.stop <= stop):
                 continue
             a, b = part.start - start, part.stop - start
-            in_buffer = self._in_compute_buffer(part.run)
+            in_buffer = self._in_compute_buffer(part.pages)
             targets = [part.master, *part.optimizer_state.values()]
             pairs = [(target, row[a:b]) for target, row in zip(targets, rows, strict=True)]
             yield from _copy_in_pieces(pairs[in_buffer:])
-            # A compute buffer that was published to is left alone: a saved forward may refer to it.
-            if in_buffer and not self._values[layer].are_at(part.run.first, part.run.stop, version):
+            # In fp32 the master is the compute buffer itself. Where another primary has published these pages at this
+            # version already, the bits are there, and must not be written again: a saved forward may refer to them.
+            if in_buffer and not self._values[layer].are_at(part.pages.first, part.pages.stop, version):
                 part.master.copy_(rows[0, a:b])
             part.version = version
-            received(part.run)
+            received(part.pages)
             found = True
         if found:
             self.to_compute(layer)
 
     def fingerprints(self) -> dict[PageRange, bytes]:
         """Page range -> hash of its state, of those that have state."""
-        return {part.run.key: self._fingerprint(part) for part in self if part.version != LEARNING}
+        return {part.pages.key: self._fingerprint(part) for part in self if part.version != LEARNING}
 
     def disown_damaged(self, written: Mapping[PageRange, bytes]) -> list[PageRange]:
-        """Give up page ranges whose state is no longer what was written; another replica sends them. Returns them."""
+        """Give up page ranges whose state is no longer what this worker wrote, as after a fault of its memory.
+
+        Returns:
+            These ranges; another replica sends their state.
+        """
         damaged = []
         for part in self:
-            hashed = written.get(part.run.key)  # a hash costs about as much as the update
+            hashed = written.get(part.pages.key)  # a hash costs about as much as the update
             if hashed is not None and part.version != LEARNING and hashed != self._fingerprint(part):
                 part.version = LEARNING
-                damaged.append(part.run.key)
+                damaged.append(part.pages.key)
         return damaged
 
     def _fingerprint(self, part: HeldRange) -> bytes:
@@ -282,7 +294,7 @@ class HeldState:
         had = [part for part in self if part.version != LEARNING]
         for part in had:
             part.version = LEARNING
-        return [part.run.key for part in had]
+        return [part.pages.key for part in had]
 
     def flip_a_bit(self) -> None:
         """Damage the optimizer state of the first held page range, as failing memory would (fault injection)."""
@@ -296,7 +308,7 @@ class HeldState:
         """
         found = {"master": 0, "optimizer": 0, "mirror_master": 0, "mirror_optimizer": 0}
         for part in self:
-            prefix = "" if part.run.primary == rank else "mirror_"
+            prefix = "" if part.pages.primary == rank else "mirror_"
             found[prefix + "master"] += part.master.numel() * 4
             found[prefix + "optimizer"] += sum(t.numel() * 4 for t in part.optimizer_state.values())
         return found
@@ -322,7 +334,7 @@ def _cut_by_rule(layout: LayerLayout, held: list[HeldRange]) -> list[_Cut]:
             cut = cuts.setdefault(
                 (segment.decay, segment.lr_scale), _Cut(segment.decay, segment.lr_scale, [], [], states)
             )
-            cut.pieces.append((part.run.key, first, stop))
+            cut.pieces.append((part.pages.key, first, stop))
             cut.masters.append(part.master[first:stop])
             for name, values in part.optimizer_state.items():
                 cut.optimizer_states[name].append(values[first:stop])
@@ -376,14 +388,16 @@ def contains(whole: PageRange, part: PageRange) -> bool:
     return whole[0] == part[0] and whole[1] <= part[1] and part[2] <= whole[2]
 
 
-def cut(layout: ModelLayout, runs: Collection[PageRange], whole: PageRange, payload: Tensor) -> dict[PageRange, Tensor]:
-    """Cut the payload of `whole` into the parts of those of `runs` that lie inside it.
+def cut(
+    layout: ModelLayout, ranges: Collection[PageRange], whole: PageRange, payload: Tensor
+) -> dict[PageRange, Tensor]:
+    """Cut the payload of `whole` into parts: one for each of `ranges` that lies inside it.
 
     Messages may be cut as an older, or a newer, configuration cuts pages.
     """
-    if whole in runs:
+    if whole in ranges:
         return {whole: payload}
-    inside = [key for key in runs if contains(whole, key)]
+    inside = [key for key in ranges if contains(whole, key)]
     if not inside:
         return {}
     of_layer = layout.layers[whole[0]]

@@ -69,6 +69,7 @@ class StateReplica:
         self._send = context.channel.send
         self.drops_params = bool(shardings.params.axes)
         """Sharded parameters are dropped after this worker's last micro-batch of a step, and published anew."""
+        # Masters are fp32. They can be the compute buffer itself only if that is fp32 too and is never dropped.
         separate = self.drops_params or job.torch_dtype != torch.float32
         self.state = HeldState(self._layout, job.optimizer, context.device, separate_master=separate)
         self.reducer = GradientReducer(
@@ -93,7 +94,9 @@ class StateReplica:
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
         self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
         self._held: dict[PageRange, ReplicaSet] = {}
-        self._since: dict[PageRange, int] = {}  # the version at which it began to hold or learn a page range
+        # The version at which it began to be a replica or learner of a page range: state that is older is useless, as
+        # the gradients in between did not come here.
+        self._since: dict[PageRange, int] = {}
         self._loss_range: PageRange | None = None
         self._loss_received = False  # as a learner of the loss page, this worker was sent the loss
 
@@ -116,7 +119,7 @@ class StateReplica:
             previous_epoch: the epoch that this worker was a member of before, or -1.
         """
         self.placement = placement
-        self._written.clear()
+        self._written.clear()  # hashes by ranges that may be cut now; the next verification writes new ones
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
         self._loss_received = self._loss_received and self._loss_range is not None
@@ -274,12 +277,13 @@ class StateReplica:
     def update(self, decided: Apply) -> None:
         """Apply a step's reduced gradients to all held pages, and publish the new parameters layer by layer."""
         step = decided.step
-        self.background.finish()
+        self.background.finish()  # copies of state read what is about to be overwritten
         lr = self._job.learning_rate.at(step)
         divisor = clip_divisor(decided.norm, self._job.clip) if decided.finite else 1.0
         gradients = self._gradients.pop(step, {})
         if damaged := self.state.disown_damaged(self._written):
             self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
+        # Layer by layer, so that the parameters of the first layers leave while the last ones are being updated.
         for layer in self.parameters.layers:
             if decided.finite:
                 self.state.apply(layer, gradients, step=step, lr=lr, divisor=divisor)
@@ -318,7 +322,7 @@ class StateReplica:
         The copies are made in the background, and are done before this worker's next vote.
         """
         version = self.protocol.version
-        state = {part.run.key: part for part in self.state}
+        state = {part.pages.key: part for part in self.state}
         for key, pages in self._held.items():
             if pages.primary != self.rank:
                 continue

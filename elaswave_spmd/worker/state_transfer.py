@@ -1,4 +1,4 @@
-"""How the state of a page range gets from its primary to its learners: copied in small pieces on both sides."""
+"""State transfer of a page range, from its primary to its learners: copied in small pieces on both sides."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def send_state(
     if isinstance(source, Tensor):
         payload = source
     else:
+        # One copy for all learners. The training thread makes it piece by piece while it waits (BackgroundCopies).
         payload = torch.empty(state.state_size(source), device=source.master.device)
         yield from state.copy_state(source, payload)
     for learner in learners:
@@ -41,8 +42,9 @@ def receive_state(
 
     The protocol gets the norms that came with it: a learner which becomes the primary votes with them.
     """
-    norms = np.frombuffer(message.norms, "<f4").tolist()
+    norms = np.frombuffer(message.norms, "<f4").tolist()  # one per page
 
+    # The sender may cut pages as an older or a newer epoch does, so one message can complete several of our ranges.
     def received(pages: ReplicaSet) -> None:
         own = norms[pages.first - message.first : pages.stop - message.first]
         protocol.state_received(message.step, pages.key, own, None)

@@ -1,7 +1,11 @@
 """A training step on one worker: micro-batches through its stage, parameters, the vote, the commit.
 
 `StepRunner.train_step` is the step from top to bottom. A step runs as the placement has it, or, after the mesh has
-changed in the middle of it, what is left of it (`docs/protocol.md`, "A change of the mesh epoch").
+changed in the middle of it, what is left of it (`docs/protocol.md`, "A change of the mesh").
+
+Where the rest of a step happens: gradients are reduced in `GradientReducer`, called after each layer's backward; state
+is updated and parameters are published in `StepCommit`, called by the handler of the last vote. So the optimizer has no
+call in `train_step`: it runs inside one of its waits.
 """
 
 from __future__ import annotations
@@ -90,11 +94,13 @@ class StepRunner:
         Raises:
             ConfigurationChanged: called again after `enter`, it goes on with what is left.
         """
-        if self._plan is not None and self._plan.step > step:  # others have applied this one, so everything is there
+        if self._plan is not None and self._plan.step > step:
+            # Others have applied this step, so this worker has voted for it, and has all that it needs to apply it. It
+            # only lacks votes, which all members send again in the new epoch.
             yield from self._until_applied(step)
             return
         if self._plan is None or self._plan.step < step:
-            self._remaining = None  # as placed
+            self._remaining = None  # no recovery plan is for this step: it runs as placed
         yield from self._before_step(step)
         self._begin(step)
         while (action := (yield from self._next_action(step))) is not None:
@@ -102,6 +108,7 @@ class StepRunner:
             yield from self._run_action(step, action)
             self._waiting.check_configuration()
         yield from self._until_parameters_arrived(step - 1)
+        # From here on others may decide the step: with the votes of all members, each applies it for itself.
         self._commit.vote(step)
         yield from self._until_applied(step)
         self._boundaries.forget(step)
@@ -109,7 +116,10 @@ class StepRunner:
         self._context.hooks.step_measured(step, times, memory)
 
     def _begin(self, step: int) -> None:
-        """Begin a step, unless it has begun: assign this worker its micro-batches."""
+        """Begin a step, unless it has begun: assign this worker its micro-batches.
+
+        A step that goes on after a change of the mesh has begun, unless this worker has changed its stage.
+        """
         self._position = 0
         if self.step_under_way == step:
             return
@@ -120,6 +130,8 @@ class StepRunner:
         else:
             microbatches = {microbatch for microbatch, left in self._remaining.items() if left.backward == FULL}
         reducer = self._replica.reducer
+        # Sums that the reducer still has are of this step, through the layers of the stage that this worker came from.
+        # The tree over its micro-batches is open there, so what it computes here is sent micro-batch by micro-batch.
         self._under_way = StepUnderWay(step, microbatches, frozenset(microbatches), alone=reducer.has_sums)
         if self._under_way.alone and self._remaining is not None:
             for left in self._remaining.values():
@@ -191,17 +203,19 @@ class StepRunner:
     # ---- waiting
 
     def _before_step(self, step: int) -> Waits:
-        """Where a device can be recovered, it is waited for at the begin of a step: first for broadcasts under way.
+        """Wait for broadcasts under way, where the device can be recovered.
 
-        To wait for the device would be to wait for what other workers do in a process group, and they may be gone.
+        At the begin of a step such a device is synchronized (DeviceRecovery.begin_step), which blocks this thread. With
+        a broadcast in its queue it would wait for other workers, and they may be lost.
         """
         if self._context.hooks.device_recovery is not None:
             yield from self._until_copied(step)
 
     def _until_parameters_arrived(self, version: int) -> Waits:
-        """A vote for version + 1 says that its sender needs no page of `version` any more: see that all have come.
+        """Wait until this worker needs no page of `version` any more: its vote for version + 1 means that as well.
 
-        It matters to workers that had no micro-batch, and have not waited for parameters.
+        With all votes a primary overwrites the memory that its pages were sent from. Workers that ran a micro-batch
+        have waited for their parameters already; others have not.
         """
         for layer in self._layers:
             if self._values[layer].dropped_at != version:
@@ -238,7 +252,7 @@ class StepRunner:
         if microbatches:
             found = m.ValidationLoss(version, self._context.rank, tuple(microbatches), tuple(losses))
             self._context.channel.send(CONTROLLER, found)
-        # Afterwards the parameters move on: a loss that went down with its worker could not be computed again.
+        # The next step changes the parameters: a loss that went down with its worker could not be computed again.
         yield from self._waiting.until(lambda: self._validated >= version, "the end of validation", version)
 
     def validated(self, version: int) -> None:
@@ -258,12 +272,12 @@ class StepRunner:
             self._boundaries.receive(message, payload)
 
     def keep_all(self) -> None:
-        """From a StepReport to the Reconfigure after it nothing is given up: what was reported must still be here."""
+        """Give up nothing from a StepReport to the Reconfigure after it: what was reported must still be here."""
         self._replica.reducer.keep_all()
         self._boundaries.keep_all()
 
     def partial_step(self, step: int) -> m.PartialStep:
-        """Everything that this worker has of a step that is not decided."""
+        """This worker's part of a StepReport: everything that it has of a step that is not decided."""
         reducer = self._replica.reducer
         mine = self._under_way if self._under_way is not None and self._under_way.number == step else None
         current = step == self._commit.version + 1
@@ -295,11 +309,15 @@ class StepRunner:
         self._boundaries.restore_used()
         moved = self._microbatches.enter(placement, self._stage)
         if moved or configuration.recovery_plan is None:
-            # Its micro-batches went through other layers. Or no member had anything of the step: it is assigned anew.
+            # What it did of the step went through other layers, and is of no use here. Or no member had anything of the
+            # step, which is assigned anew.
             self._under_way = None
 
     def resume(self, configuration: Configuration) -> None:
-        """Work out what is left of the step under way, and send boundary tensors again that its plan needs."""
+        """Work out what is left of the step under way, and send boundary tensors again that its plan needs.
+
+        Called by `Executor.enter` when state and sums are where the new configuration has them.
+        """
         lines, step = configuration.recovery_plan, configuration.version + 1
         self._placed = None
         self._plan = RecoveryPlan(step, lines) if lines is not None else None

@@ -1,9 +1,12 @@
-"""When a step is applied: drives the worker's half of the step protocol, and carries out what the protocol decides.
+"""The commit of a step: drives the worker's half of the step protocol, and carries out what the protocol decides.
 
 `recovery.WorkerProtocol` knows ids and norms and never a tensor; `StateReplica` has the tensors and decides nothing.
-This is between them. Facts ("the reduced gradient of these pages is complete") and messages (votes, published pages) go
-into the protocol; what it returns is carried out before the next message is looked at. So deciding a step and applying
-it are one transition (rule 2 of docs/protocol.md), whichever message happens to be the last one that was missing.
+`StepCommit` is between them. Facts ("the reduced gradient of these pages is complete") and messages (votes, published
+pages) go into the protocol; the effects that it returns are carried out before the next message is handled. So deciding
+a step and applying it are one transition (rule 2 of docs/protocol.md), whichever message happens to be the last one
+that was missing: mostly the last vote, sometimes this worker's own last gradient.
+
+All of it runs on the training thread, inside `Executor.handle_messages` or inside `StepRunner.train_step`.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ class StepCommit:
 
     def __init__(self, context: WorkerContext, values: Mapping[int, ValueBuffer], first: Configuration) -> None:
         self._context = context
-        # All members of the first mesh begin at the version of the checkpoint, if there is one: nobody is behind it.
+        # All members of the first mesh begin at the version of the checkpoint, if there is one: none is behind it, and
+        # none has the gradients of that step, so that its votes could not be sent again.
         restored = first.version if first.epoch == 0 else 0
-        # Epoch -1 precedes all: the first configuration is entered like every later one.
         broadcasts = broadcasts_of(context)
+        # Epoch -1 precedes all: the first configuration is entered like every later one.
         self.protocol = WorkerProtocol(
             context.rank, -1, (), (), version=first.version, restored=restored, extension=broadcasts
         )
@@ -60,6 +64,7 @@ class StepCommit:
             highest_version: of any member.
         """
         held = held_ranges(replica_map, self._context.rank)
+        # The protocol first: the replica asks it for versions and for norms, cut as the new configuration cuts pages.
         previous_epoch = self.protocol.epoch
         loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
         self.protocol.enter(placement.mesh.epoch, placement.mesh.members, held, loss_range, highest_version)
@@ -80,7 +85,10 @@ class StepCommit:
     # ---- facts and messages
 
     def vote(self, step: int) -> None:
-        """This worker has done its part of the step. Votes at once if all reduced gradients it gets are here."""
+        """This worker has done its part of the step. The vote is sent as soon as all of its reduced gradients are here.
+
+        That may be now, or in the handler of the last ReducedGradient that is missing.
+        """
         self._perform(self.protocol.computed(step))
 
     def gradient_complete(self, step: int, pages: PageRange, norms: Sequence[float], loss: float | None) -> None:
@@ -88,7 +96,10 @@ class StepCommit:
         self._perform(self.protocol.gradient_complete(step, pages, norms, loss))
 
     def handle(self, sender: int, message: m.Message, payload: Tensor | None) -> None:
-        """Handle a message about state. Data is valid in any epoch; what is of no use yet is kept."""
+        """Handle a message about state.
+
+        Data is valid in any epoch: a message for pages that this worker does not have yet is kept until it does.
+        """
         match message:
             case m.Vote():
                 self._perform(self.protocol.vote_received(message))
@@ -104,9 +115,10 @@ class StepCommit:
         self.protocol.forget()
         self.replica.forget()
 
-    # ---- what the protocol decided
+    # ---- effects of the protocol
 
     def _perform(self, effects: Sequence[Effect]) -> None:
+        # In order: a page that was published at the new version is installed after this worker has applied the step.
         for effect in effects:
             match effect:
                 case SendVote(vote):
@@ -126,6 +138,7 @@ class StepCommit:
     def _apply(self, decided: Apply) -> None:
         """Apply a decided step and report it. It cannot be undone, and cannot wait: nothing yields in here."""
         hooks, step = self._context.hooks, decided.step
+        # Faults are injected here as well: a worker may die between its decision and its report.
         hooks.on_point(FaultPoint.APPLY, step)
         self.replica.update(decided)
         report = m.Applied(

@@ -19,7 +19,11 @@ Waits = Generator[Reason, None, None]
 
 
 class ConfigurationChanged(Exception):  # noqa: N818  (control flow, not an error)
-    """A new configuration arrived: the current step must be re-planned. Control flow, not an error."""
+    """A new configuration arrived: the current step must be re-planned. Control flow, not an error.
+
+    Raised by a wait, however deep in a step, and caught by `Executor.train` alone. An action that is broken off puts
+    back what it has taken (MicrobatchRunner.forward), so that it can be run again.
+    """
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
@@ -27,7 +31,7 @@ class ConfigurationChanged(Exception):  # noqa: N818  (control flow, not an erro
 
 
 class Waiting(Protocol):
-    """What the parts of a worker need of its loop in order to wait."""
+    """The part of a worker's loop that its other parts call in order to wait."""
 
     def until(self, ready: Callable[[], bool], what: str, number: int) -> Waits:
         """Handle messages, and do background copies, until `ready()`.

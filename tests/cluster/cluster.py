@@ -341,7 +341,7 @@ class SimulatedCluster:
         if parts:
             name = shard_name(worker.rank, Ballot(self._orders.incarnation, epoch))
             self.checkpoints.keep(version, name, parts)
-            keys = tuple(sorted(part.run.key for part in parts))
+            keys = tuple(sorted(part.pages.key for part in parts))
             worker.port.send(CONTROLLER, m.ShardWritten(version, worker.rank, epoch, name, 1, "0" * 64, keys))
 
     def _group_of(self, rank: int) -> StageGroup | None:

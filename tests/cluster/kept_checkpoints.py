@@ -52,7 +52,7 @@ class KeptCheckpoints:
     def keep(self, step: int, shard: str, parts: list[HeldRange]) -> None:
         """A worker writes a shard. The state is copied now, since training goes on in the same memory."""
         self._shards[step, shard] = {
-            part.run.key: {kind: values.cpu().clone() for kind, values in _kinds(part).items()} for part in parts
+            part.pages.key: {kind: values.cpu().clone() for kind, values in _kinds(part).items()} for part in parts
         }
 
     def commit(self, manifest: Manifest) -> None:

@@ -108,7 +108,7 @@ def _applies_twice() -> Patches:
 
     def _apply(self: HeldState, layer: int, entries: Mapping[Any, Any], **how: Any) -> None:
         for part in self.layers.get(layer, ()):
-            if part.version == how["step"] and part.run.key in entries:
+            if part.version == how["step"] and part.pages.key in entries:
                 part.version -= 1
         apply(self, layer, entries, **how)
 

@@ -47,9 +47,9 @@ class Saved(MirroredCluster):
         epoch, version = replica.protocol.epoch, replica.protocol.version
         writers = assign_writers(replica.placement.replica_map(self.layout), self.layout)
         for part in replica.state:
-            if writers[part.run.key] == worker.rank:
+            if writers[part.pages.key] == worker.rank:
                 assert part.version == version == self.saves[-1].version
-                pages = m.FinalPages(*part.run.key)
+                pages = m.FinalPages(*part.pages.key)
                 self.saved.setdefault(epoch, []).append(pages)
                 collect_pages(self.layout, pages, part.master.clone(), self.weights.setdefault(epoch, {}))
         super()._save(worker)

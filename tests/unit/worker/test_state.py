@@ -64,7 +64,7 @@ def update(state: HeldState, step: int, divisor: float) -> None:
                 used[slot.start : slot.stop] = True
             whole[block.start : block.stop] *= used[block.start : block.stop]
         entries = {
-            (layer.index, part.run.first, part.run.stop): whole[part.start : part.stop].clone()
+            (layer.index, part.pages.first, part.pages.stop): whole[part.start : part.stop].clone()
             for part in state.layers.get(layer.index, ())
         }
         state.apply(layer.index, entries, step=step, lr=0.05, divisor=divisor)
@@ -76,8 +76,8 @@ def collected(of_workers: dict[int, HeldState]) -> dict[str, np.ndarray]:
     for rank, state in of_workers.items():
         for held in state.layers.values():
             for part in held:
-                if part.run.primary == rank:
-                    key = (part.run.layer, part.run.first, part.run.stop)
+                if part.pages.primary == rank:
+                    key = (part.pages.layer, part.pages.first, part.pages.stop)
                     collect_pages(LAYOUT, FinalPages(*key), part.master, weights)
                     received.add(key)
     assert is_complete(LAYOUT, received)
@@ -116,7 +116,7 @@ def test_mirrors_have_the_bits_of_their_primary() -> None:
         update(state, 1, 1.3)
     for layer in LAYOUT.layers:
         for parts in zip(*(many[rank].layers[layer.index] for rank in range(3)), strict=True):
-            assert len({part.run for part in parts}) == 1
+            assert len({part.pages for part in parts}) == 1
             for part in parts[1:]:
                 assert torch.equal(part.master, parts[0].master)
                 for name, values in part.optimizer_state.items():

@@ -62,7 +62,9 @@ def test_a_copy_that_fails_is_not_begun_again() -> None:
 def sent_state(state: HeldState) -> tuple[m.PageState, Tensor]:
     """The message and payload that the primary of a layer's first page range sends."""
     part, sent = state.layers[LAYER][0], []
-    message = m.PageState(1, *part.run.key, torch.arange(part.run.stop - part.run.first).float().numpy().tobytes())
+    message = m.PageState(
+        1, *part.pages.key, torch.arange(part.pages.stop - part.pages.first).float().numpy().tobytes()
+    )
     job = send_state(state, part, message, [4, 6], lambda *what: sent.append(what))
     pieces = sum(1 for _ in job)
     assert pieces > 3 and [peer for peer, _, _ in sent] == [4, 6] and sent[0][2] is sent[1][2]
@@ -74,7 +76,7 @@ def sent_state(state: HeldState) -> tuple[m.PageState, Tensor]:
 def without_state(*, separate: bool) -> HeldState:
     """Another worker that holds the same layer, without state."""
     (found,) = states(1, 1, separate=separate, dtype=torch.float32).values()
-    runs = [part.run for part in found]
+    runs = [part.pages for part in found]
     found.rebind([], found._values)
     found.rebind(runs, found._values)
     assert all(part.version == LEARNING for part in found)
@@ -92,7 +94,7 @@ def test_what_is_received_is_what_was_sent_and_goes_on_alike(separate: bool) -> 
     for _ in job:
         assert mine.version == LEARNING and not done, "it counts when all of it is there"
     assert mine.version == 1 and done == [True]
-    assert protocol.norms_at(1, mine.run.key) == tuple(map(float, range(mine.run.stop - mine.run.first)))
+    assert protocol.norms_at(1, mine.pages.key) == tuple(map(float, range(mine.pages.stop - mine.pages.first)))
     assert torch.equal(mine.master, theirs.master)
     for name, values in mine.optimizer_state.items():
         assert torch.equal(values, theirs.optimizer_state[name])
@@ -106,7 +108,7 @@ def test_parameters_that_are_published_meanwhile_are_left_alone(at: int) -> None
     update(state, 1, 1.3)
     message, payload = sent_state(state)
     other = without_state(separate=False)
-    values, run = other._values[LAYER], other.layers[LAYER][0].run
+    values, run = other._values[LAYER], other.layers[LAYER][0].pages
     job = receive_state(other, message, payload, WorkerProtocol(4, 0, (), (), version=1), lambda: None)
     for _ in range(at) if at >= 0 else job:
         next(job, None)
