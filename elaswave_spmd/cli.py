@@ -22,7 +22,7 @@ DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
   {program} train mesh=dp2_pp2
-  {program} agent HOST:PORT --token-file FILE     lend this machine to a run; {program} agent --help
+  {program} agent HOST:PORT --token-file FILE     offer this machine to a run; {program} agent --help
   {program} ctl RUN status|add N|drain RANK ...   ask a run that is going on; {program} ctl --help
   {program} plan mesh=NAME event='fail 6'         what would be done after an event; {program} plan --help
   {program} simulate scenario=NAME                policies compared in virtual time; {program} simulate --help

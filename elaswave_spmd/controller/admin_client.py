@@ -71,7 +71,7 @@ def ask(run: str, request: Mapping[str, object], timeout_s: float = ANSWER_S) ->
             fix="the run directory, as the run shows it when it starts",
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.settimeout(timeout_s + 5.0)  # the run itself says first that it is too busy
+        link.settimeout(timeout_s + 5.0)  # longer than the run itself takes to report that it is too busy
         try:
             with socket_address(folder) as address:
                 link.connect(address)
@@ -111,7 +111,7 @@ def socket_address(folder: Path) -> Iterator[str]:
 
 
 def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a person sees of the answer to `status`."""
+    """The answer to `status` as rows of (name, text) for a person."""
     pids: dict[int, int | None] = {w["rank"]: w["pid"] for w in answer["members"] + answer["newcomers"]}
     rows = [("run", f"{answer['run_dir']}" + (", its workers are starting" if answer["starting"] else ""))]
     done = f"{answer['version']:,} of {count(answer['total_steps'], 'step')}"

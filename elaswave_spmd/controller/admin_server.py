@@ -28,13 +28,13 @@ from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
 from elaswave_spmd.sharding.replicas import all_runs, unsurvived_text
 
 _COMMANDS = ("status", "add", "drain")
-_CLIENT_S = 2.0  # how long a client may take to say what it wants, or to take the answer
+_CLIENT_S = 2.0  # how long a client may take to send its request, or to read the answer
 _PAUSE_S = 0.1  # after a failed accept
 _LONGEST = 1 << 16  # bytes of a request
 
 
 class Administration:
-    """The answers to what administrators ask of a run.
+    """The answers to the requests of administrators (`ctl`). It decides on the controller's thread.
 
     Args:
         observer: what is known of the run's progress.
@@ -49,7 +49,7 @@ class Administration:
         self._elastic = elastic
 
     def answer(self, request: Request) -> list[Action]:
-        """What follows from a request, and the reply to it."""
+        """Decide about a request. Returns the actions that follow from it, and the reply to it as the last one."""
         try:
             actions, answer = self._decide(request.body)
         except ControlError as error:
@@ -66,7 +66,7 @@ class Administration:
         return self._add(body.get("count")) if command == "add" else self._drain(body.get("ranks"))
 
     def status(self) -> dict[str, object]:
-        """How far the run is and who takes part, JSON-ready; docs/run_files.md lists the fields."""
+        """The progress of the run and its workers, JSON-ready; docs/run_files.md lists the fields."""
         protocol, observer = self._protocol, self._observer
         mesh, last = protocol.placement.mesh, observer.last
         replicas = protocol.placement.replica_map(protocol.layout)
@@ -92,7 +92,7 @@ class Administration:
             "newcomers": [{"rank": rank, "pid": pids[rank]} for rank in sorted(pids) if rank not in mesh],
             "leaving": protocol.leaving,
             "changing": protocol.changing,
-            "learners": sorted({rank for run in all_runs(replicas) for rank in run.learners}),
+            "learners": sorted({rank for pages in all_runs(replicas) for rank in pages.learners}),
             "unsurvived": unsurvived_text(replicas, protocol.members) if len(protocol.members) > 1 else "",
             "events": list(observer.recent_events),
         }
@@ -177,7 +177,7 @@ class ControlSocket:
             self._server = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(SOCKET, dir_fd=self._folder)
-            self._server.bind(f"/proc/self/fd/{self._folder}/{SOCKET}")  # ctl.socket_address says why
+            self._server.bind(f"/proc/self/fd/{self._folder}/{SOCKET}")  # admin_client.socket_address has the reason
             os.chmod(SOCKET, 0o600, dir_fd=self._folder)  # before `listen`: until then nobody can connect
             self._server.listen()
             undo.pop_all()

@@ -1,7 +1,11 @@
 """An agent: `python -m elaswave_spmd agent HOST:PORT --token-file FILE`, once on each further machine of a run.
 
 It offers places for workers to the controller that it finds at HOST:PORT, prepares the data here as the controller did
-there, makes workers when told to, and reports how they end. It ends with the run, and when the controller is gone.
+there, starts workers when the controller orders it, and reports how they end. It ends with the run, and when the
+controller is gone.
+
+The agent is no relay: its workers have links of their own to the controller and to all others. It exists because only a
+process of a machine can start and kill processes there, and be the first to see how they end.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, 
 _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_MS = 2000
-# What says which data it is; the rest are paths and names of this machine.
+# The fields that identify the data; the others are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Serves one run. Returns the exit code, 0: the controller said that it is over.
+    """Serve one run. Returns the exit code, 0: the controller has ended it.
 
     Raises:
         UserError: bad input of this machine, or an agent that the controller does not take.
@@ -73,16 +77,20 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 class Agent:
-    """Between the beginning and the end of `serve` it does what the controller says.
+    """Carries out the controller's orders on this machine, from the begin to the end of `serve`.
 
     Args:
-        own: what the spec of each worker here has of its own: directory, host, no death_watch (it is one host's).
+        own: the keys that replace those of the controller in the specification of each worker here: `directory`,
+            `host`, later `data`; and `death_watch`, None, as a robust mutex is shared memory of one machine.
     """
 
     def __init__(
         self, links: Links, mailbox: SelectableMailbox, fork_server: ForkServerClient, own: dict[str, Any]
     ) -> None:
-        self._links, self._mailbox, self._fork_server, self._own = links, mailbox, fork_server, own
+        self._links = links
+        self._mailbox = mailbox
+        self._fork_server = fork_server
+        self._own = own
 
     def serve(self, name: str, capacity: int, rendezvous: str) -> None:
         """Offers `capacity` places on machine `name` and serves until the run is over. Leaves no worker.
@@ -99,16 +107,20 @@ class Agent:
             while not self._turn():
                 pass
         except _ControllerLostError:
-            self._fork_server.release()  # its workers are told in the same way, and may have something to save
+            # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
+            self._fork_server.release()
             raise RunError("the controller is gone; no worker is left here") from None
         except BaseException as error:
             self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
-            self._until_told_to_stop()
+            self._wait_for_stop()
             raise
 
-    def _until_told_to_stop(self) -> None:
-        """What is told must arrive before the end of the connection, which is seen elsewhere, and may be seen first."""
+    def _wait_for_stop(self) -> None:
+        """Wait until the controller has received this agent's last message, which it answers by Stop or Refused.
+
+        Another thread of the controller sees the end of the connection: without a wait it might be handled first.
+        """
         deadline = time.monotonic() + _FAREWELL_MS / 1000
         while (left := deadline - time.monotonic()) > 0:
             item = self._mailbox.get(left)
@@ -118,14 +130,15 @@ class Agent:
                 return
 
     def _turn(self) -> bool:
-        """Waits for something and answers it; True when the run is over."""
+        """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
         select.select([self._mailbox, self._fork_server], [], [])
-        if any([self._take(item) for item in self._mailbox.take_all()]):
+        if any([self._handle(item) for item in self._mailbox.take_all()]):  # a list: all of them are handled
             return True
         self._report_exits(self._fork_server.poll())
         return False
 
-    def _take(self, item: Item) -> bool:
+    def _handle(self, item: Item) -> bool:
+        """Carry out an order. Returns True if it ends the run."""
         if isinstance(item, PeerClosed):
             raise _ControllerLostError
         if not isinstance(item, Envelope):
@@ -138,7 +151,7 @@ class Agent:
             case am.Signal(rank, number):
                 self._fork_server.signal(rank, number)
             case am.ReportExits():
-                self._fork_server.signal(-1, 0)  # nobody; its answer comes after the notices of all who have ended
+                self._fork_server.signal(-1, 0)  # to no process; the answer follows the notices of all that have ended
                 self._report_exits(self._fork_server.poll())
                 self._send(am.ExitsReported())
             case am.Refused(problem):
@@ -163,13 +176,14 @@ class Agent:
         self._send(am.Prepared())
 
     def _restart_fork_server(self, start: WorkerStart, orphan_grace_s: float) -> None:
-        """The fork server was started before the run's device was known: it lacks that device's variables and
-        modules.
+        """Start the fork server again with the variables and modules of the run's device, if that has any.
+
+        The first one was started before the run's settings were known.
         """
         if start == WorkerStart():
             return
         self._fork_server.stop(0.0)
-        os.makedirs(self._own["directory"], mode=0o700, exist_ok=True)  # it goes with a fork server
+        os.makedirs(self._own["directory"], mode=0o700, exist_ok=True)  # the fork server has removed it at its end
         self._fork_server = start_fork_server(start, self._own["directory"], orphan_grace_s)
 
     def _report_exits(self, exits: Sequence[Exited]) -> None:
@@ -210,13 +224,15 @@ def _report(error: BaseException) -> str:
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        f"{program} agent", description="Lends this machine to the run that meets at HOST:PORT."
+        f"{program} agent", description="Offers this machine to the run that meets at HOST:PORT."
     )
     parser.add_argument("rendezvous", metavar="HOST:PORT", help="the controller's runtime.rendezvous")
     parser.add_argument("--token-file", required=True, metavar="FILE", help="the secret; mode 0600")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="places for workers here (default 1)")
     parser.add_argument("--host", metavar="ADDRESS", help="of this machine; default: the one that reaches HOST")
-    parser.add_argument("--name", help="what fails together has the same; default: the host name")
+    parser.add_argument(
+        "--name", help="failure domain: agents that fail together have the same; default: the host name"
+    )
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="to wait for the controller (default 300)"
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """What every checkpoint of a run says of the run.
+    """The facts about a run that stand in each of its checkpoints.
 
     Args:
         run: id of the run.
@@ -54,7 +54,7 @@ class CheckpointSpec:
 
     @classmethod
     def for_run(cls, plan: RunPlan, start: ResumePoint, run_dir: Path) -> CheckpointSpec:
-        """That of a run in this directory which begins at `start`."""
+        """Make the specification of a run that is in this directory and begins at `start`."""
         layout = plan.description.layout
         orders = CheckpointOrders(
             str(run_dir.absolute()),
@@ -129,9 +129,10 @@ class CheckpointCoordinator:
     def wrote(self, message: ShardWritten, now: float) -> list[Action]:
         """A worker's shard is on the disk, or it could not be written."""
         if message.step <= self._newest:
-            return []
+            return []  # a shard of pages that another worker has written too, as the mesh changed meanwhile
         if message.error:
             last = self._last
+            # Orders to save come once more when one more worker is lost: a failure of the first attempt is history.
             if last is not None and message.step == last.version and message.epoch < last.epoch:
                 return []
             return self._abandon(message.step, f"worker {message.rank}: {message.error.splitlines()[0]}")
@@ -148,6 +149,8 @@ class CheckpointCoordinator:
         )
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)
+        # Shards may overlap, and be of two mesh epochs: complete is when their ranges, each counted once, are all
+        # pages.
         pages = {page_range for shard in pending.shards.values() for page_range in shard.pages}
         if pending.is_queued or sum(stop - first for _, first, stop in pages) < self._spec.num_pages:
             return []

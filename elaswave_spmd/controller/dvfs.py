@@ -1,9 +1,9 @@
-"""The frequency axis of a run: when nothing else is to be changed, devices that would wait are slowed down.
+"""Device frequencies (DVFS) of a run: when nothing else is left to change, devices that would wait are slowed down.
 
-Hints come from scheduling.frequency, and are set by a guard in another process. Each worker has one frequency for all
-its actions; a device that several workers use has the largest of theirs. When the mesh changes all are normal
-again. What is measured contains the frequency, so it is divided out before anybody is called slow. Figures of energy
-are modelled, not measured.
+Hints come from scheduling.dvfs, and are set by a guard in another process, which puts them back even if this one dies.
+Each worker has one frequency for all its actions; a device that several workers use has the largest of theirs. When the
+mesh changes all are normal again. Measured times contain the frequency, so it is divided out before a worker is called
+slow. Figures of energy are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNDER_WAY = 2  # steps after the last one that is known to be committed which a
 
 
 class Guard(Protocol):
-    """Who sets frequencies by device: `GuardedFrequencies`."""
+    """The process that sets frequencies by device; `GuardedFrequencies` is the real one."""
 
     devices: Mapping[str, DeviceRange]
 
@@ -60,7 +60,7 @@ class _Clock:
 
 @dataclass(frozen=True)
 class _Order:
-    """What the guard was told, and what is written down when it has answered."""
+    """An order to the guard, and the fields of the event that is written when the guard has answered."""
 
     before: Mapping[int, float]
     frequencies: Mapping[int, float]
@@ -93,13 +93,13 @@ class Frequencies:
 
     @classmethod
     def open(cls, settings: ScheduleSettings, scratch: str) -> Frequencies:
-        """Those of a run.
+        """Start the guard of a run, if its settings ask for one.
 
         Args:
             scratch: the run's directory of sockets, for cells of simulated frequencies.
 
         Raises:
-            ConfigError: frequencies cannot be set as the settings say.
+            ConfigError: frequencies cannot be set in the way that the settings name.
         """
         if settings.frequency == "none":
             return cls(settings)
@@ -108,11 +108,11 @@ class Frequencies:
 
     @property
     def active(self) -> bool:
-        """Whether frequencies are set in this run."""
+        """True if frequencies are set in this run."""
         return self._guard is not None
 
     def scale(self, rank: int, step: int) -> float | None:
-        """What to multiply times of a step by to have them at frequency 1; None: it changed during that step."""
+        """The factor from times of a step to times at frequency 1; None if the frequency changed in that step."""
         clock = self._clocks.get(rank)
         if clock is None or step < clock.since:
             return clock.before if clock is not None else 1.0
@@ -136,8 +136,8 @@ class Frequencies:
         if all(abs(f - self._now(rank)) < _LEAST_CHANGE for rank, f in wanted.items()):
             return
         energies = [
-            modelled_energy(assignment, costs, of, seconds, self._power)
-            for of, seconds in (({}, plan.makespan_before_s), (wanted, plan.makespan_s))
+            modelled_energy(assignment, costs, frequencies, seconds, self._power)
+            for frequencies, seconds in (({}, plan.makespan_before_s), (wanted, plan.makespan_s))
         ]
         lowered, raised = sum(f < 1 for f in wanted.values()), sum(f > 1 for f in wanted.values())
         why = f"{lowered} of {len(wanted)} workers would wait" + (f", {raised} are raised" if raised else "")
@@ -213,7 +213,7 @@ class Frequencies:
             self._guard.set(shared(wanted, devices))
 
     def _expect(self, rank: int, frequency: float, step: int) -> None:
-        """From the step after this one on it is unknown how fast a worker is, until the guard has answered."""
+        """Note that a worker's frequency is unknown from the next step on, until the guard has answered."""
         clock = self._clocks.get(rank, _Clock())
         if frequency == clock.now and clock.until != math.inf:
             return
@@ -249,7 +249,7 @@ class Frequencies:
 
 
 def _change(before: Mapping[int, float], now: Mapping[int, float], fields: Mapping[str, object]) -> Action:
-    """The line that says which frequencies are others than before."""
+    """The event that names the frequencies which have changed."""
     ranks = [rank for rank in now if now[rank] != before[rank]]
     return Record("frequency", {"ranks": ranks, "before": before, "frequencies": now, **fields})
 
@@ -257,7 +257,7 @@ def _change(before: Mapping[int, float], now: Mapping[int, float], fields: Mappi
 def worker_frequencies(
     assignment: Assignment, costs: CostModel, limits: FrequencyRange, power: PowerModel = _POWER
 ) -> tuple[FrequencyPlan, dict[int, float]]:
-    """One frequency for each worker, with which a step takes no longer than the plan says.
+    """Choose one frequency for each worker, with which a step takes no longer than the plan's makespan.
 
     On the action lists of small meshes; beyond, the largest of a worker's hints by class of actions.
 
@@ -295,18 +295,26 @@ def modelled_energy(
     seconds: float,
     power: PowerModel = _POWER,
 ) -> float:
-    """Of a step that takes so long, with one frequency for each worker (1 where none is named); see PowerModel."""
+    """The energy of a step, modelled (PowerModel).
+
+    Args:
+        frequencies: rank -> frequency; 1 where none is named.
+        seconds: that the step takes.
+    """
     forward, backward, _ = stage_seconds(assignment.layer_cuts, costs)
     ranks = [rank for members in assignment.stages for rank in members]
     microbatches = np.concatenate([np.array(counts, np.float64) for counts in assignment.microbatch_counts])
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
     work = microbatches * (forward + backward)[stage] / costs.speeds_of(ranks)
-    of = np.array([frequencies.get(rank, 1.0) for rank in ranks])
-    return power.energy(work[:, None], np.ones(len(ranks)), of[:, None], seconds)
+    by_worker = np.array([frequencies.get(rank, 1.0) for rank in ranks])
+    return power.energy(work[:, None], np.ones(len(ranks)), by_worker[:, None], seconds)
 
 
 def _of_devices(order: _Order, rank: int, answer: Answer) -> float:
-    """What a worker's devices were set to; a device that the answer does not name is at what was asked for."""
+    """The frequency of a worker after the guard's answer: the lowest of its devices.
+
+    A device that the answer does not name has the frequency that was ordered.
+    """
     set_to = [answer.frequencies[device] for device in order.devices[rank] if device in answer.frequencies]
     return min(set_to, default=order.frequencies[rank])
 

@@ -1,7 +1,8 @@
 """The vocabulary of the controller: the events that it takes, one at a time, and the actions that it decides on.
 
-Events come from `ControllerIO.next_event`. Actions are carried out by `Controller.execute`, in the order of one queue;
-those of the protocol (recovery/actions.py) and those below. Both are plain values.
+Events come from `ControllerIO.next_event`. Actions are carried out by `Controller.execute`, in the order of one queue:
+the protocol's (recovery/actions.py), and the ones below. All are plain values, so that a decision can be tested without
+a process, and replayed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 """Decisions of the controller when a worker fails or is lost: the run goes on without it, or ends and says why.
 
-Everything here takes events and returns actions. Where the cause of an end is not known yet (the report of a worker
-that failed may still be on its way when its process has ended), the run is `ending`: for at most a second the only
-events that count are those that say more about the cause.
+Everything here takes events and returns actions, on the controller's thread. The common case, a worker that is killed
+while the run can go on without it, is short: `worker_ended` -> `_declare_lost` -> `ControllerProtocol.lost`, which
+begins a change of the mesh. The rest of the file is about the ends of a run, and about telling a lost device, after
+which the run goes on, from a bug in the program, after which it would fail again on the next worker.
+
+Where the cause of an end is not known yet (the report of a worker that failed may still be on its way when its process
+has ended), the run is `ending`: for at most a second the only events that count are those that tell more about the
+cause.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 @dataclass(frozen=True)
 class _AwaitReport:
-    """A loss ends the run. The worker's own report, if one comes, says more than its exit."""
+    """A loss ends the run. The worker's own report, if one comes, tells more than its exit."""
 
     gone: WorkerEnded
     until: float
@@ -161,16 +166,18 @@ class FailureHandler:
         """
         rank, step, report = message.rank, message.step, message.report
         headline = exception_line(report)
-        if self._survives_losses and rank not in self._protocol.placement.mesh:  # it has never joined, or was let go
-            return self._lose(rank, f"an exception: {headline}", now)
-        if (bug := self._bug(message)) is not None:
+        if self._survives_losses and rank not in self._protocol.placement.mesh:  # it has never joined, or has left
+            return self._declare_lost(rank, f"an exception: {headline}", now)
+        if (bug := self._end_by_bug(message)) is not None:
             return bug
         self._crashes[step] = rank, report
-        return self._lose(rank, f"an exception: {headline}", now)
+        return self._declare_lost(rank, f"an exception: {headline}", now)
 
     def worker_ended(self, event: WorkerEnded) -> list[Action]:
         """A worker's process has ended, or it was found to hang."""
-        if event.rank not in self._roster:  # it was let go, or is known to be lost
+        if event.rank not in self._roster:
+            # It has left, or is known to be lost: a death watch reports a death before the process is reaped, so the
+            # second event about the same worker brings the exit code.
             return self._explain(event)
         if not self._survives_losses:
             if event.exited is not None and event.exited.signal is not None:
@@ -181,17 +188,17 @@ class FailureHandler:
             self._unexplained[event.rank] = self._protocol.version + 1
             if end := self._explain(event):
                 return end
-        return self._lose(event.rank, event.reason, event.at)
+        return self._declare_lost(event.rank, event.reason, event.at)
 
     def fingerprints(self, message: m.Fingerprints, now: float) -> list[Action]:
-        """Compares the copies of state. A worker that a majority contradicts is not trusted any longer."""
+        """Compare replicas by their hashes. A worker that a majority contradicts is lost: its memory is not trusted."""
         actions: list[Action] = []
         for found in self._copies.add(message):
             layer, first, stop = found.pages
             ranks = list(found.ranks)
             what = f"layer {layer} pages [{first}, {stop}) of workers {ranks} differ after step {found.step}"
             if not found.minority:
-                error = RunError(f"{what}, and each is what its worker wrote: nothing says which is right")
+                error = RunError(f"{what}, and each is what its worker wrote: nothing shows which is right")
                 return [*actions, End(Stopped(error))]
             fields = {"ranks": list(found.minority), "step": found.step, "message": what}
             actions.append(Record("corruption", fields))
@@ -219,7 +226,8 @@ class FailureHandler:
         """True while the run can go on after a loss: not while the first workers start."""
         return self._policy.survives and self._protocol.started
 
-    def _lose(self, rank: int, reason: str, at: float) -> list[Action]:
+    def _declare_lost(self, rank: int, reason: str, at: float) -> list[Action]:
+        """Go on without a worker. A worker is lost once, whichever of its detectors is the first."""
         if rank not in self._roster:
             return []
         self._roster.remove(rank)
@@ -240,8 +248,12 @@ class FailureHandler:
         }
         return [Record("fail", fields), Kill(rank), *change]  # it may live, and be late
 
-    def _bug(self, message: m.Failed) -> list[Action] | None:
-        """The end of the run, if this report ends it: nothing is survived now, or another worker failed likewise."""
+    def _end_by_bug(self, message: m.Failed) -> list[Action] | None:
+        """The end of the run, if this report ends it: no loss is survived now, or another worker failed in this step.
+
+        The same step on the same data raises the same exception on every worker that runs it. So two workers that fail
+        in one step are taken for a bug in the program: without an end, all would be lost one after the other.
+        """
         first = self._crashes.get(message.step, (message.rank, message.report))
         if self._survives_losses and first[0] == message.rank:
             return None
@@ -249,7 +261,10 @@ class FailureHandler:
         return [ReportExits()]
 
     def _explain(self, event: WorkerEnded) -> list[Action]:
-        """Notes how a member's process ended, which is mostly known some time after that it did."""
+        """Note how a member's process ended, which is mostly known some time later than the fact that it did.
+
+        A crash in native code (a signal, no report) is counted like an exception: two in one step end the run.
+        """
         if event.exited is None or (step := self._unexplained.pop(event.rank, None)) is None:
             return []
         if _is_crash(event.exited):
@@ -262,7 +277,7 @@ class FailureHandler:
     # ---- links
 
     def link_closed(self, *ends: int) -> None:
-        """A link between two workers, or ours to one, has ended: with one of its ends, or by itself."""
+        """A link between two workers, or the controller's to one, has ended: with one of its ends, or by itself."""
         if all(rank in self._roster for rank in ends):
             self._links.closed(*ends)
 
@@ -275,7 +290,7 @@ class FailureHandler:
             elif not self._survives_losses:
                 return [*actions, End(Stopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
             else:
-                actions += self._lose(verdict.lost, verdict.reason, now)
+                actions += self._declare_lost(verdict.lost, verdict.reason, now)
         return actions
 
     # ---- the end of a run
@@ -304,7 +319,7 @@ class FailureHandler:
     def _await_report(self, state: _AwaitReport, event: Event, now: float) -> list[Action]:
         match event:
             case Received(message=m.Failed() as message) if message.rank == state.gone.rank:
-                return self._bug(message) or []
+                return self._end_by_bug(message) or []
             case WorkerEnded() if killed := self._killed(event):
                 return killed
             case WorkerEnded() if event.rank == state.gone.rank and event.exited is not None:
@@ -317,7 +332,7 @@ class FailureHandler:
     def _await_causes(self, event: Event, now: float) -> list[Action]:
         match event:
             case Received(message=m.Failed() as message):
-                if (bug := self._bug(message)) is not None:
+                if (bug := self._end_by_bug(message)) is not None:
                     return bug
                 self._crashes[message.step] = message.rank, message.report
             case WorkerEnded() if event.rank not in self._roster:
@@ -404,7 +419,7 @@ def _is_crash(exited: Exited) -> bool:
 
 
 def _advice(run_dir: Path, checkpoint: SavedState | None) -> str:
-    """What the user of a run that has ended can do: where its newest good checkpoint is, and how to go on from it."""
+    """Advice to the user of a run that has ended: its newest good checkpoint, and the command that goes on from it."""
     if checkpoint is None:
         return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
     return f"Its newest checkpoint is {checkpoint.path}; to go on from there: {resume_command(run_dir)}"
@@ -425,7 +440,7 @@ def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
 
 
 class Stopping:
-    """A run with too few workers left to go on: their state is written, then it ends and says how to resume it.
+    """The end of a run with too few workers left: their state is written, and the error tells how to resume it.
 
     Args:
         seconds: how long the last checkpoint may take (timeouts.shutdown).
@@ -439,7 +454,7 @@ class Stopping:
         self._until = 0.0
 
     def begin(self, save: Save, now: float) -> None:
-        """The workers have been told to write their state; again if one more is lost meanwhile."""
+        """The workers have been ordered to write their state; again if one more is lost meanwhile."""
         self._save = save
         self._until = now + self._seconds
         self._checkpoints.stop_and_save(save)
@@ -457,7 +472,7 @@ class Stopping:
 
 
 class StartDeadline:
-    """How long the first workers may take until all of them are ready (timeouts.start).
+    """The deadline of the first workers, by which all of them must be ready (timeouts.start).
 
     A worker that compiles gets as much time again with each layer that it has done.
     """

@@ -70,7 +70,7 @@ class Spawned:
 
 
 class ControllerIO(Protocol):
-    """What a controller can do to the outside, and the one place from which it hears. For one thread."""
+    """The controller's only way to the outside: what it does, and the events that it gets. For one thread."""
 
     def now(self) -> float:
         """Seconds of a clock that never runs back."""
@@ -105,15 +105,19 @@ class ControllerIO(Protocol):
         ...
 
     def faulted_at(self, rank: int) -> float | None:
-        """When a fault on purpose hit a worker, if one did and the worker wrote it down."""
+        """The time at which fault injection hit a worker, if it did and the worker wrote it down."""
         ...
 
     def open_admin(self) -> str:
-        """From now on administrators' requests are among the events. Returns why they cannot be; empty: they are."""
+        """Accept administrators' requests, as events, from now on.
+
+        Returns:
+            The reason if that is impossible; else empty.
+        """
         ...
 
     def journal(self, prepare: Prepare) -> None:
-        """Write the epoch of a Prepare to the disk, before anybody is told of it."""
+        """Write the epoch of a Prepare to the disk, before any worker gets it."""
         ...
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -142,7 +146,7 @@ class ProcessIO:
         frequency_cells: directory in which workers on the emulated accelerator find their frequencies, or None.
 
     Raises:
-        ConfigError: the links, or the store where groups meet, cannot be opened as the settings say.
+        ConfigError: the links, or the store where groups meet, cannot be opened with these settings.
         DataError: the journal is damaged.
         FilesError: it cannot be written.
     """
@@ -162,7 +166,7 @@ class ProcessIO:
         self._run_dir = run_dir
         self._mailbox = Mailbox()
         self._ready: deque[Event] = deque()  # events that were found and not returned yet
-        self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads
+        self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         token, host = secrets.token_bytes(16), listen_host(settings.runtime)
         transport = cast(Transport, settings.runtime.transport)
         with contextlib.ExitStack() as undo:
@@ -195,7 +199,7 @@ class ProcessIO:
         return time.monotonic()
 
     def next_event(self, until: float) -> Event:
-        """As ControllerIO says.
+        """See `ControllerIO.next_event`.
 
         Raises:
             RunError: the fork server, which is the parent of all workers, has died.
@@ -205,10 +209,10 @@ class ProcessIO:
                 return self._ready.popleft()
             left = until - time.monotonic()
             if left <= 0:
-                return Tick()
+                return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
             item = self._mailbox.get(min(left, _POLL_S))
             self._ready += self._ended()
-            # A worker that fails says so before its process ends: its message comes before its exit.
+            # A worker that fails reports it before its process ends, so the report mostly comes before the exit.
             match item:
                 case Envelope():
                     return Received(decode(item.header), item.payloads)
@@ -224,6 +228,7 @@ class ProcessIO:
 
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
         self._links.connect(rank, address)
+        # A worker that died between its Ready and this call is not watched: its mutex is free already.
         if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
             self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
 
@@ -296,7 +301,7 @@ class ProcessIO:
         return found + [WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits]
 
     def _died(self, rank: int) -> None:
-        """In the watcher's thread, at the instant of the death."""
+        """Called in the death watch's thread, at the instant of the death: a deque and a wake-up, nothing else."""
         self._deaths.append(WorkerEnded(rank, "its process ended", time.monotonic()))
         self._mailbox.interrupt("a process ended")
 

@@ -2,6 +2,10 @@
 
 It decides membership, never the outcome of a step (protocol.md, rule 2). One thread. Everything outside is behind
 `ControllerIO`: real processes and links (io.py), or the simulated cluster of the tests.
+
+To follow an event: `decide` says which collaborator handles it, and `_execute` what becomes of the actions that it
+returns. A killed worker, for example, is WorkerEnded here, then FailureHandler.worker_ended, ControllerProtocol.lost,
+and back here the actions RemoveMember and Broadcast(Prepare). docs/protocol.md goes on from there.
 """
 
 from __future__ import annotations
@@ -70,8 +74,8 @@ class Controller:
     detector), checkpoints, the rescheduler and administration. The run log listens.
 
     Args:
-        checkpoints: what every checkpoint says of the run, and the step at which the run begins.
-        frequencies: those of the workers' devices; None: they stay as they are.
+        checkpoints: the facts about the run that stand in its checkpoints, and the step at which the run begins.
+        frequencies: of the workers' devices; None: they stay as they are.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class Controller:
             return [*self._checkpoints.written(event, now), *self._stopping.check(now)]
         if self._failures.is_ending:
             if isinstance(event, Tick):
-                self._supervision.postpone(now)  # nobody that hangs now is of interest
+                self._supervision.postpone(now)  # the run ends anyway: no worker is suspected any more
             return self._failures.decide_while_ending(event, now)
         match event:
             case Received(message):
@@ -159,6 +163,8 @@ class Controller:
             case WorkerEnded():
                 return self._failures.worker_ended(event)
             case LinkEnded(peer):
+                # No loss by itself: mostly the worker's process ended too, which comes as WorkerEnded. If its
+                # heartbeats go on, the link alone was lost (BrokenLinks).
                 self._failures.link_closed(peer)
             case Request():
                 return self._admin.answer(event)
@@ -206,7 +212,7 @@ class Controller:
             case m.Failed():
                 return failures.failed(message, now)
             case m.Ready() | m.FinalPages() | m.GroupLost():
-                pass  # of a worker that was given up before; for the log alone
+                pass  # Ready of a worker that is lost meanwhile; the others are for the log alone
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
@@ -237,7 +243,10 @@ class Controller:
                 io.send(rank, m.encode(message))
             case Broadcast(ranks, message):
                 if isinstance(message, m.Prepare):
-                    io.journal(message)  # on the disk before anybody is told of the epoch
+                    # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it,
+                    # and a later controller has to know which epochs there were.
+                    io.journal(message)
+                # Encoded once: at a thousand workers the encoding would cost more than all the rest of a change.
                 header = m.encode(message)
                 for rank in ranks:
                     io.send(rank, header)
@@ -246,7 +255,7 @@ class Controller:
             case Connect(rank, address, holds_mutex):
                 io.connect(rank, address, holds_mutex=holds_mutex)
             case RemoveMember(rank, lost):
-                self._evict(rank, lost)
+                self._remove_member(rank, lost)
             case Kill(rank):
                 self._supervision.forget(rank)
                 io.kill(rank)
@@ -286,11 +295,12 @@ class Controller:
             if newcomers:
                 self.protocol.expect(rank, spawned.domain)
 
-    def _evict(self, rank: int, lost: bool) -> None:
+    def _remove_member(self, rank: int, lost: bool) -> None:
+        """A worker is no member any more: nothing that it sends or does counts from now on."""
         self._supervision.forget(rank)
         self._failures.worker_removed(rank)
         self._roster.remove(rank)
-        if lost:  # it may live: a process that is stopped, or cut off
+        if lost:  # it may live on: a process that is stopped, or that other machines cannot reach
             self._io.kill(rank)
             self._io.disconnect(rank)
 

@@ -29,7 +29,7 @@ from elaswave_spmd.scheduling.step_time import Assignment, step_time
 _MOST_DOUBLINGS = 6
 _SHORT_STEP_S = 0.05
 _TIMED_WORKERS = 32
-_SLOW, _FAST = 0.8, 0.9  # a worker is said to be slow below the one, and not any more above the other
+_SLOW, _FAST = 0.8, 0.9  # relative speeds below which a worker is logged as slow, and above which as recovered
 
 
 class MeasuredCosts:
@@ -55,7 +55,7 @@ class MeasuredCosts:
 
     @property
     def costs(self) -> CostModel:
-        """As measured up to now; links as the middle worker measured its own, where settings do not say."""
+        """The costs as measured up to now. Links are those of the median worker, unless the settings give them."""
         base = self._base
         if self._links:
             base = base.with_links(*map(statistics.median, zip(*self._links.values(), strict=True)))
@@ -104,23 +104,23 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class ReschedulePolicy:
-    """What a run may change by itself.
+    """The settings of what a run may change by itself.
 
     Args:
         steps: of the run.
         mirror_count: mirrors of each page.
-        evict_below: a worker of a smaller relative speed than this is drained, if `min_workers` stay; 0: none.
+        drain_below: a worker of a smaller relative speed than this is drained, if `min_workers` stay; 0: none.
     """
 
     schedule: ScheduleSettings
     steps: int
     mirror_count: int = 1
-    evict_below: float = 0.0
+    drain_below: float = 0.0
     min_workers: int = 1
 
     @classmethod
     def from_settings(cls, settings: Settings, steps: int) -> ReschedulePolicy:
-        """That of a run with these settings; where it is not elastic nothing moves."""
+        """Read the policy from the settings. In a run that is not elastic nothing moves."""
         schedule, elastic = settings.schedule, settings.elastic
         if not elastic.enabled:
             schedule = replace(schedule, microbatches=False, layers=False)
@@ -184,7 +184,7 @@ class Rescheduler:
             self._content = 0
         actions = self._frequencies.committed(step)
         settings = self._settings
-        follows = settings.microbatches or settings.layers or self._policy.evict_below or self._frequencies.active
+        follows = settings.microbatches or settings.layers or self._policy.drain_below or self._frequencies.active
         is_due = self._observed >= settings.window and step % settings.every == 0
         return [*actions, *self._review(step)] if follows and is_due and self._protocol.settled else actions
 
@@ -220,7 +220,7 @@ class Rescheduler:
         return actions
 
     def _plan(self, costs: CostModel, remaining_steps: int) -> tuple[Decision | None, list[Action]]:
-        """What would be best; None: nothing fits in memory, which is written down once an epoch.
+        """Plan the best change. None if nothing fits in memory, which is logged once an epoch.
 
         Other groupings take up to a second to look at: once, as long as the mesh and the costs stay as they are.
         """
@@ -251,10 +251,10 @@ class Rescheduler:
         return decision, complaints
 
     def _goal(self, decision: Decision) -> Goal | None:
-        """Where to go: micro-batches first, which move no state; layers when that is done."""
+        """The next move, if one gains enough: micro-batches first, which move no state; layers when that is done."""
         before, now, later = decision.before.seconds, decision.now, decision.later
         if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
-            return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches dealt by speed")
+            return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches assigned by speed")
         if self._settings.layers and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(later.assignment, before, later.time.seconds, "layers by cost")
         return None
@@ -287,14 +287,14 @@ class Rescheduler:
 
     def _drain_slowest(self, costs: CostModel) -> list[Action]:
         """Drains the slowest worker if it has been too slow in several reviews."""
-        members, evict_below = self._protocol.placement.mesh.members, self._policy.evict_below
+        members, drain_below = self._protocol.placement.mesh.members, self._policy.drain_below
         for rank in members:
-            self._too_slow[rank] = self._too_slow[rank] + 1 if costs.speed(rank) < evict_below else 0
+            self._too_slow[rank] = self._too_slow[rank] + 1 if costs.speed(rank) < drain_below else 0
         slowest = min(members, key=costs.speed)
         if len(members) <= self._policy.min_workers or self._too_slow[slowest] < self._settings.patience:
             return []
         self._too_slow.clear()
-        return [*self._protocol.drain(slowest, f"slower than elastic.evict_slower_than={evict_below:g}")]
+        return [*self._protocol.drain(slowest, f"slower than elastic.evict_slower_than={drain_below:g}")]
 
 
 def _alike(one: Goal, other: Goal) -> bool:

@@ -1,4 +1,7 @@
-"""Where a run begins: at nothing, or at a checkpoint of an earlier one; in either case with its directory locked."""
+"""The begin of a run: initial values, or a checkpoint of an earlier one; in either case its directory is locked.
+
+Also here: `complete`, which makes a checkpoint of the shards that workers wrote after their controller had died.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins.
+    """The point at which a run begins.
 
     Args:
         run: id of the run.
         incarnation: of its controller.
-        checkpoint: what it goes on from; None: nothing.
+        checkpoint: that it goes on from; None: it begins with initial values.
         bad: newer checkpoints that are not whole, and why.
         lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
         validations: step -> loss_hex of validations that are known.
@@ -58,7 +61,7 @@ class ResumePoint:
 
     @classmethod
     def fresh(cls, run_dir: Path) -> ResumePoint:
-        """A run that begins at nothing, in a directory of its own."""
+        """The begin of a new run, in a directory of its own."""
         return cls(_new_id(), 1, locks=(lock_run_dir(run_dir),))
 
     @property
@@ -72,11 +75,11 @@ class ResumePoint:
         return self.lines.get(self.step)
 
     def is_in(self, run_dir: Path) -> bool:
-        """Whether the checkpoint is one of this directory, not of the run that this one came from."""
+        """True if the checkpoint is one of this directory, not of the run that this one came from."""
         return self.checkpoint is not None and self.checkpoint.path.parents[1].absolute() == run_dir.absolute()
 
     def announce(self, observer: RunObserver, mesh: str) -> None:
-        """If the run is resumed: the event `resume`, and what the observer is to find again."""
+        """Log that the run is resumed, if it is. The observer gets the lines that must come out again bit for bit."""
         if self.checkpoint is not None:
             observer.on_event("resume", **self._event(mesh))
             same = self.is_in(observer.run_dir.path)
@@ -199,7 +202,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
 
 
 def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:
-    """What a run says of itself when it begins after `step`."""
+    """The header of a run that begins after `step`, for the display and the log."""
     placement, layout = plan.placement, plan.description.layout
     mesh, unsurvived = placement.mesh, ""
     if plan.settings.elastic.enabled and mesh.num_workers > 1:
@@ -249,7 +252,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
 
     Args:
         plan: of the run that is to go on, for the learning rate and the tokens of a step. That it has the same bits is
-            checked afterwards, against what the dead controller wrote down of itself.
+            checked afterwards, against the identity in the dead controller's journal.
 
     Returns:
         The checkpoint's directory; None where there is nothing to complete.
@@ -263,6 +266,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
         shards, _ = find_shards(path)
         if not shards:
             continue
+        # Shards of an earlier incarnation may be of another attempt at the same step, which wrote other pages.
         newest = max(shard.ballot.incarnation for shard in shards)
         shards = [shard for shard in shards if shard.ballot.incarnation == newest]
         lines = _missing_lines(run_dir, path, shards[0].step, plan)
@@ -284,15 +288,19 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
 
 
 def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
-    """None: pages are missing, or nobody knows what the run was."""
+    """The manifest of shards of one incarnation; None: pages are missing, or its journal has no identity of the run.
+
+    The identity is the dead controller's own, from its journal: that of the run which is about to go on may differ, and
+    is compared with it later.
+    """
     ballot = max(shard.ballot for shard in shards)
     journal = [line for line in read_journal(run_dir) if line["incarnation"] == ballot.incarnation]
-    told: dict[str, Any] = next((line for line in journal if "identity" in line), {})
-    if not told:
+    about: dict[str, Any] = next((line for line in journal if "identity" in line), {})
+    if not about:
         return None
-    step, run = shards[0].step, told["run"]
+    step, kinds = shards[0].step, tuple(about["kinds"])
     try:
-        return Manifest(run, step, ballot, step, told["identity"], told["layout"], tuple(told["kinds"]), tuple(shards))
+        return Manifest(about["run"], step, ballot, step, about["identity"], about["layout"], kinds, tuple(shards))
     except CheckpointError:
         return None
 

@@ -1,4 +1,4 @@
-"""The workers that a controller has started and that are neither lost nor let go, and the ranks of the next ones."""
+"""The workers that a controller has started and that have neither left nor been lost, and the next free ranks."""
 
 from __future__ import annotations
 

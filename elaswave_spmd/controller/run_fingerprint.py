@@ -1,4 +1,4 @@
-"""What of a run its bits depend on: saved in every checkpoint, compared before a run is resumed."""
+"""The identity of a run: all that its bits depend on. Saved in every checkpoint, compared before a run is resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen")
 
 
 def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
-    """Everything but the layout (`manifest.layout_fingerprint`): settings, data, versions, class of hardware.
+    """The identity of a run but for its layout (`manifest.layout_fingerprint`): settings, data, versions, hardware.
 
     The mesh of workers, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which
     computes the same numbers twice; nor validations, which only read.

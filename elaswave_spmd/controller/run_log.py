@@ -1,8 +1,8 @@
 """The log of a run: everything that is written down about it. It only listens; nothing is decided here.
 
-`RunLog` hears every event that the controller takes and every action that it carries out, and passes each to those of
-its parts that it concerns: metrics and the result, mesh epochs and what they cost, compiled programs, damaged copies of
-state, groups of stages, steps without an update.
+`RunLog` is given every event that the controller takes and every action that it carries out, and passes each to those
+of its parts that it concerns: metrics and the result, mesh epochs and what they cost, compiled programs, damaged copies
+of state, groups of stages, steps without an update.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class EpochEvents:
         self._write_recovered(None)
         if epoch.kinds:
             self._disturbed = epoch
-        answered, prepared, self._prepared_at = self._answered_at, self._prepared_at, 0.0
+        answered, prepared = self._answered_at, self._prepared_at
+        self._prepared_at = 0.0
         moved, bound = self._bytes(epoch)
         for kind in sorted(set(epoch.kinds.values())) or ["rebalance"]:
             ranks = sorted(rank for rank, k in epoch.kinds.items() if k == kind)
@@ -124,11 +125,12 @@ class EpochEvents:
                 placed_at=now,
                 message=_text(kind, ranks, reasons, epoch),
             )
-        self._seen.clear()
+        self._seen.clear()  # losses that are seen from now on belong to the next epoch
 
     def _bytes(self, epoch: EpochBegun) -> tuple[int, int]:
-        """Bytes of state that are copied because of an epoch, and the least that could be. After its Reconfigure is
-        sent.
+        """Bytes of state that are copied because of an epoch, and the fewest that any plan could copy.
+
+        They are counted when the Reconfigure has been sent, so that no worker waits for the log.
         """
         if epoch.plan is None:
             return 0, 0
@@ -142,10 +144,10 @@ class EpochEvents:
         elif self._usual:
             usual = statistics.median(self._usual)
             placement, workers = epoch.placement, len(epoch.placement.mesh.members)
+            # Members of the epoch before: a loss or a leave had one more, a join one less.
             before = workers + sum({"join": -1, "link": 0}.get(kind, 1) for kind in epoch.kinds.values())
-            microbatch = (
-                usual * before / (placement.num_microbatches * placement.num_stages)
-            )  # one micro-batch through one stage
+            # Seconds of one micro-batch through one stage, if all workers are busy all the time.
+            microbatch = usual * before / (placement.num_microbatches * placement.num_stages)
             redo = epoch.microbatches_redone * microbatch / workers
             penalty = 1e3 * (line.seconds - usual - redo)
             fields: dict[str, object] = {
@@ -224,13 +226,15 @@ class DamageLog:
         if message.reason:
             self._device(message)
             return
-        runs = ", ".join(f"layer {layer} pages [{first}, {stop})" for layer, first, stop in message.page_ranges[:4])
+        first_few = ", ".join(
+            f"layer {layer} pages [{first}, {stop})" for layer, first, stop in message.page_ranges[:4]
+        )
         self._observer.on_event(
             "corruption",
             ranks=[message.rank],
             step=message.step,
-            runs=[list(run) for run in message.page_ranges],
-            message=f"worker {message.rank}: {runs} changed after they were written, before step {message.step}; "
+            page_ranges=[list(page_range) for page_range in message.page_ranges],
+            message=f"worker {message.rank}: {first_few} changed after they were written, before step {message.step}; "
             "other copies take their place",
         )
 

@@ -1,6 +1,6 @@
-"""From settings to a running controller: the launcher of the workers, the plan, the run's directory, and the restarts.
+"""The start of a run, from settings to a running controller: launcher, plan, the run's directory, and restarts.
 
-`run` is what the command line calls.
+`run` is the entry for the command line; `run_once` is the order in which everything is made and taken down again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.proce
 
 
 def run(settings: Settings, *, here: bool = False) -> int:
-    """Trains as the settings say. Returns the exit code.
+    """Train with these settings. Returns the exit code.
 
     Args:
         here: as for ForkServerClient.start, if this is a command's process.
@@ -104,6 +104,7 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
     launcher = start_launcher(settings, scratch, here=here)
     try:
         data = prepare_data(data_spec(settings))
+        # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
         from elaswave_spmd.worker.plan_run import plan_run, read_profile
 
         costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
@@ -112,6 +113,7 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
         if (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
         run_dir, start = open_run(plan, data)
+        # Until there is a controller an error leaves no trace of the run; afterwards the directory stays, with its log.
         with contextlib.ExitStack() as undo:
             undo.callback(start.close)
             undo.callback(run_dir.discard)
@@ -149,10 +151,10 @@ def make_controller(
 
     Args:
         scratch: directory of the sockets.
-        start: where the run begins; None: at nothing.
+        start: the point at which the run begins; None: with initial values.
 
     Raises:
-        ConfigError: the links cannot be opened as the settings say.
+        ConfigError: the links cannot be opened with these settings.
         DataError, FilesError: the run's journal is damaged, or cannot be written.
     """
     run_dir = observer.run_dir.path
@@ -203,7 +205,7 @@ def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> L
 def start_fork_server(
     start: WorkerStart, scratch: str, orphan_grace_s: float, *, here: bool = False
 ) -> ForkServerClient:
-    """Starts the fork server of a machine's workers, and says which variables they get."""
+    """Start the fork server of a machine's workers, and print the environment variables that they get."""
     if start.environment:
         print(f"variables of the workers: {start}", flush=True)
     return ForkServerClient.start(
@@ -218,10 +220,10 @@ def start_fork_server(
 
 
 def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topology | None:
-    """Waits for the agents, deals the workers, and has the agents prepare the same data; None where there are none.
+    """Wait for the agents, assign the workers to machines, and have the agents prepare the same data.
 
     Returns:
-        The failure domain of each rank: its machine.
+        The failure domain of each rank, which is its machine; None if the run has no agents.
 
     Raises:
         RunError: agents are missing at the deadline, or one failed.

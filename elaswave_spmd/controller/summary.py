@@ -1,4 +1,4 @@
-"""What a finished run says of itself: summary.json."""
+"""The summary of a finished run: summary.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("elaswave-spmd", "torch", "numpy", "randomgen", "einops")
 
 
 class RunRecord:
-    """What the controller keeps of a run until its end: the last line, timings, final parameters."""
+    """The facts about a run that the controller keeps until its end: the last line, timings, final parameters."""
 
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
@@ -40,19 +40,20 @@ class RunRecord:
 
     def add_step(self, line: MetricsLine, *, after_validation: bool) -> None:
         """Counts a committed step for the speed, except the first (start-up) and those that waited for a validation."""
+        # The first step waits for memory and caches, and the one after a validation contains the validation.
         if self.last is not None and not after_validation:
             self._tokens += line.tokens
             self._seconds += line.seconds
         self.last = line
 
     def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
-        """Files a run of final master pages."""
+        """File a range of final master pages."""
         collect_pages(self._layout, pages, tensor_of(payload, torch.float32), self.weights)
         self._pages.add((pages.layer, pages.first, pages.stop))
 
     @property
     def has_all_weights(self) -> bool:
-        """Whether every page of every parameter has come."""
+        """True if every page of every parameter has come."""
         return is_complete(self._layout, self._pages)
 
     @property
@@ -98,7 +99,7 @@ def _version(package: str) -> str:
 
 
 def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weights: dict[str, np.ndarray]) -> None:
-    """Copies a run of master pages into the parameters that they hold parts of, making those when first met.
+    """Copy a range of master pages into the parameters that they hold parts of, making those when first met.
 
     Args:
         payload: fp32 values of state pages [first, stop) of a layer.
@@ -119,7 +120,10 @@ def collect_pages(layout: ModelLayout, pages: FinalPages, payload: Tensor, weigh
 
 
 def is_complete(layout: ModelLayout, received: set[tuple[int, int, int]]) -> bool:
-    """Whether the runs received cover every state page. They may overlap: after a loss pages come again, cut anew."""
+    """True if the page ranges received cover every state page.
+
+    They may overlap: after a loss pages come again, cut in other ranges.
+    """
     pages: list[set[int]] = [set() for _ in layout.layers]
     for layer, first, stop in received:
         pages[layer].update(range(first, stop))

@@ -1,4 +1,4 @@
-"""Supervision of workers that live: heartbeats, and what silence means. Ends of processes come as events by themselves.
+"""Supervision of workers that live: heartbeats, and the deadlines that silence misses. Ends of processes are events.
 
 Which detector notices a loss first (the death watch, the fork server or silence) does not matter: all of them become
 the event WorkerEnded. A closed link is no loss by itself (recovery/failure_detector.py, BrokenLinks).
@@ -37,12 +37,14 @@ class Supervision:
     def __init__(self, timeouts: Timeouts, now: float) -> None:
         self._timeouts = timeouts
         self._liveness = Liveness(timeouts)
-        self._alive_at: dict[int, float] = {}  # when a worker sent its last sign of life
+        self._alive_at: dict[
+            int, float
+        ] = {}  # when a worker's last sign of life came; kept after its loss, for the log
         self._ticked = now
 
     @property
     def next_tick(self) -> float:
-        """When `tick` is due."""
+        """The time at which `tick` is due."""
         return self._ticked + self._timeouts.heartbeat / 2
 
     @property
@@ -68,7 +70,7 @@ class Supervision:
         self._liveness.heartbeat(message.rank, message.progress, message.waiting, message.action)
 
     def wants_to_leave(self, rank: int) -> None:
-        """The worker has asked to be let go."""
+        """The worker has asked to leave (SIGTERM)."""
         self._liveness.wants_to_leave(rank)
 
     def tick(
@@ -78,7 +80,7 @@ class Supervision:
 
         Args:
             unanswered: the epoch of the last Prepare, and the workers that could have answered it by now and have not.
-            free_to_leave: workers that asked to leave and have nothing that nobody else has.
+            free_to_leave: workers that asked to leave and whose pages all have another replica.
         """
         self._liveness.expect_answers(*unanswered)
         suspects = self._liveness.tick(now - self._ticked, free_to_leave)
@@ -90,10 +92,10 @@ class Supervision:
         self._ticked = now
 
     def last_sign(self, rank: int, faulted_at: float | None) -> Sign | None:
-        """The instant of a worker's death, if a fault on purpose has written it down; else its last sign of life.
+        """The instant of a worker's death, if fault injection has written it down; else its last sign of life.
 
         Args:
-            faulted_at: when a fault on purpose hit the worker, if one did.
+            faulted_at: the time at which a fault was injected into the worker, if one was.
         """
         alive_at = self._alive_at.get(rank)
         # A worker that sends heartbeats long after a fault (it was stopped, and continued) has survived it.

@@ -1,8 +1,10 @@
 """The messages between workers and the controller: plain data, encoded by msgspec, never pickled.
 
 *Data* messages are content: pure functions of (run, step, id). They are valid in any mesh epoch, filed by their id, and
-duplicates are ignored. *Control* messages carry the mesh epoch that fences them (docs/protocol.md, rule 1). Tensors
-travel beside a message, as its payload.
+duplicates are ignored. *Control* messages carry the mesh epoch that fences them (docs/protocol.md, "Messages"). Tensors
+travel beside a message, as its payload, and are not copied into it.
+
+The first line of each docstring is "sender -> receiver, when".
 
 Fields of an option that is off are not sent: see `Message.NUM_OPTIONS`.
 """
@@ -530,6 +532,7 @@ def encode(message: Message) -> bytes:
     """The bytes of a message; fields of options that are off are not among them."""
     if message.NUM_OPTIONS:
         fields: list[Any] = list(msgspec.structs.astuple(message))
+        # array_like structs may be cut short at the end: the decoder fills in the defaults.
         defaults = type(message).__struct_defaults__
         for default in reversed(defaults[-message.NUM_OPTIONS :]):
             if fields[-1] != default:

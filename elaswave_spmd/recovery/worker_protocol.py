@@ -134,7 +134,7 @@ class WorkerProtocol:
         """
         assert pages in self._holds, (pages, "is not held by worker", self.rank)
         if step <= self.version:
-            return []
+            return []  # decided: sent again by a peer that did not know it
         self._norms.setdefault(step, {})[pages] = tuple(norms)
         if loss is not None:
             self._losses[step] = loss
@@ -162,7 +162,7 @@ class WorkerProtocol:
 
     def vote_received(self, vote: Vote) -> list[Effect]:
         """Count a vote of this epoch. Older votes are void, and those of a future epoch are kept for it [m]."""
-        if vote.epoch > self.epoch:
+        if vote.epoch > self.epoch:  # its sender has entered the next epoch first
             self._later_epochs.append(vote)
             return []
         if vote.epoch < self.epoch or vote.step <= self.version:
@@ -177,7 +177,7 @@ class WorkerProtocol:
         Before that, a micro-batch of this step may still need the values of the version before.
         """
         if publish.step < self.version:
-            return []
+            return []  # late: this worker has applied the step after it, so it had all its parameters
         if publish.step == self.version:
             return [Install(publish)]
         self._filed.setdefault(publish.step, []).append(publish)

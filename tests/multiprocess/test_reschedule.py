@@ -40,7 +40,7 @@ def test_a_slow_worker_gets_fewer_microbatches(tmp_path: Path, still: tuple[obje
     events = run(tmp_path / "dp", "mesh=dp2", "sharding=zero2", slow)
     seen = next(e for e in events if e["event"] == "slow")
     assert seen["ranks"] == [0] and int(str(seen["step"])) > 4
-    assert "micro-batches dealt by speed" in " ".join(str(e.get("reason")) for e in events)
+    assert "micro-batches assigned by speed" in " ".join(str(e.get("reason")) for e in events)
     assert bits(tmp_path / "dp") == still
 
 

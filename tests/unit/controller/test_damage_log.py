@@ -18,7 +18,7 @@ def events_of(folder: Path, message: Damaged) -> list[dict[str, Any]]:
 
 def test_damaged_copies(tmp_path: Path) -> None:
     (event,) = events_of(tmp_path, Damaged(1, 0, 5, ((2, 0, 3),)))
-    assert (event["event"], event["ranks"], event["step"], event["runs"]) == ("corruption", [1], 5, [[2, 0, 3]])
+    assert (event["event"], event["ranks"], event["step"], event["page_ranges"]) == ("corruption", [1], 5, [[2, 0, 3]])
     assert "layer 2 pages [0, 3)" in event["message"]
 
 

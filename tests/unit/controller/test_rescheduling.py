@@ -28,7 +28,7 @@ class World:
     """A run of 100 steps. `speeds`: rank -> how fast it is; a layer takes 10 ms forward and 20 ms backward."""
 
     def __init__(
-        self, sizes: Sequence[int], *, evict_below: float = 0.0, min_workers: int = 1, **settings: Any
+        self, sizes: Sequence[int], *, drain_below: float = 0.0, min_workers: int = 1, **settings: Any
     ) -> None:
         self.placement: Placement = placed(sizes, MICROBATCHES, LAYERS)
         self.protocol = SimpleNamespace(
@@ -42,7 +42,7 @@ class World:
         self.step = 0
         self.saved = ""
         schedule = ScheduleSettings(**settings)
-        policy = ReschedulePolicy(schedule, 100, evict_below=evict_below, min_workers=min_workers)
+        policy = ReschedulePolicy(schedule, 100, drain_below=drain_below, min_workers=min_workers)
         self.measured = MeasuredCosts(schedule, costs_of([0.001] * LAYERS), follows_speeds=schedule.microbatches)
         self.rescheduler = Rescheduler(
             policy, self.measured, cast(Any, self.protocol), Frequencies(schedule), Roster(self.placement.mesh.members)
@@ -93,7 +93,9 @@ def test_a_slow_worker_gets_fewer_microbatches_and_is_told_of_once() -> None:
     world.train(30)
     counts = world.goals[0].microbatch_counts[0]
     assert (
-        sum(counts) == MICROBATCHES and counts[1] < counts[0] and "micro-batches dealt by speed" in world.goals[0].why
+        sum(counts) == MICROBATCHES
+        and counts[1] < counts[0]
+        and "micro-batches assigned by speed" in world.goals[0].why
     )
     assert world.goals[0].layer_cuts == (0, LAYERS)
     assert world.events == [("slow", [1])]
@@ -142,7 +144,7 @@ def test_nothing_is_asked_while_the_mesh_changes() -> None:
 
 
 def test_who_stays_too_slow_is_let_go() -> None:
-    world = World([3], evict_below=0.4)
+    world = World([3], drain_below=0.4)
     world.train(10)
     world.speeds[2] = 0.3
     world.train(7)
@@ -153,7 +155,7 @@ def test_who_stays_too_slow_is_let_go() -> None:
 
 @pytest.mark.parametrize("sizes", [[1], [3]])
 def test_nobody_is_let_go_that_the_run_needs(sizes: list[int]) -> None:
-    world = World(sizes, evict_below=0.9, min_workers=sum(sizes))
+    world = World(sizes, drain_below=0.9, min_workers=sum(sizes))
     world.speeds[0] = 0.1
     world.train(60)
     assert world.drained == []
