@@ -55,6 +55,7 @@ class Mesh:
                 rule="a rank is 0 or more and stands at one coordinate",
                 fix="give every worker a rank of its own",
             )
+        # Without a topology all workers are on one host: mirrors then do without other failure domains.
         if not self.topology.domains:
             object.__setattr__(self, "topology", Topology.single_host(self.members))
         for rank in self.members:
@@ -117,6 +118,7 @@ class Mesh:
         tp, fsdp = self.shape.axis_size("tp"), self.shape.axis_size("fsdp")
         shape = MeshShape.of_stages(map(len, ranks), tp=tp, fsdp=fsdp)
         members = [rank for stage in ranks for rank in stage]
+        # The same object as long as nobody is new: a topology of 100,000 ranks is not copied at every epoch.
         known = domains is None and all(rank in self.topology for rank in members)
         topology = self.topology if known else self.topology.with_ranks(members, domains)
         return Mesh(shape, ranks, self.epoch + 1, topology)

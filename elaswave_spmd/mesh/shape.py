@@ -95,6 +95,7 @@ class MeshShape:
         stages = self.stages
         if stages is not None:
             stages = _check_stages(stages, sizes)
+            # One meaning, one value: equal stages become pp and dp, so that equal shapes compare and hash as equal.
             if len(set(stages)) == 1:
                 sizes |= {"pp": len(stages), "dp": stages[0]}
                 stages = None

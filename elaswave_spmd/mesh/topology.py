@@ -94,6 +94,7 @@ class Topology:
                 continue
             if domains and rank in domains:
                 merged[rank] = tuple(domains[rank])
+            # On one host there is only one place where a newcomer can be.
             elif len(paths) == 1:
                 merged[rank] = next(iter(paths))
             else:

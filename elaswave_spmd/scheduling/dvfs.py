@@ -83,6 +83,7 @@ class PowerModel:
             frequencies: float64 [rows, classes].
             makespan_s: seconds of the step.
         """
+        # Power is proportional to f^3 and time to 1/f, so the energy of an action is proportional to f^2.
         dynamic = (frequencies**2 * work).sum(axis=1) * self.dynamic
         return float((devices * (dynamic + self.static * makespan_s)).sum())
 
@@ -141,6 +142,7 @@ def plan_frequencies(
     """
     seconds = np.asarray(work, np.float64)
     assert seconds.ndim == 2 and (seconds >= 0).all(), seconds
+    # A row may stand for many equal devices: it is planned once and counted that often in the energy.
     many = np.ones(len(seconds)) if devices is None else np.asarray(devices, np.float64)
 
     def longest(frequencies: np.ndarray) -> float:
@@ -151,6 +153,7 @@ def plan_frequencies(
     before_s = makespan_of(normal)
     raised = _raised(lambda f: makespan_of(normal * f), before_s, limits.highest, goal_s)
     target = makespan_of(normal * raised)
+    # A row that computes less than the step takes could do with this frequency, if it never had to wait for others.
     needed = seconds.sum(axis=1) / target * _ROUNDING if target else np.ones(len(seconds))
     lowest = np.broadcast_to(np.clip(needed, limits.lowest, raised)[:, None], seconds.shape)
     found = _lowered(
@@ -158,6 +161,7 @@ def plan_frequencies(
     )
     if makespan is not None and len(seconds) <= MOST_ROWS:
         found = _one_by_one(makespan_of, found, np.full_like(found, limits.lowest), seconds, target)
+    # Steps vary, so lowered frequencies keep a margin; see design.md, "Frequency hints keep a margin".
     found = np.minimum(found * (1 + limits.margin), raised)
     after_s = makespan_of(found)
     return FrequencyPlan(
@@ -201,6 +205,7 @@ def _one_by_one(
     """Lowers each row as a whole, then each of its classes: those with the most work first, which saves the most."""
     found = start.copy()
     for row in np.argsort(work.sum(axis=1), kind="stable").tolist():
+        # A device without work may be as slow as it can be.
         if not work[row].any():
             found[row] = low[row]
             continue

@@ -75,10 +75,12 @@ def balanced_counts(num_microbatches: int, speeds: np.ndarray) -> np.ndarray:
         speeds: float64 [workers], above 0.
     """
     assert num_microbatches >= 0 and len(speeds) and (speeds > 0).all(), (num_microbatches, speeds)
+    # The proportional share, rounded down, is in every optimum. The factor is there for rounding errors.
     counts = np.floor(num_microbatches / speeds.sum() * (1 - 1e-9) * speeds).astype(np.int64)
     while left := num_microbatches - int(counts.sum()):
         loads = (counts + 1) / speeds
         order = np.argsort(loads, kind="stable")
+        # Up to the smallest load that a second micro-batch would make, one each can be given without looking again.
         once = np.searchsorted(loads[order], ((counts + 2) / speeds).min(), "right")
         counts[order[: min(left, int(once))]] += 1
     return counts
@@ -133,9 +135,12 @@ def _with_fewest_nodes(num_microbatches: int, speeds: np.ndarray, counts: np.nda
     lowest = int(np.maximum(caps - slack, 0).min())
     options = np.minimum(caps, slack) + 1
     table_size = (int(caps.max()) - lowest + 1) * (num_microbatches + 1)
+    # Without slack all workers are at their maximum. Beyond MOST_WORK the table would take longer than it gains.
     if not slack or max(int(options.sum()) * (slack + 1), table_size) > MOST_WORK:
         return tuple(counts.tolist())
     prices = _node_table(num_microbatches, range(lowest, int(caps.max()) + 1))
+    # Where a worker's range begins depends only on how far the workers before it are below their maximum, so
+    # (worker, difference so far) is all the state that the dynamic program needs.
     ends = np.cumsum(caps)
     best = np.full(slack + 1, _NEVER)  # [difference so far] -> fewest nodes
     best[0] = 0
@@ -187,6 +192,8 @@ def count_tree_nodes(starts: np.ndarray, stops: np.ndarray, num_microbatches: in
     splits at the one number in it with the most trailing zeros; the blocks on both sides have the sizes of the binary
     digits of the rest. Truncated blocks count once, so a range that ends at num_microbatches is looked up by its start.
     """
+    # A range that does not touch the end splits at the number in it with the most trailing zeros; on each side the
+    # blocks are the binary digits of the distance to it.
     ones, width, tails = _bit_tables(num_microbatches)
     highest = np.maximum(width[starts ^ stops] - 1, 0)
     middle = (stops >> highest) << highest
@@ -205,6 +212,7 @@ def _bit_tables(num_microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
         width[at : 2 * at] = at.bit_length()
         at *= 2
     tails = np.zeros(num_microbatches + 1, np.int64)
+    # The largest aligned block that begins at a, then whatever follows it. 0 is aligned to every size.
     for a in range(num_microbatches - 1, -1, -1):
         after = a + (a & -a or size)
         tails[a] = 1 + (tails[after] if after < num_microbatches else 0)
@@ -347,8 +355,10 @@ def cut_blocks(
         bounds = np.arange(number + 1) * num_microbatches // number
         cuts = [np.searchsorted(first, bounds) for first in starts]
         for cut, of_stage in zip(cuts, caps, strict=True):
+            # Workers before the first start and after the last one belong to the outer blocks.
             cut[0], cut[-1] = 0, len(of_stage)
         room = np.min([np.diff(total[cut]) for total, cut in zip(sums, cuts, strict=True)], axis=0)
+        # Every block needs workers in every stage, and all blocks together room for all micro-batches.
         if all((np.diff(cut) > 0).all() for cut in cuts) and int(room.sum()) >= num_microbatches:
             ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(_share_by_room(num_microbatches, room))])
             return tuple(

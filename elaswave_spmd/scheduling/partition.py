@@ -33,13 +33,13 @@ def balance_layers(costs: Sequence[float], workers: Sequence[int]) -> tuple[int,
     num_layers, num_stages = len(costs), len(workers)
     assert 1 <= num_stages <= num_layers, (num_layers, num_stages)
     total = [0.0, *accumulate(costs)]
-    best = [0.0] + [
-        float("inf")
-    ] * num_layers  # best[j]: the smallest largest cost with the first j layers in the stages so far
+    # best[j]: the smallest largest cost with the first j layers in the stages so far
+    best = [0.0] + [float("inf")] * num_layers
     choices: list[list[int]] = []
     for stage, count in enumerate(workers):
         later = num_stages - stage - 1
         found, choice = [float("inf")] * (num_layers + 1), [0] * (num_layers + 1)
+        # Each stage before and after this one needs a layer of its own.
         for stop in range(stage + 1, num_layers - later + 1):
             for start in range(stage, stop):
                 slowest = max(best[start], (total[stop] - total[start]) / count)
@@ -123,13 +123,11 @@ def partition(
         old_cuts: the present cuts, into as many stages. A layer that stays costs nothing, another one its state_bytes.
         move_bytes: float64 [stages, layers], in place of old_cuts: bytes that move if a layer is in a stage.
         tolerance: the bottleneck may exceed the smallest one by this part of it if fewer bytes move; inf: the
-        bottleneck
-            does not matter, and layers move only if they do not fit.
+            bottleneck does not matter, and layers move only if they do not fit.
 
     Raises:
         PlanError: there are more stages than layers, or no partition fits in memory. The error then names the stage
-        that
-            lacks memory in the partition that lacks least, and what would fit.
+            that lacks memory in the partition that lacks least, and what would fit.
     """
     num_layers, num_stages = len(costs.layers), len(stages)
     if not 1 <= num_stages <= num_layers:
@@ -147,6 +145,7 @@ def partition(
         move_bytes = _from_cuts(costs, old_cuts, num_stages)
     limit = optimum * (1.0 + tolerance)
     moved = []
+    # Bytes add up over the layers of a stage, so a range costs the difference of two prefix sums.
     for table, of_stage in zip(allowed, move_bytes, strict=True):
         total = np.concatenate([[0.0], np.cumsum(of_stage)])
         near = (table <= limit) & (table < math.inf)
@@ -178,6 +177,7 @@ def _allowed(
 ) -> list[np.ndarray]:
     """The seconds of each stage with layers [row, column); inf if they do not fit. Equal stages share one array."""
     found: dict[tuple[int, int, float], np.ndarray] = {}
+    # By identity: `_seconds` and `_memory` give equal stages the same array, and comparing arrays would cost more.
     keys = [(id(t), id(m), stage.memory_limit) for t, m, stage in zip(seconds, memory, stages, strict=True)]
     for key, t, m in zip(keys, seconds, memory, strict=True):
         if key not in found:
@@ -193,6 +193,7 @@ def _least(tables: Sequence[np.ndarray], join: np.ufunc) -> tuple[float, tuple[i
     choices = []
     for table in tables:
         found = join(best[:, None], table)
+        # argmin takes the first of equal values, so all machines choose the earliest cuts.
         choice = found.argmin(axis=0)
         best = found[choice, np.arange(num_layers + 1)]
         choices.append(choice)

@@ -99,11 +99,13 @@ def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
     (microbatch_assignment.Block). So the cost does not grow with the number of workers.
     """
     stages, counts = placement.mesh.stages, placement.microbatch_counts
+    # On an even mesh column p of all stages runs the same micro-batches, so the columns do not influence each other.
     if len(set(counts)) == 1:
         position = placement.mesh.position_in_stage(rank)
         column = [members[position] for members in stages]
         return _simulate(placement, column, placement.microbatches_of(rank), in_flight_limits([1] * len(column)))[rank]
     microbatches = placement.microbatches_of(rank)
+    # In turns, every worker shares micro-batches with every other one: nothing smaller than the mesh stands alone.
     if placement.microbatch_order != CONTIGUOUS or not microbatches:
         return schedule(placement)[rank]
     found, positions = _neighbours(counts, microbatches[0], microbatches[-1] + 1)
@@ -167,6 +169,7 @@ def _simulate(
         stage, (forwards, backwards) = placement.mesh.stage_of(rank), ready[rank]
         if rank in busy:
             return
+        # Backward first, as in 1F1B: it frees the activations of a micro-batch.
         if backwards:
             action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)[1]), _BACKWARD * duration[rank]
         elif forwards and in_flight[rank] < limits[stage]:
@@ -192,6 +195,8 @@ def _simulate(
         start(rank, 0)
     while ends:
         now, touched = ends[0][0], set()
+        # All actions that end at one time are finished before any starts, so that the lists do not depend on the
+        # order of equal times.
         while ends and ends[0][0] == now:
             _, rank, action = heapq.heappop(ends)
             touched |= {rank, finish(rank, action)}
@@ -219,6 +224,7 @@ def check(actions: Schedule, num_stages: int) -> None:
         rank = runnable.pop()
         while at[rank] < len(lists[rank]):
             action = lists[rank][at[rank]]
+            # The first missing result is enough: the worker is looked at again when it is there.
             missing = next((n for n in action.needs(num_stages) if n not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)

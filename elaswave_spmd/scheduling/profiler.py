@@ -91,7 +91,10 @@ class ProfileSmoother:
             if sample.seconds > 0:
                 by_layer[sample.layer].append(sample)
                 by_rank[sample.rank].append(sample)
+        # A worker's speed is how much faster it was than its layers usually are, by the median over its layers. Then
+        # the layers' seconds are corrected by these speeds. It is one round of a median polish.
         expected = {layer: sum(self._layer_s(layer)) for layer in self.layers}
+        # Layers that were never measured have no usual time yet: the median over the workers that ran them stands in.
         for layer in by_layer.keys() - expected.keys():
             expected[layer] = median_low(s.seconds * self._speed(s.rank) for s in by_layer[layer])
         now = {rank: median(expected[s.layer] / s.seconds for s in some) for rank, some in by_rank.items()}
@@ -142,6 +145,7 @@ class ProfileSmoother:
         middle, found = self._middle(), {}
         for rank in self.workers:
             speed, before = self._speed(rank) / middle, self.reported.get(rank)
+            # Hysteresis: within one grain the reported speed stays, or noise would change the plan at every step.
             if before is None or abs(speed - before) > self.grain:
                 before = max(1, round(speed / self.grain)) * self.grain
             found[rank] = before

@@ -281,9 +281,11 @@ class _Planner:
         if stage_counts is None or stage_counts:
             for found in self.regrouped(crew, stage_counts):
                 candidates[found.key] = found
+        # What runs now is no change. Its time is compared with the best of the others below.
         candidates.pop(now.key, None)
         if not candidates:
             return None, "layers stay: no partition is better"
+        # A time on action lists must not be compared with a lower bound: if they are mixed, bounds decide.
         exact = all(found.time.how == now.time.how for found in candidates.values())
         best = min(candidates.values(), key=lambda found: self.total(found, exact))
         gain = (_seconds(now, exact) - _seconds(best, exact)) * self.remaining_steps
@@ -316,6 +318,7 @@ class _Planner:
             self.memory_limit,
         )
         choices = groupings.good(stage_counts) if small else [groupings.best(stage_counts)]
+        # Assigning micro-batches is the expensive part, so each grouping of workers is assigned once.
         crews = {choice.stages: self.crew(choice.stages) for choice in choices if choice.stages != crew.stages}
         found = [self.candidate(crews[c.stages], c.partition.cuts) for c in choices if c.stages in crews]
         if small and found:
@@ -334,6 +337,7 @@ class _Planner:
 
         The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
         """
+        # A lower bound does not see the filling of the pipeline, so there is nothing to refine on it.
         if start.time.how != EXACT or sum(map(len, crew.stages)) > _EXACT_WORKERS:
             return start
         best, last = start, None

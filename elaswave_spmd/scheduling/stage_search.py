@@ -165,6 +165,7 @@ def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages
     assert base, (len(was), num_stages)
     if not extra:
         return (base,) * num_stages
+    # Neighbours with the same old stage count as one piece, so the cost does not grow with the number of workers.
     turns = np.flatnonzero(np.diff(was)) + 1
     at = np.concatenate([[0], turns, [len(was)]])
     of_run = was[at[:-1]]
@@ -181,6 +182,7 @@ def regroup(old: Sequence[int] | np.ndarray, old_cuts: Sequence[int], num_stages
         before = np.interp(start, at, gain)
         stay = best + np.interp(start + base, at, gain) - before
         more = np.concatenate([[-math.inf], (best + np.interp(start + base + 1, at, gain) - before)[:-1]])
+        # Strictly more: of equal choices the earlier groups are the larger ones, on every machine.
         taken[s] = more > stay
         best = np.maximum(stay, more)
     sizes, left = [], extra
@@ -231,11 +233,13 @@ class Groupings:
         if len(self.stages) <= self.most:
             sizes = [len(members) for members in self.stages]
             try:
+                # An infinite tolerance keeps the layers where they are, if they fit in memory.
                 best = self.evaluate(sizes, "the stages as they are", math.inf)
                 best = min(best, self.evaluate(sizes, "the stages as they are, other layers"), key=self.total)
             except PlanError as found:
                 error = found
         for least, number in self.numbers(stage_counts):
+            # Numbers come in the order of their lower bounds: from here on none can be better.
             if best is not None and least * self.remaining_steps >= self.total(best):
                 break
             try:

@@ -149,6 +149,7 @@ class ActionGraph:
                 forward = kind == FORWARD
                 needed = (stage - 1, kind, microbatch) if forward else (stage + 1, kind, microbatch)
                 first = stage == 0 if forward else stage == last_stage
+                # The list of a worker stops here until another worker's list has reached what it waits for.
                 if not first and needed not in place:
                     waiting[needed] = row
                     break
@@ -201,6 +202,7 @@ class ActionGraph:
 def action_classes(todo: Sequence[Action]) -> list[int]:
     """The class (index in CLASSES) of each action of a worker's list."""
     forward = [action.kind == FORWARD for action in todo]
+    # Filling ends with the first backward, and draining begins after the last forward.
     first_backward = forward.index(False) if False in forward else len(todo)
     last_forward = len(todo) - 1 - forward[::-1].index(True) if True in forward else -1
     return [(0 if i < first_backward else 1) if f else (3 if i > last_forward else 2) for i, f in enumerate(forward)]
@@ -238,7 +240,9 @@ def bound(
     back = np.concatenate([[0.0], np.cumsum(np.array([b.min() for b in backward_s]) + gaps)])
     total = worst = float(there[-1] + back[-1])
     for s, (f, b, microbatches) in enumerate(zip(forward_s, backward_s, counts, strict=True)):
+        # The way from this stage to the last one and back, on the fastest worker of each.
         later = total - there[s + 1] - back[s + 1] + 2 * gaps[s]
+        # While its first micro-batch is on that way, a worker computes at most as many forwards as may be in flight.
         queued = f + later + microbatches * b + np.maximum(microbatches - limits[s], 0) * f
         busy = np.where(microbatches > 0, np.maximum(microbatches * (f + b), queued), 0.0).max()
         worst = max(worst, float(there[s] + back[s] + busy))
@@ -300,9 +304,9 @@ def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, siz
         float(costs.prefix(name)[stop] - costs.prefix(name)[first]) for name in ("gradient_bytes", "value_bytes")
     )
     others = (size - 1) / size
-    mirrors = (
-        rule.mirror_count if rule.state_is_sharded else size - 1
-    )  # with replicated state every other worker is a mirror
+    # Reduced gradients go to all mirrors, which of replicated state are all other workers of the stage. New parameters
+    # go to the workers that do not compute them themselves: with replicated state, to nobody.
+    mirrors = rule.mirror_count if rule.state_is_sharded else size - 1
     published = value * others if rule.state_is_sharded else 0.0
     return nodes * gradient * others + mirrors * gradient / size + published
 
@@ -341,6 +345,7 @@ def _pieces(
 ) -> Iterator[tuple[object, list[slice]]]:
     """Groups of workers that share micro-batches with nobody else: (key, positions by stage); equal groups, equal
     keys."""
+    # With equal counts in all stages a column shares micro-batches with no other: workers of one column are one piece.
     if all(of_stage == assignment.microbatch_counts[0] for of_stage in assignment.microbatch_counts[1:]):
         columns = np.ascontiguousarray(np.stack([*speeds, counts[0]], axis=1).astype(np.float64))
         for position, column in enumerate(columns):
@@ -354,6 +359,7 @@ def _pieces(
     pairs = zip(counts, speeds, strict=True)
     kind_of = [kinds.setdefault((c.tobytes(), v.tobytes()), s) for s, (c, v) in enumerate(pairs)]
     ends = {s: np.cumsum(counts[s]) for s in kinds.values()}
+    # Where the micro-batches of all stages are cut at the same number, no worker has micro-batches of both sides.
     common = np.unique(ends[0])
     for of_stage in ends.values():
         common = np.intersect1d(common, of_stage)

@@ -42,6 +42,8 @@ class Shardings:
         for field in ("batch", *_STATE):
             self._check(field, "dp")
         self._check("layers", "pp")
+        # Whole optimizer state is updated from whole gradients, so sharded gradients need a sharded optim; and a worker
+        # that has only a part of the parameters has no use for whole gradients.
         sharded = [field for field in _STATE if getattr(self, field).axes]
         if sharded != list(_STATE[len(_STATE) - len(sharded) :]):
             raise SpecError(

@@ -259,6 +259,7 @@ def _lay_out_state(
         if parameter.name in tied:
             blocks.append(_block(STATE, (parameter,), blocks, page_size))
             home[parameter.name] = (index, blocks[-1].first_page)
+    # By update rule: then a page range has one or two segments, and the optimizer needs as many calls for it.
     rest = sorted((p for p in use.parameters if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
     if rest:
         blocks.append(_block(STATE, rest, blocks, page_size))

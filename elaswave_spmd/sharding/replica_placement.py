@@ -52,6 +52,7 @@ def place_replicas(layout: ModelLayout, sharding: StateSharding, *, least_pages:
     for stage, members in enumerate(sharding.stages):
         if sharding.is_replicated:
             everybody = [frozenset(members)]
+            # Replicated state is its own mirror: one shared set object for the whole stage.
             sets = {rank: everybody for rank in members}
         else:
             sets = _copyset_replicas(members, sharding.mesh.topology, choice.count, choice.width(stage))
@@ -95,6 +96,7 @@ def _copyset_replicas(
         return {rank: everybody for rank in members}
     if count == 0:
         return {rank: [frozenset((rank,))] for rank in members}
+    # A narrower copyset on other hosts is better than a wide one that includes the worker's own host.
     far = len(_far_offsets(members, topology))
     width = min(width, far) if far >= count else width  # domains come before the width of the copyset
     peers = copysets(members, topology, width)
@@ -125,11 +127,15 @@ def copysets(members: Sequence[int], topology: Topology, width: int) -> dict[int
     if len(far) >= width:
         offsets = [far[(2 * j + 1) * len(far) // (2 * width)] for j in range(width)]
     places = np.stack([(everybody + offset) % n for offset in offsets])
+    # With width n - 1 all others are peers, and there is nothing to exchange.
     for j in range(width if width < n - 1 else 0):
         peer, others = places[j], np.delete(places, j, axis=0)
         for a in np.flatnonzero(domains.distances(everybody, peer) < domains.farthest).tolist():
             now = domains.distances(everybody, peer)
+            # Exchange peers with the member where both together gain most distance. The peers stay a permutation of
+            # the stage, so loads stay even.
             gain = domains.distances(a, peer) + domains.distances(everybody, peer[a]) - now - now[a]
+            # Nobody may become its own peer, or the same peer twice.
             taken = (peer == a) | (everybody == peer[a]) | (others == peer[a]).any(axis=0)
             taken |= np.isin(peer, others[:, a])
             b = int(np.argmax(np.where(taken, -1, gain)))
@@ -207,6 +213,7 @@ class MirrorChoice:
 
     def completed(self, pages: ReplicaSet) -> ReplicaSet:
         """The page range with mirrors added up to `count`, its learners first; without learners."""
+        # Unchanged ranges are returned as they are, so that callers may compare by identity.
         if not pages.learners and len(pages.replicas) > self.count:
             return pages
         held = set(pages.replicas)
@@ -276,6 +283,7 @@ class MirrorChoice:
         for load, rank in self._by_load[stage]:
             if rank in held:
                 continue
+            # The list is sorted by load: beyond the share, distance does not make up for an uneven load any more.
             if best_distance == farthest or (best >= 0 and load >= (share if best_distance else 2 * share)):
                 break
             if (distance := self.distance(rank, held)) > best_distance:

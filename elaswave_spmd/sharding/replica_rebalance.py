@@ -58,10 +58,12 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
                 settled.append(pages)
             else:
                 changed.append((pages, alive, primary))
+        # Mirrors of replicated state are the members themselves, and are not chosen by load.
         if not sharding.is_replicated or len(sharding.stages[stage]) <= choice.count:
             choice.count_mirrors(settled)
         for pages in settled:
             found[pages.layer].append(pages)
+    # Mirrors are chosen after all stages are balanced: a stage that is too small has its mirrors in others.
     for pages in _with_mirrors(changed, choice, sharding):
         found[pages.layer].append(pages)
     return {layer: tuple(sorted(of_layer, key=lambda it: it.first)) for layer, of_layer in found.items()}
@@ -150,6 +152,7 @@ class _Balance:
         total = sum(of_layer.values())
         self._floor = total // len(self._members)
         self._free_slots = total % len(self._members)
+        # Workers that are above the floor already keep their page more: the slots go to them first, without a copy.
         above = [rank for rank in self._members if self._load[rank] > self._floor]
         self._slots = set(sorted(above, key=lambda rank: -self._load[rank])[: self._free_slots])
         self._free_slots -= len(self._slots)
@@ -169,6 +172,7 @@ class _Balance:
 
     def is_complete(self, pages: ReplicaSet, alive: Alive) -> bool:
         """True if a page range with its primary in this stage has exactly the replicas that it should have."""
+        # Thousands of ranges share a set: the answer is kept by set.
         if alive not in self._complete:
             count, everybody = self._choice.count, self._everybody
             wanted = max(count + 1, len(everybody)) if self._replicated else count + 1
@@ -178,12 +182,14 @@ class _Balance:
     def even_out(self) -> None:
         """Hands pages over until every member has the floor, or one more with a slot."""
         self._hand_to_learners()
+        # First only hand-overs to another host count; what these leave may go anywhere in the stage.
         for least_distance in (1, 0) if self._farthest and not self._replicated else (0,):
             self._least_distance = least_distance
             self._stuck = set()
             for source in (_NOBODY, *self._members):
                 while self._excess(source) and (path := self._search(source)):
                     self._go(path)
+        # What is left cannot be handed over without copies beyond those that are needed anyway: it is copied.
         takers = iter(self._members)
         taker = next(takers)
         for source in self._members:

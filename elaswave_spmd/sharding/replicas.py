@@ -103,6 +103,7 @@ def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tu
     for layer, of_layer in sorted(replicas.items()):
         found: list[ReplicaSet | None] = kept.setdefault(layer, [])
         for pages in of_layer:
+            # Page ranges share sets, so the loss is worked out once for each set: that counts at 100,000 workers.
             if pages.replicas not in left:
                 left[pages.replicas] = pages.replicas if pages.replicas.isdisjoint(gone) else pages.replicas - gone
             holding, learning = left[pages.replicas], pages.learners - gone if pages.learners else _NONE
@@ -115,6 +116,7 @@ def promote(replicas: ReplicaMap, lost: Collection[int]) -> tuple[ReplicaMap, tu
                 found.append(pages)
             else:
                 found.append(ReplicaSet(*pages.key, pages.primary, holding, learning))
+    # Promoted pages come on top of what the survivors reduce already, so that is counted first.
     load = Counter({rank: 0 for some in left.values() for rank in some})
     for found in kept.values():
         for pages in found:
@@ -131,6 +133,7 @@ def _choose_primaries(orphans: Sequence[tuple[ReplicaSet, frozenset[int]]], load
     order = sorted(range(len(orphans)), key=lambda i: (len(orphans[i][1]), -orphans[i][0].num_pages, orphans[i][0].key))
     chosen = [-1] * len(orphans)
     changed = True
+    # Each change lowers the larger one of two loads, so this ends.
     while changed:
         changed = False
         for i in order:
@@ -176,6 +179,7 @@ def _refined(current: Sequence[ReplicaSet], target: Sequence[ReplicaSet]) -> Ite
         while current[place].stop <= goal.first:
             place += 1
         now = current[place]
+        # A name of pages in a message under way must stay a union of present ranges: see the module.
         assert now.first <= goal.first and goal.stop <= now.stop, f"page ranges are never merged: {now} -> {goal}"
         learners = _NONE if goal.replicas is now.replicas else goal.replicas - now.replicas
         if goal.key == now.key and learners == now.learners:
@@ -253,7 +257,9 @@ def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) 
     """
     among = frozenset(members)
     distinct = {pages.replicas for pages in all_runs(replicas)}
+    # Larger sets survive that many losses, whichever they are.
     small = {held for held in distinct if len(held) <= losses and held <= among}
+    # A worker that holds a page alone makes every set with it fatal; those sets are counted by subtraction.
     alone = {rank for held in small if len(held) == 1 for rank in held}
     rest = sorted(among - alone)  # every set with a worker that holds a page alone loses that page
     total, good_or_bad = comb(len(among), losses), comb(len(rest), losses)

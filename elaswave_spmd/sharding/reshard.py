@@ -165,6 +165,7 @@ class ReshardPlan:
             blocks = [block for layer in layers for block in self.layout.layers[layer].state_blocks]
             share = sum(block.num_pages for block in blocks) // len(members)
             page_size = self.layout.page_size
+            # Short last pages first: then no choice of pages could have fewer elements, and the bound holds.
             last = sorted(block.stop - block.start - (block.num_pages - 1) * page_size for block in blocks)
             held = dict.fromkeys(members, 0)
             for pages in (pages for layer in layers for pages in self.during[layer] if self.elements(pages.key)):
@@ -238,6 +239,7 @@ def plan_reshard(
     """
     gone = frozenset(lost)
     left, dead = promote(before, gone)
+    # Without a replica there is nothing to plan: the caller goes back to a checkpoint, or gives up.
     if dead or to is None:
         return ReshardPlan(layout, before, gone, None, left, left, dead)
     if isinstance(to, StateSharding):

@@ -67,11 +67,13 @@ class StateSharding:
             of_layer = layout.layers[layer]
             num_pages = of_layer.num_state_pages
             tiles = TileMap(MeshShape.of(dp=len(members)), _PRIMARIES, (num_pages,), of_layer.name, longer_from=turn)
+            # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
             turn = (turn + num_pages) % len(members)
             starts, stops = (bound[:, 0].tolist() for bound in tiles.bounds)
             for block in of_layer.state_blocks:
                 end = block.first_page + block.num_pages
                 for primary, start, stop in zip(members, starts, stops, strict=True):
+                    # A tile may span several blocks, but a page range lies in one: it is one slice of memory.
                     if max(start, block.first_page) < min(stop, end):
                         yield (layer, max(start, block.first_page), min(stop, end)), primary
             if of_layer.loss_block is not None:

@@ -86,6 +86,7 @@ class TileMap:
                 rule="the lengths of an array are 0 or more",
                 where=self.name,
             )
+        # Ragged stages have no common position to begin at, so the longer parts can only be shifted on even ones.
         assert 0 <= self.longer_from < min(self.mesh_shape.stage_sizes), (self.longer_from, self.mesh_shape)
         assert not self.longer_from or self.mesh_shape.stages is None, (self.longer_from, self.mesh_shape)
         check_spec(self.spec, self.shape, self.mesh_shape, self.name)
