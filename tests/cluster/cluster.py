@@ -337,7 +337,7 @@ class SimulatedCluster:
         replica, layout = worker.executor.replica, self._description.layout
         epoch, version = replica.protocol.epoch, replica.protocol.version
         writers = assign_writers(replica.placement.replica_map(layout), layout)
-        parts = [p for p in replica.state if writers.get(p.run.key) == worker.rank and p.version == version]
+        parts = [p for p in replica.state if writers.get(p.pages.key) == worker.rank and p.version == version]
         if parts:
             name = shard_name(worker.rank, Ballot(self._orders.incarnation, epoch))
             self.checkpoints.keep(version, name, parts)
