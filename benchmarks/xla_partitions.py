@@ -49,9 +49,9 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
     backward: Counter[str] = Counter()
     for slot in layout.slots:
         spec = specs.get(slot.parameter.name, P())
-        if len(slot.parameter.shape) < 2 or spec.dim_of("tp") is None:
+        if len(slot.parameter.shape) < 2 or "tp" not in spec.axes:
             continue
-        if first or spec.dim_of("tp") == 1:
+        if first or "tp" in spec.axes_of(1):
             forward["all-reduce"] += 1
         else:
             backward["all-reduce"] += 1
@@ -62,7 +62,7 @@ def implied(layout: LayerLayout, specs: dict[str, P], first: bool, last: bool) -
 
 def implied_bytes(layout: LayerLayout, specs: dict[str, P]) -> int:
     """The bytes of a layer's parameters on each device that the specs imply."""
-    split = [specs.get(slot.parameter.name, P()).dim_of("tp") is not None for slot in layout.slots]
+    split = ["tp" in specs.get(slot.parameter.name, P()).axes for slot in layout.slots]
     return sum(4 * s.parameter.num_elements // (TP if cut else 1) for s, cut in zip(layout.slots, split, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Headlines of errors: one line that says what happened."""
+"""The text of an error says what happened first; its headline is one line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,37 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd import errors
-from elaswave_spmd.errors import WorkerError, exception_line, place_in_user_code, shorten_report
+from elaswave_spmd.errors import (
+    ConfigError,
+    UserError,
+    WorkerError,
+    exception_line,
+    place_in_user_code,
+    shorten_report,
+)
 
 PACKAGE = Path(errors.__file__).parent
+
+
+def test_what_happened_comes_first_then_rule_choices_and_fix() -> None:
+    error = ConfigError("mesh.dp=abc is not a number", rule="mesh.dp counts workers", exists="1, 2", fix="mesh.dp=2")
+    assert str(error).splitlines() == [
+        "mesh.dp=abc is not a number",
+        "  rule:   mesh.dp counts workers",
+        "  exists: 1, 2",
+        "  fix:    mesh.dp=2",
+    ]
+
+
+def test_the_source_is_shown_unless_the_first_line_names_it() -> None:
+    assert str(UserError("x.json is empty", where="schedule.profile")).splitlines()[1] == "  from:   schedule.profile"
+    assert str(UserError("schedule.profile=x.json is empty", where="schedule.profile")).count("\n") == 0
+
+
+def test_an_error_is_made_again_from_its_fields() -> None:
+    error = ConfigError("a is b", rule="a is c", where="a", fix="a=c")
+    again = ConfigError(**error.fields())
+    assert str(again) == str(error) and error.fields().keys() == {"what", "rule", "where", "fix"}
 
 
 def report_of(error: BaseException) -> str:
