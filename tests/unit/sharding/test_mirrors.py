@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.sharding.replicas import all_runs
-from tests.unit.sharding.test_refill import Case, cases, check, layout_of
+from tests.unit.sharding.test_replica_rebalance import Case, cases, check, layout_of
 
 
 @given(cases(), st.integers(2, 6))

@@ -13,7 +13,7 @@ from elaswave_spmd.sharding import P, ReshardPlan, StateSharding, plan_reshard
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
 from tests.unit.sharding.replica_counts import copied_pages
-from tests.unit.sharding.test_refill import Case, arbitrary_maps, cases, fewest_copies, layout_of
+from tests.unit.sharding.test_replica_rebalance import Case, arbitrary_maps, cases, fewest_copies, layout_of
 
 Held = dict[int, set[tuple[int, int]]]
 """Rank -> the (layer, page) pairs whose state it has."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.sharding import P, StateSharding, TileMap
 from elaswave_spmd.sharding.replicas import all_runs
-from tests.unit.sharding.test_refill import layout_of
+from tests.unit.sharding.test_replica_rebalance import layout_of
 
 PAGES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
