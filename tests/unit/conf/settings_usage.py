@@ -69,7 +69,7 @@ Types = dict[str, set[str]]
 
 
 def _bind(node: ast.AST, types: Types) -> None:
-    """Note what a statement tells about the types of names and attributes."""
+    """Note what a statement shows about the types of names and attributes."""
     if isinstance(node, ast.arg) and node.annotation is not None:
         _note(types, node.arg, _annotated(node.annotation))
     elif isinstance(node, ast.AnnAssign):

@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 class Ran:
-    """Stands in for the controller: keeps the settings, ends as told."""
+    """Stands in for the controller: keeps the settings, ends with the given code."""
 
     def __init__(self) -> None:
         self.settings: list[Settings] = []
@@ -236,14 +236,14 @@ def test_the_command_comes_first(monkeypatch: pytest.MonkeyPatch, ran: Ran, caps
 
 def outside(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command and says on the last line of its output whether torch was imported."""
-    tell = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    report = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
     start, *rest = arguments
     how = (
         f"run_path({start!r}, run_name='__main__')"
         if start.endswith(".py")
         else f"run_module({start!r}, run_name='__main__')"
     )
-    code = tell + f"sys.argv = {[start, *rest]!r}; runpy.{how}"
+    code = report + f"sys.argv = {[start, *rest]!r}; runpy.{how}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=where, timeout=100)
 
 

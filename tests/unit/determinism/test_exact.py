@@ -1,4 +1,4 @@
-"""Sums in pieces are exact, whoever holds which piece."""
+"""Sums in pieces are exact, wherever each piece lies."""
 
 from __future__ import annotations
 

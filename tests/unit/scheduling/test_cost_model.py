@@ -183,7 +183,7 @@ def observed(smoother: ProfileSmoother, speeds: dict[int, float], seconds: list[
 BASE = costs_of([9, 9, 9, 9])
 
 
-def test_a_slow_worker_and_slow_layers_are_told_apart():
+def test_a_slow_worker_and_slow_layers_are_distinguished():
     smoother = ProfileSmoother(4)
     for _ in range(3):
         smoother = observed(smoother, {0: 1.0, 2: 1.0, 4: 0.5, 1: 1.0, 3: 1.0}, [1, 2, 3, 4])
@@ -233,7 +233,7 @@ def test_noise_around_the_edge_of_a_grain_changes_no_speed(noise):
 @given(st.lists(st.floats(0.01, 10), min_size=2, max_size=6), st.lists(st.floats(0.1, 9), min_size=2, max_size=6))
 @settings(deadline=None)
 def test_products_of_layer_and_speed_are_what_was_measured(speeds, seconds):
-    """Whatever is called slow, the layer or the worker: what a worker takes for a layer comes out within the grain."""
+    """Whether the layer or the worker counts as slow, the seconds of a worker on a layer are right within the grain."""
     ranks = dict(enumerate(speeds))
     smoother = observed(ProfileSmoother(len(seconds), grain=0.001), ranks, seconds)
     costs, half = smoother.costs(costs_of([1.0] * len(seconds))), len(seconds) // 2
@@ -247,7 +247,7 @@ def test_products_of_layer_and_speed_are_what_was_measured(speeds, seconds):
     assert fastest > 0
 
 
-def test_who_is_gone_is_forgotten_and_newcomers_have_speed_1():
+def test_lost_workers_are_forgotten_and_newcomers_have_speed_1():
     smoother = observed(ProfileSmoother(4), {0: 1.0, 2: 0.5, 4: 1.0, 1: 1.0}, [1, 2, 3, 4])
     assert smoother.costs(BASE).speed(2) == 0.5
     left = smoother.forget([2])
@@ -255,7 +255,7 @@ def test_who_is_gone_is_forgotten_and_newcomers_have_speed_1():
     assert [a.forward_s for a in left.costs(BASE).layers] == [1, 2, 3, 4]
 
 
-def test_bad_samples_are_refused_and_empty_ones_teach_nothing():
+def test_bad_samples_are_refused_and_empty_ones_change_nothing():
     with pytest.raises(PlanError, match="finite and not negative"):
         LayerSample(0, 0, -1.0, 1.0)
     with pytest.raises(PlanError, match="layers 0 to 3"):

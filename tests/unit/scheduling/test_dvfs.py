@@ -22,7 +22,7 @@ WORK = st.lists(st.lists(st.floats(0, 10), min_size=2, max_size=2), min_size=1, 
 
 
 def holds(plan: FrequencyPlan, limits: FrequencyRange) -> None:
-    """What is promised of any plan."""
+    """The guarantees of every plan."""
     table = np.array(plan.frequencies)
     assert 1.0 <= plan.raised_to <= limits.highest
     assert table.min() >= limits.lowest - 1e-12 and table.max() <= plan.raised_to
@@ -96,7 +96,7 @@ def test_the_bottleneck_is_raised_and_the_others_are_lowered():
     assert np.array(plan.frequencies).ravel() == pytest.approx([1.25, 3 / 3.2, 0.5])
 
 
-def test_nobody_is_raised_beyond_the_goal():
+def test_no_device_is_raised_beyond_the_goal():
     limits = FrequencyRange(0.5, 2.0)
     assert plan_frequencies([[4.0], [1.0]], limits, goal_s=5.0).raised_to == 1.0
     plan = plan_frequencies([[4.0], [1.0]], limits, goal_s=3.2)

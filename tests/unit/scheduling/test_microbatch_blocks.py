@@ -93,7 +93,7 @@ def test_newcomers_begin_where_the_one_to_their_left_does():
     assert [found.tolist() for found in starts] == [[0, 0, 3], [0]]
 
 
-def test_small_meshes_are_dealt_as_a_whole():
+def test_small_meshes_are_assigned_as_a_whole():
     v = np.ones(60)
     assert cut_blocks(600, caps(600, [v, v[:-1]])) == ()
     assert assign_microbatches(600, [v]).counts == (assign_by_speed(600, v),)

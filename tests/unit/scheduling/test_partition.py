@@ -122,7 +122,7 @@ def test_no_room_says_which_stage_by_how_much_and_what_fits():
     with pytest.raises(PlanError):
         partition(costs, stages(299.0))
     sharded = partition(costs, stages(270.0), rule=rule_of(1, 1))
-    assert sharded.cuts == (0, 1, 5), "dealt over three workers with one mirror, a layer takes two thirds"
+    assert sharded.cuts == (0, 1, 5), "sharded over three workers with one mirror, a layer takes two thirds"
     assert partition(costs, stages(266.0), rule=rule_of(1, 1)).cuts == (0, 2, 5)
 
 

@@ -40,8 +40,8 @@ def test_every_microbatch_page_and_action_once(stages, num_microbatches, zero, d
     mesh = Mesh.initial(MeshShape.of_stages(stages))
     placement = place(mesh, layout, Shardings().with_zero(zero), num_microbatches)
     for stage, members in enumerate(mesh.stages):
-        dealt = sorted(u for m in members for u in placement.microbatches_of(m))
-        assert dealt == list(range(num_microbatches))
+        assigned = sorted(u for m in members for u in placement.microbatches_of(m))
+        assert assigned == list(range(num_microbatches))
         counts = [len(placement.microbatches_of(m)) for m in members]
         assert max(counts) - min(counts) <= 1
         held = dict.fromkeys(members, 0)

@@ -1,4 +1,4 @@
-"""Decisions after events: dataflow at once, layers or another number of stages if that pays, frequencies last."""
+"""Decisions after events: micro-batches at once, layers or another number of stages if that pays, frequencies last."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_three_stages_of_five_workers_become_two():
     assert kept.last.assignment.stages == present
 
 
-def test_a_stage_that_was_given_up_has_its_layers_dealt_anew():
+def test_a_stage_that_was_given_up_has_its_layers_cut_anew():
     placement = placed([1, 1, 1], 4, 6)
     costs = costs_of([1.0] * 6, state_bytes=100)
     decision = plan_change(placement, costs, 100, stages=((0,), (2,)), stage_counts=())
@@ -188,7 +188,7 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
         plan_change(placement, costs, 10, stages=present, memory_limit=500.0)
 
 
-def test_newcomers_without_a_known_host_are_dealt_microbatches():
+def test_newcomers_without_a_known_host_are_assigned_microbatches():
     placement = placed([2, 2], 8, 4)
     decision = plan_change(placement, costs_of([1.0] * 4), 10, stages=((0, 1, 9), (2, 3)), stage_counts=())
     assert len(decision.now.assignment.microbatch_counts[0]) == 3 and decision.pause_s == 0

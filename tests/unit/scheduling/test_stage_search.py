@@ -1,4 +1,4 @@
-"""How many stages: the grouping with the least time until the end, moves included, among those looked at."""
+"""The search over numbers of stages: the least time until the end, moves included, of all groupings evaluated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def crews(draw) -> tuple[list[list[int]], tuple[tuple[int, ...], ...], tuple[int
 @given(crews(), st.integers(0, 3), st.integers(0, 2), st.data())
 @settings(deadline=None)
 def test_moves_count_what_workers_lack(crew, zero, mirrors, data):
-    """Against shares held by name: of a dealt layer each worker of n has 1/n, and keeps what it is to have of that."""
+    """Against shares held by name: of a sharded layer each of n workers has 1/n, and keeps it up to its new share."""
     stages, old, cuts = crew
     state = [data.draw(st.integers(0, 100)) for _ in range(cuts[-1])]
     costs = CostModel(tuple(LayerCost("l", 1, 1, state_bytes=size) for size in state), 10.0)
@@ -112,7 +112,7 @@ def test_regrouping_keeps_even_stages():
 
 @given(crews(), st.integers(1, 12), st.integers(0, 50), st.sampled_from([0, 1, 3]), st.data())
 @settings(deadline=None, max_examples=60)
-def test_the_choice_is_the_best_of_all_groupings_looked_at(crew, num_microbatches, remaining, zero, data):
+def test_the_choice_is_the_best_of_all_groupings_evaluated(crew, num_microbatches, remaining, zero, data):
     present, old, cuts = crew
     order = tuple(rank for members in present for rank in members)
     sizes = st.integers(0, 30)
@@ -168,7 +168,7 @@ def test_three_stages_of_five_workers_become_two_if_that_pays():
     assert five_of_six(1e6, 0, stage_counts=(2, 3), **memory).move.bytes == 0
 
 
-def test_only_so_many_numbers_are_looked_at(monkeypatch):
+def test_only_so_many_numbers_are_evaluated(monkeypatch):
     monkeypatch.setattr(stages_module, "MOST_NUMBERS", 0)
     assert five_of_six(1e6, 1000).stages == ((0, 1), (2, 3), (4,))
 
@@ -198,7 +198,7 @@ def test_good_groupings_are_no_worse_than_even_ones(data: st.DataObject):
         assert tuple(rank for members in choice.stages for rank in members) == tuple(range(sum(sizes)))
         assert all(choice.stages)
     even = best_of(costs, present, microbatches, **more)
-    kept = even.stages == present  # with the layers as they lie, perhaps: groupings are looked at with the best layers
+    kept = even.stages == present  # perhaps with other layers: groupings are evaluated with the best ones
     assert kept or total[0] <= even.seconds * 1000 + even.move.seconds + 1e-9
 
 

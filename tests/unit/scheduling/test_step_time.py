@@ -46,7 +46,7 @@ def cases(draw) -> tuple[Assignment, CostModel]:
 
 
 def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float:
-    """The same by asking each action when it ends."""
+    """The same times, by recursion over the actions."""
     stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
     home = {action: (rank, i) for rank, todo in actions.items() for i, action in enumerate(todo)}
     known: dict[Action, float] = {}
@@ -164,7 +164,9 @@ def test_reduction_counts_where_it_takes_longer():
     layer = LayerCost("a", 1, 2, gradient_bytes=100, value_bytes=60)
     costs = CostModel((layer,), 10.0)
     assignment = Assignment(((0, 1),), (0, 1), ((4, 4),))
-    plain = step_time(assignment, costs)  # ZeRO-0: a node of 100 B half of which is the other's, half an entry
+    plain = step_time(
+        assignment, costs
+    )  # ZeRO-0: a partial sum of 100 B, half of which is the other's; half a reduced gradient
     assert plain.pipeline_s == 12 and plain.traffic_s == pytest.approx((100 / 2 + 100 / 2) / 10) and plain.seconds == 12
     sharded = step_time(assignment, costs, rule_of(1, 1))
     assert sharded.traffic_s == pytest.approx((100 / 2 + 100 / 2 + 60 / 2) / 10)

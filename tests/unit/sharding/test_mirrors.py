@@ -14,17 +14,21 @@ from tests.unit.sharding.test_replica_rebalance import Case, cases, check, layou
 
 @given(cases(), st.integers(2, 6))
 @settings(deadline=None, max_examples=100)
-def test_dealt_in_larger_atoms(case: Case, least_pages: int):
+def test_mirrors_in_larger_pieces(case: Case, least_pages: int):
     assume(not case.replicated)
-    coarse = case.deal(least_pages=least_pages)
+    coarse = case.place(least_pages=least_pages)
     check(case, coarse)
-    whole = {run.key for run in all_runs(replace(case, mirror_count=0).deal())}
-    assert all(run.num_pages >= least_pages or run.key in whole for run in all_runs(coarse))
+    whole = {replica_set.key for replica_set in all_runs(replace(case, mirror_count=0).place())}
+    assert all(replica_set.num_pages >= least_pages or replica_set.key in whole for replica_set in all_runs(coarse))
 
 
-def test_larger_atoms_are_spread_over_layers():
-    """Runs of three pages, none of them cut: one peer after the other mirrors a worker's run, layer by layer."""
+def test_larger_pieces_are_spread_over_layers():
+    """Ranges of three pages, none of them cut: one peer after the other mirrors a worker's range, layer by layer."""
     mesh = Mesh.initial(MeshShape.of_stages([4]))
     case = Case(layout_of([12] * 6), mesh.stages, (0, 6), False, mesh.topology, 1, 0)
-    peers = [run.mirrors for run in all_runs(case.deal(least_pages=3)) if run.primary == 0 and not case.is_loss(run)]
+    peers = [
+        replica_set.mirrors
+        for replica_set in all_runs(case.place(least_pages=3))
+        if replica_set.primary == 0 and not case.is_loss(replica_set)
+    ]
     assert len(peers) == 6 and set(peers) == {(1,), (2,), (3,)} and peers[:3] == peers[3:]

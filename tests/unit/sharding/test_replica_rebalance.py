@@ -52,7 +52,7 @@ def layout_of(pages: Sequence[int], tied: int = 0) -> ModelLayout:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that maps are made from."""
+    """All arguments of replica maps."""
 
     layout: ModelLayout
     stages: Stages
@@ -67,10 +67,10 @@ class Case:
         mesh = Mesh(MeshShape.of_stages(map(len, self.stages)), self.stages, 0, self.topology)
         return StateSharding(mesh, self.cuts, P(None) if self.replicated else P("dp"), self.mirror_count, self.scatter)
 
-    def deal(self, least_pages: int = 1) -> ReplicaMap:
+    def place(self, least_pages: int = 1) -> ReplicaMap:
         return place_replicas(self.layout, self.sharding, least_pages=least_pages)
 
-    def refill(self, replicas: ReplicaMap) -> ReplicaMap:
+    def rebalance(self, replicas: ReplicaMap) -> ReplicaMap:
         return rebalance_replicas(replicas, self.layout, self.sharding)
 
     def copies(self, current: ReplicaMap, target: ReplicaMap) -> int:
@@ -88,13 +88,13 @@ class Case:
     def members_of(self, layer: int) -> tuple[int, ...]:
         return next(m for m, stop in zip(self.stages, self.cuts[1:], strict=True) if layer < stop)
 
-    def is_loss(self, run: ReplicaSet) -> bool:
-        block = self.layout.layers[run.layer].loss_block
-        return block is not None and run.first == block.first_page
+    def is_loss(self, replica_set: ReplicaSet) -> bool:
+        block = self.layout.layers[replica_set.layer].loss_block
+        return block is not None and replica_set.first == block.first_page
 
 
 def topology_of(num_ranks: int, hosts: Sequence[int]) -> Topology:
-    """Hosts dealt round robin from a list of host numbers, three to a rack."""
+    """Hosts assigned round robin from a list of host numbers, three to a rack."""
     paths = [hosts[rank % len(hosts)] for rank in range(num_ranks)]
     return Topology.of({rank: (f"rack{host // 3}", f"host{host}") for rank, host in enumerate(paths)})
 
@@ -119,37 +119,42 @@ def cases(draw: st.DrawFn, max_workers: int = 5, max_pages: int = 13) -> Case:
 
 
 def check(case: Case, replicas: ReplicaMap) -> None:
-    """Pages partitioned in atoms; one primary, at home; as many mirrors as asked for; even loads."""
+    """Pages partitioned in ranges; one primary, in the stage of its layer; as many mirrors as asked for; even loads."""
     assert sorted(replicas) == list(range(len(case.layout.layers)))
     load = dict.fromkeys(case.workers, 0)
-    for layer, runs in replicas.items():
+    for layer, ranges in replicas.items():
         blocks = case.layout.layers[layer].blocks
         wanted = [page for block in blocks if block.kind != "reader" for page in block.pages]
-        assert [page for run in runs for page in range(run.first, run.stop)] == wanted
+        assert [page for replica_set in ranges for page in range(replica_set.first, replica_set.stop)] == wanted
         members = case.members_of(layer)
-        for run in runs:
-            assert run.layer == layer and run.learners == NOBODY
-            assert run.stop <= case.layout.layers[layer].block_of(run.first).pages.stop, "an atom lies in one block"
-            assert run.replicas <= set(case.workers) and run.primary in members
+        for replica_set in ranges:
+            assert replica_set.layer == layer and replica_set.learners == NOBODY
+            assert replica_set.stop <= case.layout.layers[layer].block_of(replica_set.first).pages.stop, (
+                "an range lies in one block"
+            )
+            assert replica_set.replicas <= set(case.workers) and replica_set.primary in members
             if case.replicated:
-                assert run.replicas >= set(members)
-                assert len(run.replicas) == max(len(members), case.mirrors + 1)
+                assert replica_set.replicas >= set(members)
+                assert len(replica_set.replicas) == max(len(members), case.mirrors + 1)
             else:
-                assert len(run.mirrors) == case.mirrors
-            if not case.is_loss(run):
-                load[run.primary] += run.num_pages
+                assert len(replica_set.mirrors) == case.mirrors
+            if not case.is_loss(replica_set):
+                load[replica_set.primary] += replica_set.num_pages
     for members in case.stages:
         loads = [load[rank] for rank in members]
         assert max(loads) - min(loads) <= 1, "primaries are even within one page"
 
 
-def pages_of(run: ReplicaSet) -> list[tuple[int, int]]:
-    return [(run.layer, page) for page in range(run.first, run.stop)]
+def pages_of(replica_set: ReplicaSet) -> list[tuple[int, int]]:
+    return [(replica_set.layer, page) for page in range(replica_set.first, replica_set.stop)]
 
 
 def refines(new: ReplicaMap, old: ReplicaMap) -> bool:
-    """Whether every atom of `new` lies in one of `old`."""
-    return all(any(was.first <= run.first and run.stop <= was.stop for was in old[run.layer]) for run in all_runs(new))
+    """True if every range of `new` lies in one of `old`."""
+    return all(
+        any(was.first <= replica_set.first and replica_set.stop <= was.stop for was in old[replica_set.layer])
+        for replica_set in all_runs(new)
+    )
 
 
 # ---- given to a placement
@@ -157,14 +162,14 @@ def refines(new: ReplicaMap, old: ReplicaMap) -> bool:
 
 def test_a_placement_with_explicit_replicas_hands_them_out():
     layout, mesh = layout_of([3, 4, 5]), Mesh.initial(MeshShape.of_stages([2, 1]))
-    dealt = place(mesh, layout, Shardings().with_zero(2), 4)
-    case = Case(layout, mesh.stages, dealt.layer_cuts, False, mesh.topology, 1, 0)
-    replicas = case.deal()
-    placement = replace(dealt, replicas=replicas)
-    assert placement != dealt and placement == replace(dealt, replicas=case.deal()) and hash(placement) == hash(dealt)
+    first = place(mesh, layout, Shardings().with_zero(2), 4)
+    case = Case(layout, mesh.stages, first.layer_cuts, False, mesh.topology, 1, 0)
+    replicas = case.place()
+    placement = replace(first, replicas=replicas)
+    assert placement != first and placement == replace(first, replicas=case.place()) and hash(placement) == hash(first)
     assert placement.replica_map(layout) == replicas
     assert placement.replica_map(layout, [1]) == {layer: replicas[layer] for layer in placement.layers_of_stage(1)}
-    assert all(not run.mirrors for run in all_runs(dealt.replica_map(layout)))
+    assert all(not replica_set.mirrors for replica_set in all_runs(first.replica_map(layout)))
 
 
 # ---- a new mesh
@@ -172,8 +177,8 @@ def test_a_placement_with_explicit_replicas_hands_them_out():
 
 @given(cases())
 @settings(deadline=None, max_examples=150)
-def test_dealt_map(case: Case):
-    replicas = case.deal()
+def test_placed_map(case: Case):
+    replicas = case.place()
     check(case, replicas)
     zero = Shardings().with_zero(0 if case.replicated else 2)
     counts = tuple((1,) * len(members) for members in case.stages)
@@ -181,50 +186,60 @@ def test_dealt_map(case: Case):
     mesh = Mesh(MeshShape.of_stages(map(len, case.stages)), case.stages)
     placed = Placement(mesh, len(case.workers), case.cuts, microbatches, zero).replica_map(case.layout)
     assert refines(replicas, placed)
-    primary = {(run.layer, page): run.primary for run in all_runs(placed) for page in range(run.first, run.stop)}
-    for run in all_runs(replicas):
-        assert {primary[run.layer, page] for page in range(run.first, run.stop)} == {run.primary}
+    primary = {
+        (replica_set.layer, page): replica_set.primary
+        for replica_set in all_runs(placed)
+        for page in range(replica_set.first, replica_set.stop)
+    }
+    for replica_set in all_runs(replicas):
+        assert {primary[replica_set.layer, page] for page in range(replica_set.first, replica_set.stop)} == {
+            replica_set.primary
+        }
     if case.replicated or not case.mirrors:
-        assert [run.key for run in all_runs(replicas)] == [run.key for run in all_runs(placed)]
-    assert case.refill(replicas) == replicas, "nothing is to be done"
+        assert [replica_set.key for replica_set in all_runs(replicas)] == [
+            replica_set.key for replica_set in all_runs(placed)
+        ]
+    assert case.rebalance(replicas) == replicas, "nothing is to be done"
     assert from_rows(to_rows(replicas)) == replicas
 
 
 @given(cases(max_workers=12, max_pages=60))
 @settings(deadline=None, max_examples=100)
-def test_dealt_mirrors_are_even_and_on_few_peers(case: Case):
+def test_placed_mirrors_are_even_and_on_few_peers(case: Case):
     case = replace(case, replicated=False)
-    replicas = case.deal()
+    replicas = case.place()
     peers, mirrored = defaultdict(set), Counter()
-    atoms = Counter()
-    for run in all_runs(replicas):
-        peers[run.primary] |= set(run.mirrors)
-        block = case.layout.layers[run.layer].block_of(run.first)
-        atoms[run.layer, block.first_page, run.primary] += 1
-        if not case.is_loss(run):
-            mirrored.update(dict.fromkeys(run.mirrors, run.num_pages))
+    ranges = Counter()
+    for replica_set in all_runs(replicas):
+        peers[replica_set.primary] |= set(replica_set.mirrors)
+        block = case.layout.layers[replica_set.layer].block_of(replica_set.first)
+        ranges[replica_set.layer, block.first_page, replica_set.primary] += 1
+        if not case.is_loss(replica_set):
+            mirrored.update(dict.fromkeys(replica_set.mirrors, replica_set.num_pages))
     scatter = max(case.scatter or 4, case.mirror_count)
     assert all(len(some) <= scatter for some in peers.values())
-    assert all(count <= scatter for count in atoms.values())
+    assert all(count <= scatter for count in ranges.values())
     if all(len(members) > case.mirrors for members in case.stages):
         for members in case.stages:
             loads = [mirrored[rank] for rank in members]
             assert max(loads) - min(loads) <= max(1, case.mirrors)
-        for run in all_runs(replicas):
-            assert run.replicas <= set(case.members_of(run.layer)), "mirrors stay in the stage"
+        for replica_set in all_runs(replicas):
+            assert replica_set.replicas <= set(case.members_of(replica_set.layer)), "mirrors stay in the stage"
 
 
-def test_dealt_mirrors_per_layer_and_in_turn():
+def test_placed_mirrors_per_layer_and_in_turn():
     ranks = tuple(range(10))
     case = Case(layout_of([57] * 8), (ranks,), (0, 8), False, Topology.single_host(ranks), 1, 4)
-    replicas = case.deal()
-    for runs in replicas.values():
+    replicas = case.place()
+    for ranges in replicas.values():
         mirrored = Counter()
-        for run in runs:
-            if not case.is_loss(run):
-                mirrored[run.mirrors[0]] += run.num_pages
+        for replica_set in ranges:
+            if not case.is_loss(replica_set):
+                mirrored[replica_set.mirrors[0]] += replica_set.num_pages
         assert max(mirrored.values()) - min(mirrored.values()) <= 2
-    first = [next(run for run in replicas[layer] if run.primary == 3).mirrors for layer in range(8)]
+    first = [
+        next(replica_set for replica_set in replicas[layer] if replica_set.primary == 3).mirrors for layer in range(8)
+    ]
     assert len(set(first)) > 1, "peers take turns from layer to layer"
 
 
@@ -259,13 +274,15 @@ def test_copyset_width():
 def test_a_small_stage_mirrors_to_the_nearest():
     stages = ((0, 1, 2), (3,), (4,), (5, 6, 7))
     case = Case(layout_of([12, 12, 12, 12]), stages, (0, 1, 2, 3, 4), False, Topology.single_host(range(8)), 1, 0)
-    replicas = case.deal()
+    replicas = case.place()
     check(case, replicas)
-    assert [run.mirrors[0] for run in replicas[1]] == [4, 4, 0, 1], "in both neighbours, whoever has fewest"
-    assert {run.mirrors[0] for run in replicas[2]} <= {3, 5, 6, 7}
-    two = replace(case, stages=((0, 1, 2), (3,)), cuts=(0, 3, 4), mirror_count=2, replicated=True).deal()
-    assert {run.replicas for layer in range(3) for run in two[layer]} == {frozenset({0, 1, 2})}
-    assert all(len(run.mirrors) == 2 and run.primary == 3 for run in two[3])
+    assert [replica_set.mirrors[0] for replica_set in replicas[1]] == [4, 4, 0, 1], (
+        "in both neighbours, where fewest are"
+    )
+    assert {replica_set.mirrors[0] for replica_set in replicas[2]} <= {3, 5, 6, 7}
+    two = replace(case, stages=((0, 1, 2), (3,)), cuts=(0, 3, 4), mirror_count=2, replicated=True).place()
+    assert {replica_set.replicas for layer in range(3) for replica_set in two[layer]} == {frozenset({0, 1, 2})}
+    assert all(len(replica_set.mirrors) == 2 and replica_set.primary == 3 for replica_set in two[3])
 
 
 # ---- losses
@@ -274,7 +291,7 @@ def test_a_small_stage_mirrors_to_the_nearest():
 @given(cases(), st.data())
 @settings(deadline=None, max_examples=150)
 def test_mirror_count_losses_are_survived_where_they_lie(case: Case, data: st.DataObject):
-    replicas = case.deal()
+    replicas = case.place()
     lost = data.draw(st.sets(st.sampled_from(case.workers), max_size=case.mirrors))
     promoted, dead = promote(replicas, lost)
     assert dead == ()
@@ -288,14 +305,14 @@ def test_mirror_count_losses_are_survived_where_they_lie(case: Case, data: st.Da
 @settings(deadline=None, max_examples=100)
 def test_promotion_is_even(case: Case):
     case = replace(case, replicated=True)
-    replicas = case.deal()
+    replicas = case.place()
     for members in case.stages:
         if len(members) > 1:
             promoted, _ = promote(replicas, members[:1])
             load = primary_pages(promoted)
-            sizes = [run.num_pages for run in all_runs(replicas) if run.primary == members[0]]
+            sizes = [replica_set.num_pages for replica_set in all_runs(replicas) if replica_set.primary == members[0]]
             loads = [load.get(rank, 0) for rank in members[1:]]
-            assert max(loads) - min(loads) <= max([1, *sizes]) + 1, "even within a run (and the loss page)"
+            assert max(loads) - min(loads) <= max([1, *sizes]) + 1, "even within a range (and the loss page)"
 
 
 # ---- refilling
@@ -309,7 +326,7 @@ def histories(draw: st.DrawFn) -> tuple[Case, list[tuple[str, list[int]]]]:
 
 
 def after_event(case: Case, kind: str, numbers: Sequence[int], newcomer: int) -> tuple[Case, set[int]]:
-    """The next case, and who is lost. An event that would empty a stage moves somebody there, or does not happen."""
+    """The next case, and the lost workers. An event that would empty a stage moves a worker there, or is left out."""
     stages, lost = [list(members) for members in case.stages], set()
     stage = numbers[0] % len(stages)
     if kind == "join":
@@ -340,7 +357,7 @@ def after_event(case: Case, kind: str, numbers: Sequence[int], newcomer: int) ->
 @settings(deadline=None, max_examples=200)
 def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
     case, events = history
-    replicas, newcomer = case.deal(), 20
+    replicas, newcomer = case.place(), 20
     for kind, numbers in events:
         survived = case.mirrors
         after, gone = after_event(case, kind, numbers, newcomer)
@@ -350,17 +367,17 @@ def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
         if kind == "interrupted":  # a join was under way
             stages = (*after.stages[:-1], (*after.stages[-1], newcomer))
             case = replace(case, stages=(*case.stages[:-1], (*case.stages[-1], newcomer)))
-            current = with_learners(replicas, case.refill(replicas))
+            current = with_learners(replicas, case.rebalance(replicas))
             after, newcomer = replace(after, stages=stages), newcomer + 1
         if gone and kind != "leave":
             current, dead = promote(current, gone)
             if dead:
                 assert len(gone) > survived
                 return
-        target = after.refill(current)
+        target = after.rebalance(current)
         check(after, target)
-        assert refines(target, current), "atoms are never merged"
-        assert after.refill(target) == target
+        assert refines(target, current), "ranges are never merged"
+        assert after.rebalance(target) == target
         learning = with_learners(current, target)
         check_way(after, current, learning, target)
         case, replicas = after, adopt(learning, target)
@@ -368,11 +385,18 @@ def test_any_history(history: tuple[Case, list[tuple[str, list[int]]]]):
 
 def check_way(case: Case, current: ReplicaMap, learning: ReplicaMap, target: ReplicaMap) -> None:
     """From the current map over learners to the target: each missing copy once, from its primary."""
-    held = {(run.layer, page): run for run in all_runs(current) for page in range(run.first, run.stop)}
+    held = {
+        (replica_set.layer, page): replica_set
+        for replica_set in all_runs(current)
+        for page in range(replica_set.first, replica_set.stop)
+    }
     wanted = Counter()
-    for run in all_runs(target):
-        for page in range(run.first, run.stop):
-            wanted.update((run.layer, page, rank) for rank in run.replicas - held[run.layer, page].replicas)
+    for replica_set in all_runs(target):
+        for page in range(replica_set.first, replica_set.stop):
+            wanted.update(
+                (replica_set.layer, page, rank)
+                for rank in replica_set.replicas - held[replica_set.layer, page].replicas
+            )
     plan = plan_reshard(case.layout, current, to=case.sharding)
     assert (plan.during, plan.after, plan.lost) == (learning, target, ())
     got = Counter(
@@ -381,8 +405,8 @@ def check_way(case: Case, current: ReplicaMap, learning: ReplicaMap, target: Rep
     assert got == wanted
     assert all(copy.source == held[copy.pages[0], copy.pages[1]].primary for copy in plan.copies)
     assert plan.least_elements <= plan.moved_elements <= 64 * wanted.total() == 64 * case.copies(current, target)
-    for now, run in zip(all_runs(learning), all_runs(target), strict=True):
-        assert now.key == run.key and now.replicas == held[run.layer, run.first].replicas
+    for now, replica_set in zip(all_runs(learning), all_runs(target), strict=True):
+        assert now.key == replica_set.key and now.replicas == held[replica_set.layer, replica_set.first].replicas
     assert from_rows(to_rows(learning)) == learning
 
 
@@ -398,14 +422,14 @@ def arbitrary_maps(draw: st.DrawFn) -> tuple[Case, ReplicaMap]:
     ranks = st.sets(st.sampled_from([*case.workers, 6, 7]), min_size=1, max_size=draw(st.integers(1, 4)))
     replicas = {}
     for layer, of_layer in enumerate(case.layout.layers):
-        runs = []
+        ranges = []
         for block in of_layer.blocks:
             inner = draw(st.sets(st.sampled_from(block.pages)))
             stops = sorted(inner - {block.first_page} | {block.pages.stop})
             for first, stop in zip([block.first_page, *stops], stops, strict=False):
                 held = frozenset(draw(ranks))
-                runs.append(ReplicaSet(layer, first, stop, draw(st.sampled_from(sorted(held))), held))
-        replicas[layer] = tuple(runs)
+                ranges.append(ReplicaSet(layer, first, stop, draw(st.sampled_from(sorted(held))), held))
+        replicas[layer] = tuple(ranges)
     return case, replicas
 
 
@@ -414,8 +438,8 @@ def fewest_copies(case: Case, replicas: ReplicaMap) -> int:
     total = 0
     for stage, members in enumerate(case.stages):
         layers = range(case.cuts[stage], case.cuts[stage + 1])
-        runs = [(run, case.is_loss(run)) for layer in layers for run in replicas[layer]]
-        pages = [(run.replicas, loss) for run, loss in runs for _ in range(run.num_pages)]
+        ranges = [(replica_set, case.is_loss(replica_set)) for layer in layers for replica_set in replicas[layer]]
+        pages = [(replica_set.replicas, loss) for replica_set, loss in ranges for _ in range(replica_set.num_pages)]
 
         def cost(held: Collection[int], primary: int, members: tuple[int, ...] = members) -> int:
             base = set(members) if case.replicated else {primary}
@@ -444,11 +468,11 @@ def fewest_copies(case: Case, replicas: ReplicaMap) -> int:
 @settings(deadline=None, max_examples=400)
 def test_no_fewer_copies_would_do(drawn: tuple[Case, ReplicaMap]):
     case, replicas = drawn
-    target = case.refill(replicas)
+    target = case.rebalance(replicas)
     check(case, target)
     assert refines(target, replicas)
     assert case.copies(replicas, target) == fewest_copies(case, replicas)
-    assert case.refill(target) == target
+    assert case.rebalance(target) == target
 
 
 CHAINS = [  # workers, replicas of each page with the primary first, copies that must be made
@@ -464,9 +488,9 @@ def test_pages_change_hands_along_a_chain(num_workers: int, replicas_of_page: li
     ranks = tuple(range(num_workers))
     count = len(replicas_of_page)
     case = Case(layout_of([count]), (ranks,), (0, 1), False, Topology.single_host(ranks), 0, 0)
-    runs = [ReplicaSet(0, i, i + 1, held[0], frozenset(held)) for i, held in enumerate(replicas_of_page)]
-    replicas = {0: (*runs, ReplicaSet(0, count, count + 1, 0, frozenset({0})))}
-    target = case.refill(replicas)
+    ranges = [ReplicaSet(0, i, i + 1, held[0], frozenset(held)) for i, held in enumerate(replicas_of_page)]
+    replicas = {0: (*ranges, ReplicaSet(0, count, count + 1, 0, frozenset({0})))}
+    target = case.rebalance(replicas)
     check(case, target)
     assert case.copies(replicas, target) == fewest_copies(case, replicas) == copies
 
@@ -474,34 +498,41 @@ def test_pages_change_hands_along_a_chain(num_workers: int, replicas_of_page: li
 def test_a_loss_moves_what_was_lost_and_nothing_else():
     ranks = tuple(range(8))
     case = Case(layout_of([100] * 5), (ranks,), (0, 5), False, Topology.single_host(range(9)), 1, 4)
-    replicas = case.deal()
+    replicas = case.place()
     held = pages_held(replicas, 5)
     promoted, _ = promote(replicas, [5])
     left = replace(case, stages=(tuple(rank for rank in ranks if rank != 5),))
-    target = left.refill(promoted)
+    target = left.rebalance(promoted)
     assert left.copies(promoted, target) == held, "the copies that were lost"
-    assert sum(map(len, target.values())) <= sum(map(len, replicas.values())) + 8, "few atoms are split"
+    assert sum(map(len, target.values())) <= sum(map(len, replicas.values())) + 8, "few ranges are split"
     joined = replace(left, stages=((*left.stages[0], 8),))
-    wider = joined.refill(target)
+    wider = joined.rebalance(target)
     assert joined.copies(target, wider) == primary_pages(wider)[8] in (62, 63), "a newcomer gets its share"
     for layer in range(5):
-        own = sum(run.num_pages for run in wider[layer] if run.primary == 8)
+        own = sum(replica_set.num_pages for replica_set in wider[layer] if replica_set.primary == 8)
         assert 8 <= own <= 17, "of every layer"
 
 
 def test_a_newcomer_takes_of_every_layer_as_much():
     case = Case(layout_of([40] * 3), ((0,),), (0, 3), False, Topology.single_host(range(2)), 1, 0)
-    target = replace(case, stages=((0, 1),)).refill(case.deal())
+    target = replace(case, stages=((0, 1),)).rebalance(case.place())
     for layer in range(3):
-        assert sum(run.num_pages for run in target[layer] if run.primary == 1 and not case.is_loss(run)) == 20
+        assert (
+            sum(
+                replica_set.num_pages
+                for replica_set in target[layer]
+                if replica_set.primary == 1 and not case.is_loss(replica_set)
+            )
+            == 20
+        )
 
 
 @pytest.mark.parametrize("replicated", [False, True])
-def test_moved_layers_are_dealt_over_all(replicated: bool):
+def test_moved_layers_are_spread_over_all(replicated: bool):
     stages = ((0, 1, 2, 3), (4, 5, 6, 7))
     case = Case(layout_of([40] * 4), stages, (0, 3, 4), replicated, Topology.single_host(range(8)), 1, 0)
-    current = case.deal()
-    target = replace(case, cuts=(0, 1, 4)).refill(current)
+    current = case.place()
+    target = replace(case, cuts=(0, 1, 4)).rebalance(current)
     plan = plan_reshard(case.layout, current, to=target)
     assert copied_pages(plan) == 80 * (4 if replicated else 1)
     if not replicated:
@@ -515,25 +546,32 @@ def test_mirrors_are_made_in_another_domain():
     ranks = tuple(range(8))
     topology = regular_topology(9, per_host=2)
     case = Case(layout_of([64] * 4), (ranks,), (0, 4), False, topology, 1, 0)
-    promoted, _ = promote(case.deal(), [3])
-    target = replace(case, stages=(tuple(rank for rank in ranks if rank != 3),)).refill(promoted)
-    for run in all_runs(target):
-        assert topology.distance(run.primary, run.mirrors[0]) > 0, run
+    promoted, _ = promote(case.place(), [3])
+    target = replace(case, stages=(tuple(rank for rank in ranks if rank != 3),)).rebalance(promoted)
+    for replica_set in all_runs(target):
+        assert topology.distance(replica_set.primary, replica_set.mirrors[0]) > 0, replica_set
 
 
 def test_a_plan_under_way_goes_on():
-    """A newcomer is learning when somebody else is lost: what it is learning it goes on learning."""
+    """Another worker is lost while a newcomer is a learner: the newcomer stays a learner of the same pages."""
     ranks = tuple(range(6))
     case = Case(layout_of([60] * 4), (ranks,), (0, 4), False, Topology.single_host(range(9)), 1, 0)
     joined = replace(case, stages=((*ranks, 8),))
-    current = case.deal()
-    learning = with_learners(current, joined.refill(current))
-    assert joined.refill(learning) == joined.refill(current)
+    current = case.place()
+    learning = with_learners(current, joined.rebalance(current))
+    assert joined.rebalance(learning) == joined.rebalance(current)
     promoted, dead = promote(learning, [2])
-    target = replace(joined, stages=((0, 1, 3, 4, 5, 8),)).refill(promoted)
-    pages = {(run.layer, page): run for run in all_runs(target) for page in range(run.first, run.stop)}
+    target = replace(joined, stages=((0, 1, 3, 4, 5, 8),)).rebalance(promoted)
+    pages = {
+        (replica_set.layer, page): replica_set
+        for replica_set in all_runs(target)
+        for page in range(replica_set.first, replica_set.stop)
+    }
     begun = [
-        (run.layer, page) for run in all_runs(promoted) if 8 in run.learners for page in range(run.first, run.stop)
+        (replica_set.layer, page)
+        for replica_set in all_runs(promoted)
+        if 8 in replica_set.learners
+        for page in range(replica_set.first, replica_set.stop)
     ]
     goes_on = [page for page in begun if 8 in pages[page].replicas]
     assert not dead and len(begun) > 30 and len(goes_on) > 0.9 * len(begun), "but for what is no longer too much"
@@ -545,9 +583,9 @@ def test_a_plan_under_way_goes_on():
 @given(cases(), st.integers(1, 3))
 @settings(deadline=None, max_examples=150)
 def test_unsurvived_counts_by_brute_force(case: Case, losses: int):
-    replicas = case.deal()
+    replicas = case.place()
     sets = list(itertools.combinations(case.workers, losses))
-    bad = sum(any(run.replicas <= set(lost) for run in all_runs(replicas)) for lost in sets)
+    bad = sum(any(replica_set.replicas <= set(lost) for replica_set in all_runs(replicas)) for lost in sets)
     assert unsurvived(replicas, case.workers, losses) == (bad, len(sets))
     if losses == 2:
         assert unsurvived_text(replicas, case.workers) == (

@@ -25,10 +25,15 @@ from elaswave_spmd.sharding.state_sharding import StateSharding
 from tests.unit.sharding.replica_counts import pages_held, primary_pages
 
 
-def test_a_run_and_its_receivers():
-    run = ReplicaSet(3, 4, 9, 7, frozenset({7, 5, 6}), frozenset({1, 9}))
-    assert (run.key, run.num_pages, run.mirrors, run.receivers) == ((3, 4, 9), 5, (5, 6), (1, 5, 6, 9))
-    assert str(run) == "layer 3 pages [4, 9): 7 mirrors [5, 6] learners [1, 9]"
+def test_a_replica_set_and_its_receivers():
+    replica_set = ReplicaSet(3, 4, 9, 7, frozenset({7, 5, 6}), frozenset({1, 9}))
+    assert (replica_set.key, replica_set.num_pages, replica_set.mirrors, replica_set.receivers) == (
+        (3, 4, 9),
+        5,
+        (5, 6),
+        (1, 5, 6, 9),
+    )
+    assert str(replica_set) == "layer 3 pages [4, 9): 7 mirrors [5, 6] learners [1, 9]"
     for wrong in ((3, 4, 4, 7, frozenset({7})), (3, 4, 5, 7, frozenset({6}))):
         with pytest.raises(AssertionError):
             ReplicaSet(*wrong)
@@ -36,7 +41,7 @@ def test_a_run_and_its_receivers():
         ReplicaSet(3, 4, 5, 7, frozenset({7}), frozenset({7}))
 
 
-def test_promotion_says_what_is_lost_and_leaves_learners_alone():
+def test_promotion_names_what_is_lost_and_leaves_learners_alone():
     a, b = ReplicaSet(0, 0, 4, 1, frozenset({1, 2}), frozenset({3, 4})), ReplicaSet(0, 4, 5, 2, frozenset({2}))
     promoted, dead = promote({0: (a, b), 1: ()}, [2, 3])
     assert promoted == {0: (ReplicaSet(0, 0, 4, 1, frozenset({1}), frozenset({4})),), 1: ()} and dead == (b,)
@@ -45,15 +50,15 @@ def test_promotion_says_what_is_lost_and_leaves_learners_alone():
 
 
 def test_promotion_takes_a_choice_back_that_made_loads_uneven():
-    """1 is chosen for the first run, which only 2 could have instead; then one of the three others has to go to 1."""
+    """1 is chosen for the first range, which only 2 could have instead; then one of the three others has to go to 1."""
     two, three = frozenset({1, 2, 9}), frozenset({1, 3, 4, 9})
-    runs = [ReplicaSet(0, 0, 2, 9, two), *(ReplicaSet(0, 2 + 3 * i, 5 + 3 * i, 9, three) for i in range(3))]
-    promoted, dead = promote({0: tuple(runs)}, {9})
+    ranges = [ReplicaSet(0, 0, 2, 9, two), *(ReplicaSet(0, 2 + 3 * i, 5 + 3 * i, 9, three) for i in range(3))]
+    promoted, dead = promote({0: tuple(ranges)}, {9})
     assert primary_pages(promoted) == {1: 3, 2: 2, 3: 3, 4: 3} and not dead
     assert [pages_held(promoted, rank) for rank in (1, 2, 4, 9)] == [11, 2, 9, 0]
 
 
-def test_a_target_is_adopted_only_by_those_who_have_learned_it():
+def test_a_target_is_adopted_only_with_all_its_state():
     a = {0: (ReplicaSet(0, 0, 2, 1, frozenset({1})),)}
     b = {0: (ReplicaSet(0, 0, 2, 2, frozenset({1, 2})),)}
     assert adopt(with_learners(a, b), b) == b
@@ -65,11 +70,11 @@ def test_a_target_is_adopted_only_by_those_who_have_learned_it():
 
 
 def test_unsurvived_with_replicas_of_any_number():
-    runs = [frozenset({0}), frozenset({1, 2}), frozenset({3, 4, 5}), frozenset({1, 3, 9})]
-    replicas = {0: tuple(ReplicaSet(0, i, i + 1, min(held), held) for i, held in enumerate(runs))}
+    ranges = [frozenset({0}), frozenset({1, 2}), frozenset({3, 4, 5}), frozenset({1, 3, 9})]
+    replicas = {0: tuple(ReplicaSet(0, i, i + 1, min(held), held) for i, held in enumerate(ranges))}
     for losses in (1, 2, 3, 4):
         sets = list(itertools.combinations(range(7), losses))
-        bad = sum(any(held <= set(lost) for held in runs) for lost in sets)
+        bad = sum(any(held <= set(lost) for held in ranges) for lost in sets)
         assert unsurvived(replicas, range(7), losses) == (bad, len(sets))
     assert unsurvived_text(replicas, range(7), 1) == "1 of 7 single losses lose some page"
     assert unsurvived_text(replicas, range(7), 3).endswith("of 35 sets of 3 simultaneous losses lose some page")
@@ -85,7 +90,7 @@ def test_rows_share_sets_and_keep_empty_layers():
     rows = to_rows(replicas)
     assert rows[1] == (1, 2, 3, 2, (1,), (5,))
     found = from_rows(rows)
-    assert found == replicas and len({id(run.replicas) for run in all_runs(found)}) == 1
+    assert found == replicas and len({id(replica_set.replicas) for replica_set in all_runs(found)}) == 1
     assert from_rows(()) == {}
 
 
@@ -99,5 +104,7 @@ def test_where_hosts_allow_it_no_mirror_lies_on_its_primarys_host(hosts: tuple[i
     stages = (tuple(range(len(hosts))),)
     mesh = Mesh(MeshShape.of_stages(map(len, stages)), stages, 0, topology)
     replicas = place_replicas(layout, StateSharding(mesh, (0, 2), P("dp"), mirror_count=1))
-    for run in (run for runs in replicas.values() for run in runs):
-        assert not any(topology.distance(run.primary, mirror) == 0 for mirror in run.mirrors), run
+    for replica_set in (replica_set for ranges in replicas.values() for replica_set in ranges):
+        assert not any(topology.distance(replica_set.primary, mirror) == 0 for mirror in replica_set.mirrors), (
+            replica_set
+        )

@@ -66,7 +66,7 @@ def test_a_plan_leads_to_its_target(before: Case, after: Case, data: st.DataObje
     stages = after.stages[: min(len(after.stages), layers)]
     cuts = (0, *range(layers - len(stages) + 1, layers + 1))
     after = replace(after, layout=before.layout, stages=stages, cuts=cuts)
-    replicas = before.deal()
+    replicas = before.place()
     lost = data.draw(st.sets(st.sampled_from(before.workers), max_size=2))
     stages = tuple(tuple(rank for rank in members if rank not in lost) or (39,) for members in after.stages)
     after = replace(after, stages=tuple((s + 30,) if m == (39,) else m for s, m in enumerate(stages)))
@@ -101,9 +101,9 @@ def test_a_given_map_of_other_ranges_is_reached(before: Case, after: Case) -> No
     after = replace(after, layout=before.layout, stages=stages, cuts=(0, *range(layers - len(stages) + 1, layers + 1)))
     shards = {
         layer: tuple(ReplicaSet(*it.key, -1 - it.primary, frozenset((-1 - it.primary,))) for it in of_layer)
-        for layer, of_layer in before.deal().items()
+        for layer, of_layer in before.place().items()
     }
-    target = after.deal()
+    target = after.place()
     plan = plan_reshard(before.layout, shards, to=target)
     assert execute(plan) == held_in(target)
     assert copied_pages(plan) == sum(it.num_pages * len(it.replicas) for it in all_runs(target))
@@ -113,10 +113,10 @@ def test_a_given_map_of_other_ranges_is_reached(before: Case, after: Case) -> No
 @settings(deadline=None, max_examples=100)
 def test_a_loss_alone_promotes_in_place(case: Case, data: st.DataObject) -> None:
     lost = data.draw(st.sets(st.sampled_from(case.workers), max_size=case.mirrors))
-    plan = plan_reshard(case.layout, case.deal(), lost=lost)
+    plan = plan_reshard(case.layout, case.place(), lost=lost)
     assert (plan.lost, plan.copies, plan.hand_overs, plan.drops, plan.moved_elements) == ((), (), (), (), 0)
-    assert execute(plan) == held_in(plan.after) == held_in(case.deal(), frozenset(lost))
-    orphans = [it for it in all_runs(case.deal()) if it.primary in lost]
+    assert execute(plan) == held_in(plan.after) == held_in(case.place(), frozenset(lost))
+    orphans = [it for it in all_runs(case.place()) if it.primary in lost]
     assert [(move.pages, move.source) for move in plan.promotions] == [(it.key, it.primary) for it in orphans]
 
 

@@ -31,7 +31,7 @@ def test_dims_and_axes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "says"),
+    ("entries", "message"),
     [
         (("ep",), r"'ep' in P\(\"ep\"\)(?s:.*)axes pp, dp, tp, fsdp"),
         (("dpp",), "write 'pp'|write 'dp'"),
@@ -44,8 +44,8 @@ def test_dims_and_axes() -> None:
         (((("dp",),),), "None, an axis, or a tuple"),
     ],
 )
-def test_wrong_specs(entries: tuple, says: str) -> None:
-    with pytest.raises(SpecError, match=says):
+def test_wrong_specs(entries: tuple, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         P(*entries)
 
 
@@ -76,7 +76,7 @@ def test_zero_levels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"params": P("dp")}, r"(?s)params=P\(\"dp\"\), grads=P\(None\).*add grads=P\(\"dp\"\), optim=P\(\"dp\"\)"),
         ({"grads": P("dp")}, r"add optim=P\(\"dp\"\)"),
@@ -89,8 +89,8 @@ def test_zero_levels() -> None:
         ({"layers": "pp"}, r"write P\(\"pp\"\)"),
     ],
 )
-def test_contradicting_shardings(fields: dict, says: str) -> None:
-    with pytest.raises(SpecError, match=says):
+def test_contradicting_shardings(fields: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         Shardings(**fields)
 
 
@@ -113,7 +113,7 @@ def test_specs_of_a_tree_have_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "says"),
+    ("specs", "message"),
     [
         ({"wieght": P("tp")}, r"(?s)wieght.*exists: weight"),
         ({"bias": P("tp")}, r"(?s)bias.*exists: weight"),
@@ -123,9 +123,9 @@ def test_specs_of_a_tree_have_paths() -> None:
         ({"weight": "tp"}, "write P"),
     ],
 )
-def test_wrong_shard(specs: dict, says: str) -> None:
+def test_wrong_shard(specs: dict, message: str) -> None:
     module = linear()
-    with pytest.raises(SpecError, match=says):
+    with pytest.raises(SpecError, match=message):
         shard(module, **specs)
     assert specs_of(module) == {}
 

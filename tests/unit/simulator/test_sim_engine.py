@@ -58,7 +58,7 @@ def test_spans_are_what_workers_do(case):
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.booleans()), max_size=8), st.integers(0, 3))
 def test_a_wire_sends_urgent_messages_first_and_goes_on_with_the_others(messages, latency):
-    """Against a wire that is looked at byte by byte."""
+    """Against a wire that is simulated byte by byte."""
     clock, arrived = Clock(), {}
     link = Link(clock, CostModel((LayerCost("a", 1, 1),), 1.0, float(latency)), shared=True)
 
@@ -102,7 +102,13 @@ def one_stage(gradient: int, value: int, latency: float = 0.0) -> tuple[Work, Co
     "zero, mirrors, latency, first, second",
     [
         (1, 0, 0.0, 3 + 2, 1 + 3 + 2),  # half of the sum to the other one; half of the parameters before the next step
-        (1, 1, 0.0, 3 + 2 + 2, 3 + 2 + 2),  # the entry to the mirror; it has applied the step and needs nothing
+        (
+            1,
+            1,
+            0.0,
+            3 + 2 + 2,
+            3 + 2 + 2,
+        ),  # the reduced gradient to the mirror, which applies the step itself and needs no parameters
         (0, 0, 0.0, 3 + 2 + 2, 3 + 2 + 2),  # replicated: everybody is a mirror
         (1, 1, 1.0, 3 + 2 + 1 + 2 + 1 + 1, 10),  # and each of the three messages takes a second more
     ],
@@ -208,7 +214,7 @@ def test_steps_that_overlap_by_stages_are_never_slower(case):
     assert sum(overlapping.seconds) >= busiest * (1 - 1e-9)
 
 
-# ---- salvage
+# ---- recomputation
 
 
 @given(assignments(), st.floats(0, 1.1), st.data())

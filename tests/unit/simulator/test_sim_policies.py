@@ -246,7 +246,7 @@ def test_columns_are_the_replicas():
 
 
 def every_grouping(costs: CostModel, ranks: list[int], microbatches: int):
-    """All orders of workers into stages, all cuts, micro-batches dealt by the first aim or by all."""
+    """All orders of workers into stages, all cuts, micro-batches assigned by the first aim or by all."""
     layers = len(costs.layers)
     for number in range(1, min(len(ranks), layers) + 1):
         for inner in combinations(range(1, layers), number - 1):

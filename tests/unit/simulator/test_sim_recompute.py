@@ -1,4 +1,4 @@
-"""The step that a loss falls into: what the simulator executes again is what the runtime's salvage plan orders."""
+"""The step that a loss falls into: what the simulator executes again is what the recovery plan of a run orders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ STEP = 7
 
 
 def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> PartialStep:
-    """What a survivor would report: its micro-batches, what it has done of them, and all that it has sent, which it
-    keeps.
-    """
+    """The report of a survivor: its micro-batches, those that are finished, and all that it has sent and keeps."""
     mine = [microbatch for microbatch, owner in enumerate(owners_of(assignment)[stage]) if owner == rank]
     forward = [microbatch for microbatch in mine if Action(stage, FORWARD, microbatch) in done]
     computed = [microbatch for microbatch in mine if Action(stage, BACKWARD, microbatch) in done]
@@ -46,7 +44,7 @@ def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> Pa
 
 @given(st.data())
 @settings(max_examples=60)
-def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
+def test_what_is_run_again_is_what_the_recovery_plan_orders(data):
     dp, pp = data.draw(st.integers(2, 4), label="dp"), data.draw(st.integers(1, 4), label="pp")
     microbatches = data.draw(st.integers(dp, 3 * dp + 1), label="microbatches")
     costs = costs_of([1.0] * (pp + 1))
@@ -57,7 +55,7 @@ def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
     assert found is not None, "the first worker of each stage lives"
     stages = tuple(tuple(rank for rank in members if rank not in gone) for members in assignment.stages)
     done = {span.action for span in found.kept if span.worker not in gone}
-    said = {rank: held(assignment, s, rank, done) for s, members in enumerate(stages) for rank in members}
+    reported = {rank: held(assignment, s, rank, done) for s, members in enumerate(stages) for rank in members}
     cuts = assignment.layer_cuts
     placement = Placement(
         Mesh(MeshShape.of_stages(map(len, stages)), stages, epoch=1),
@@ -68,12 +66,12 @@ def test_what_is_run_again_is_what_the_salvage_plan_orders(data):
     )
     layout = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (64,)),)) for i in range(cuts[-1])], page_size=64)
     old = {rank: (cuts[s], cuts[s + 1]) for s, members in enumerate(stages) for rank in members}
-    ordered = recovery_plan(STEP, placement, layout, said, old)
+    ordered = recovery_plan(STEP, placement, layout, reported, old)
     again = {(span.action.stage, span.action.kind, span.action.microbatch) for span in found.rest}
     assert again == {(w.stage, FORWARD, w.microbatch) for w in ordered if w.forward} | {
         (w.stage, BACKWARD, w.microbatch) for w in ordered if w.backward
     }
     worker = {(span.action.stage, span.action.microbatch): span.worker for span in found.rest}
     for line in ordered:  # who has begun a micro-batch ends it
-        if line.microbatch in said[line.worker].assigned:
+        if line.microbatch in reported[line.worker].assigned:
             assert worker[line.stage, line.microbatch] == line.worker
