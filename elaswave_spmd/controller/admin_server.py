@@ -25,7 +25,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.runtime.processes.fd_limit import fits_fd_limit
 from elaswave_spmd.runtime.transport.mailbox import Mailbox, Request
-from elaswave_spmd.sharding.replicas import all_runs, unsurvived_text
+from elaswave_spmd.sharding.replicas import all_replica_sets, unsurvived_text
 
 _COMMANDS = ("status", "add", "drain")
 _CLIENT_S = 2.0  # how long a client may take to send its request, or to read the answer
@@ -92,7 +92,7 @@ class Administration:
             "newcomers": [{"rank": rank, "pid": pids[rank]} for rank in sorted(pids) if rank not in mesh],
             "leaving": protocol.leaving,
             "changing": protocol.changing,
-            "learners": sorted({rank for pages in all_runs(replicas) for rank in pages.learners}),
+            "learners": sorted({rank for pages in all_replica_sets(replicas) for rank in pages.learners}),
             "unsurvived": unsurvived_text(replicas, protocol.members) if len(protocol.members) > 1 else "",
             "events": list(observer.recent_events),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, all_runs
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, all_replica_sets
 
 
 def assign_writers(replicas: ReplicaMap, layout: ModelLayout) -> dict[PageRange, int]:
@@ -17,7 +17,7 @@ def assign_writers(replicas: ReplicaMap, layout: ModelLayout) -> dict[PageRange,
     """
     loads: Counter[int] = Counter()
     writers: dict[PageRange, int] = {}
-    for pages in sorted(all_runs(replicas), key=lambda it: (-it.num_pages, it.key)):
+    for pages in sorted(all_replica_sets(replicas), key=lambda it: (-it.num_pages, it.key)):
         if layout.layers[pages.layer].block_of(pages.first).kind == LOSS:
             continue
         writer = min(pages.mirrors or (pages.primary,), key=lambda rank: (loads[rank], rank))

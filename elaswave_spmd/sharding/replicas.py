@@ -80,7 +80,7 @@ ReplicaMap = Mapping[int, tuple[ReplicaSet, ...]]
 """Layer -> its page ranges with their replicas, in page order."""
 
 
-def all_runs(replicas: ReplicaMap) -> Iterator[ReplicaSet]:
+def all_replica_sets(replicas: ReplicaMap) -> Iterator[ReplicaSet]:
     """All replica sets, by layer and page."""
     return (of_range for _, of_layer in sorted(replicas.items()) for of_range in of_layer)
 
@@ -240,7 +240,7 @@ def dispensable(replicas: ReplicaMap, gone: Collection[int], leaving: Iterable[i
 
     Taken in the order of `leaving`: each one that is removed counts as gone for those after it.
     """
-    left = {pages.replicas.difference(gone) for pages in all_runs(replicas)} - {frozenset()}
+    left = {pages.replicas.difference(gone) for pages in all_replica_sets(replicas)} - {frozenset()}
     found = []
     for rank in leaving:
         without = {held - {rank} for held in left}
@@ -256,7 +256,7 @@ def unsurvived(replicas: ReplicaMap, members: Collection[int], losses: int = 2) 
     Counted on the distinct sets of replicas: exact, and cheap while at most a few of these are smaller than `losses`.
     """
     among = frozenset(members)
-    distinct = {pages.replicas for pages in all_runs(replicas)}
+    distinct = {pages.replicas for pages in all_replica_sets(replicas)}
     # Larger sets survive that many losses, whichever they are.
     small = {held for held in distinct if len(held) <= losses and held <= among}
     # A worker that holds a page alone makes every set with it fatal; those sets are counted by subtraction.
@@ -286,7 +286,7 @@ def to_rows(replicas: ReplicaMap) -> tuple[ReplicaRow, ...]:
     """A map as plain data, for messages. Page ranges that share their replicas share the row's tuple of mirrors."""
     mirrors: dict[tuple[int, frozenset[int]], tuple[int, ...]] = {}
     rows = []
-    for pages in all_runs(replicas):
+    for pages in all_replica_sets(replicas):
         shared = pages.primary, pages.replicas
         if shared not in mirrors:
             mirrors[shared] = pages.mirrors

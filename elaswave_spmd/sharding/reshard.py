@@ -32,7 +32,7 @@ from elaswave_spmd.sharding.replicas import (
     ReplicaMap,
     ReplicaSet,
     adopt,
-    all_runs,
+    all_replica_sets,
     cut_at,
     promote,
     with_learners,
@@ -76,17 +76,21 @@ class ReshardPlan:
     @cached_property
     def promotions(self) -> tuple[PageMove, ...]:
         """Page ranges of a lost primary (`source`) and the mirror that takes its place."""
-        was = {of_range.key: of_range for of_range in all_runs(cut_at(self.before, self.during))} if self.gone else {}
+        was = (
+            {of_range.key: of_range for of_range in all_replica_sets(cut_at(self.before, self.during))}
+            if self.gone
+            else {}
+        )
         return tuple(
             PageMove(now.key, was[now.key].primary, now.primary)
-            for now in all_runs(self.during)
+            for now in all_replica_sets(self.during)
             if now.key in was and was[now.key].primary in self.gone
         )
 
     @cached_property
     def copies(self) -> tuple[PageMove, ...]:
         """State that the primary of a page range sends, one copy for each worker that gets it."""
-        return tuple(copies(all_runs(self.during)))
+        return tuple(copies(all_replica_sets(self.during)))
 
     def copies_to(self, rank: int) -> tuple[PageRange, ...]:
         """The page ranges whose state one worker is sent, in page order."""
@@ -102,13 +106,13 @@ class ReshardPlan:
     @cached_property
     def hand_overs(self) -> tuple[PageMove, ...]:
         """Page ranges that have another primary once all copies are there."""
-        pairs = zip(all_runs(self.during), all_runs(self.after), strict=True)
+        pairs = zip(all_replica_sets(self.during), all_replica_sets(self.after), strict=True)
         return tuple(PageMove(now.key, now.primary, it.primary) for now, it in pairs if now.primary != it.primary)
 
     @cached_property
     def drops(self) -> tuple[tuple[PageRange, int], ...]:
         """(page range, rank) of replicas that are given up once all copies are there."""
-        pairs = zip(all_runs(self.during), all_runs(self.after), strict=True)
+        pairs = zip(all_replica_sets(self.during), all_replica_sets(self.after), strict=True)
         return tuple((now.key, rank) for now, it in pairs for rank in sorted(now.replicas - it.replicas))
 
     def elements(self, pages: PageRange) -> int:

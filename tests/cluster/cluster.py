@@ -34,7 +34,7 @@ from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.sharding.replicas import all_replica_sets
 from elaswave_spmd.worker.channel import Incoming
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
@@ -430,7 +430,7 @@ class SimulatedCluster:
         members = {r: self._workers[r] for r in self.protocol.members if r in self._workers and r not in self._lost}
         runs = self.protocol.placement.replica_map(self._description.layout)
         newest = self._workers.get(self._newest)
-        able = victims(fault, members, all_runs(runs), self._lost, newest)
+        able = victims(fault, members, all_replica_sets(runs), self._lost, newest)
         if not able:
             return False
         self.plan.take()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import EpochBegun
-from elaswave_spmd.sharding.replicas import ReplicaMap, all_runs
+from elaswave_spmd.sharding.replicas import ReplicaMap, all_replica_sets
 from tests.cluster.test_walkthrough import Ended, training
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design.md"
@@ -27,7 +27,7 @@ def example() -> str:
         f"  batch {specs.batch}, layers {specs.layers}",
         f"  params {specs.params}, grads {specs.grads}, optim {specs.optim}",
         "replicas before",
-        *(f"  {pages}" for pages in all_runs(old.replicas or {})),
+        *(f"  {pages}" for pages in all_replica_sets(old.replicas or {})),
     ]
     replicas = old.replicas or {}
     for epoch in run.changes:
@@ -40,8 +40,8 @@ def example() -> str:
 def _epoch(epoch: EpochBegun, before: ReplicaMap) -> list[str]:
     number = epoch.placement.mesh.epoch
     assert epoch.plan is not None and epoch.placement.replicas is not None
-    known = set(all_runs(before))
-    changed = [pages for pages in all_runs(epoch.placement.replicas) if pages not in known]
+    known = set(all_replica_sets(before))
+    changed = [pages for pages in all_replica_sets(epoch.placement.replicas) if pages not in known]
     plan = epoch.plan.text(ELEMENT_BYTES) if epoch.num_copies else "all copies are there: the target of the plan holds"
     return [
         f"controller -> each member: Prepare(epoch={number})",

@@ -27,7 +27,7 @@ from elaswave_spmd.recovery.actions import EpochBegun
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.sharding.replicas import all_replica_sets
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import SENDER, AnyFault, Fault, MessageFault, ThenFault
 from tests.cluster.grouped import GroupedCluster
@@ -316,7 +316,7 @@ def test_rule_4_a_mirror_of_a_lost_primary_is_promoted(order: int) -> None:
 def replicas_by_page(placement: Placement) -> dict[tuple[int, int], Any]:
     """(layer, page) -> its replicas."""
     assert placement.replicas is not None
-    held = all_runs(placement.replicas)
+    held = all_replica_sets(placement.replicas)
     return {(pages.layer, page): pages for pages in held for page in range(pages.first, pages.stop)}
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.sharding.replicas import all_replica_sets
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
 from tests.cluster.schedules import Schedule, run
 from tests.cluster.tiny import TinyRun
@@ -101,14 +101,14 @@ def test_6_a_pair_at_once_is_survived_unless_it_held_all_copies_of_a_page(pair: 
     schedule = Schedule(0, TinyRun(), "dp4", 1, 1, scatter=scatter, faults=faults)
     replicas = schedule.placement.replicas
     assert replicas is not None
-    wanted = "lost" if any(run.replicas <= {*pair} for run in all_runs(replicas)) else "bits"
+    wanted = "lost" if any(run.replicas <= {*pair} for run in all_replica_sets(replicas)) else "bits"
     for order in range(ORDERS):
         ended = run(replace(schedule, seed=order))
         assert (ended.how, ended.struck) == (wanted, 2), (order, ended.failure, ended.detail)
 
 
 def test_6_some_pairs_are_survived_and_some_are_not() -> None:
-    runs = list(all_runs(Schedule(0, TinyRun(), "dp4", 1, 1, scatter=1).placement.replicas or {}))
+    runs = list(all_replica_sets(Schedule(0, TinyRun(), "dp4", 1, 1, scatter=1).placement.replicas or {}))
     lost = {frozenset(pair) for pair in PAIRS if any(r.replicas <= {*pair} for r in runs)}
     assert 0 < len(lost) < 6
 

@@ -13,7 +13,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_replica_sets
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
 from tests.unit.recovery.controller_cases import LAYOUT, placement
 
@@ -73,7 +73,7 @@ def test_a_lost_mirror_is_copied_once_and_that_is_the_least() -> None:
     before = dealt(layout, (4,), (0, 2), zero=1, mirrors=1)
     after = next_placement(before, layout, 1, ((0, 2, 3),), lambda _: None)
     plan = plan_of(before, after, layout, 1, {1})
-    alone = sum(pages.num_pages for pages in all_runs(plan.during) if len(pages.replicas) == 1)
+    alone = sum(pages.num_pages for pages in all_replica_sets(plan.during) if len(pages.replicas) == 1)
     assert not plan.lost and alone
     assert plan.least_elements >= 128 * (alone - 1), "the loss page may be among them"
     assert plan.moved_elements == plan.least_elements
@@ -104,7 +104,7 @@ def test_the_bound_is_one_and_both_are_those_of_the_map(
     plan = plan_of(before, after, layout, mirrors, gone)
     missing = {
         (pages.layer, page, rank)
-        for then, pages in zip(all_runs(plan.after), all_runs(plan.during), strict=True)
+        for then, pages in zip(all_replica_sets(plan.after), all_replica_sets(plan.during), strict=True)
         for page in range(pages.first, pages.stop)
         for rank in then.replicas - pages.replicas
         if layout.layers[pages.layer].block_of(page).kind == "state"

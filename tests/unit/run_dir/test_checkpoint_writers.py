@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.sharding.layout import LOSS, ModelLayout
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_replica_sets
 from tests.unit.run_dir.checkpoint_cases import cuts, layouts, small_layout
 
 
@@ -35,7 +35,7 @@ def replica_maps(draw: st.DrawFn) -> tuple[ModelLayout, ReplicaMap]:
 def test_every_state_page_has_one_writer_that_is_a_replica(case: tuple[ModelLayout, ReplicaMap]) -> None:
     layout, replicas = case
     writers = assign_writers(replicas, layout)
-    state = [r for r in all_runs(replicas) if layout.layers[r.layer].block_of(r.first).kind != LOSS]
+    state = [r for r in all_replica_sets(replicas) if layout.layers[r.layer].block_of(r.first).kind != LOSS]
     assert writers.keys() == {run.key for run in state}
     assert sum(stop - first for _, first, stop in writers) == sum(layer.num_state_pages for layer in layout.layers)
     for run in state:

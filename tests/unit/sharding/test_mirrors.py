@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.sharding.replicas import all_replica_sets
 from tests.unit.sharding.test_replica_rebalance import Case, cases, check, layout_of
 
 
@@ -18,8 +18,10 @@ def test_mirrors_in_larger_pieces(case: Case, least_pages: int):
     assume(not case.replicated)
     coarse = case.place(least_pages=least_pages)
     check(case, coarse)
-    whole = {replica_set.key for replica_set in all_runs(replace(case, mirror_count=0).place())}
-    assert all(replica_set.num_pages >= least_pages or replica_set.key in whole for replica_set in all_runs(coarse))
+    whole = {replica_set.key for replica_set in all_replica_sets(replace(case, mirror_count=0).place())}
+    assert all(
+        replica_set.num_pages >= least_pages or replica_set.key in whole for replica_set in all_replica_sets(coarse)
+    )
 
 
 def test_larger_pieces_are_spread_over_layers():
@@ -28,7 +30,7 @@ def test_larger_pieces_are_spread_over_layers():
     case = Case(layout_of([12] * 6), mesh.stages, (0, 6), False, mesh.topology, 1, 0)
     peers = [
         replica_set.mirrors
-        for replica_set in all_runs(case.place(least_pages=3))
+        for replica_set in all_replica_sets(case.place(least_pages=3))
         if replica_set.primary == 0 and not case.is_loss(replica_set)
     ]
     assert len(peers) == 6 and set(peers) == {(1,), (2,), (3,)} and peers[:3] == peers[3:]

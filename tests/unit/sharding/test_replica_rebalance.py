@@ -21,7 +21,7 @@ from elaswave_spmd.sharding.replicas import (
     ReplicaMap,
     ReplicaSet,
     adopt,
-    all_runs,
+    all_replica_sets,
     from_rows,
     promote,
     to_rows,
@@ -153,7 +153,7 @@ def refines(new: ReplicaMap, old: ReplicaMap) -> bool:
     """True if every range of `new` lies in one of `old`."""
     return all(
         any(was.first <= replica_set.first and replica_set.stop <= was.stop for was in old[replica_set.layer])
-        for replica_set in all_runs(new)
+        for replica_set in all_replica_sets(new)
     )
 
 
@@ -169,7 +169,7 @@ def test_a_placement_with_explicit_replicas_hands_them_out():
     assert placement != first and placement == replace(first, replicas=case.place()) and hash(placement) == hash(first)
     assert placement.replica_map(layout) == replicas
     assert placement.replica_map(layout, [1]) == {layer: replicas[layer] for layer in placement.layers_of_stage(1)}
-    assert all(not replica_set.mirrors for replica_set in all_runs(first.replica_map(layout)))
+    assert all(not replica_set.mirrors for replica_set in all_replica_sets(first.replica_map(layout)))
 
 
 # ---- a new mesh
@@ -188,16 +188,16 @@ def test_placed_map(case: Case):
     assert refines(replicas, placed)
     primary = {
         (replica_set.layer, page): replica_set.primary
-        for replica_set in all_runs(placed)
+        for replica_set in all_replica_sets(placed)
         for page in range(replica_set.first, replica_set.stop)
     }
-    for replica_set in all_runs(replicas):
+    for replica_set in all_replica_sets(replicas):
         assert {primary[replica_set.layer, page] for page in range(replica_set.first, replica_set.stop)} == {
             replica_set.primary
         }
     if case.replicated or not case.mirrors:
-        assert [replica_set.key for replica_set in all_runs(replicas)] == [
-            replica_set.key for replica_set in all_runs(placed)
+        assert [replica_set.key for replica_set in all_replica_sets(replicas)] == [
+            replica_set.key for replica_set in all_replica_sets(placed)
         ]
     assert case.rebalance(replicas) == replicas, "nothing is to be done"
     assert from_rows(to_rows(replicas)) == replicas
@@ -210,7 +210,7 @@ def test_placed_mirrors_are_even_and_on_few_peers(case: Case):
     replicas = case.place()
     peers, mirrored = defaultdict(set), Counter()
     ranges = Counter()
-    for replica_set in all_runs(replicas):
+    for replica_set in all_replica_sets(replicas):
         peers[replica_set.primary] |= set(replica_set.mirrors)
         block = case.layout.layers[replica_set.layer].block_of(replica_set.first)
         ranges[replica_set.layer, block.first_page, replica_set.primary] += 1
@@ -223,7 +223,7 @@ def test_placed_mirrors_are_even_and_on_few_peers(case: Case):
         for members in case.stages:
             loads = [mirrored[rank] for rank in members]
             assert max(loads) - min(loads) <= max(1, case.mirrors)
-        for replica_set in all_runs(replicas):
+        for replica_set in all_replica_sets(replicas):
             assert replica_set.replicas <= set(case.members_of(replica_set.layer)), "mirrors stay in the stage"
 
 
@@ -295,7 +295,7 @@ def test_mirror_count_losses_are_survived_where_they_lie(case: Case, data: st.Da
     lost = data.draw(st.sets(st.sampled_from(case.workers), max_size=case.mirrors))
     promoted, dead = promote(replicas, lost)
     assert dead == ()
-    for before, after in zip(all_runs(replicas), all_runs(promoted), strict=True):
+    for before, after in zip(all_replica_sets(replicas), all_replica_sets(promoted), strict=True):
         assert before.key == after.key and after.replicas == before.replicas - lost
         assert after.primary == before.primary or before.primary in lost
     assert promote(replicas, lost) == (promoted, dead)
@@ -310,7 +310,9 @@ def test_promotion_is_even(case: Case):
         if len(members) > 1:
             promoted, _ = promote(replicas, members[:1])
             load = primary_pages(promoted)
-            sizes = [replica_set.num_pages for replica_set in all_runs(replicas) if replica_set.primary == members[0]]
+            sizes = [
+                replica_set.num_pages for replica_set in all_replica_sets(replicas) if replica_set.primary == members[0]
+            ]
             loads = [load.get(rank, 0) for rank in members[1:]]
             assert max(loads) - min(loads) <= max([1, *sizes]) + 1, "even within a range (and the loss page)"
 
@@ -387,11 +389,11 @@ def check_way(case: Case, current: ReplicaMap, learning: ReplicaMap, target: Rep
     """From the current map over learners to the target: each missing copy once, from its primary."""
     held = {
         (replica_set.layer, page): replica_set
-        for replica_set in all_runs(current)
+        for replica_set in all_replica_sets(current)
         for page in range(replica_set.first, replica_set.stop)
     }
     wanted = Counter()
-    for replica_set in all_runs(target):
+    for replica_set in all_replica_sets(target):
         for page in range(replica_set.first, replica_set.stop):
             wanted.update(
                 (replica_set.layer, page, rank)
@@ -405,7 +407,7 @@ def check_way(case: Case, current: ReplicaMap, learning: ReplicaMap, target: Rep
     assert got == wanted
     assert all(copy.source == held[copy.pages[0], copy.pages[1]].primary for copy in plan.copies)
     assert plan.least_elements <= plan.moved_elements <= 64 * wanted.total() == 64 * case.copies(current, target)
-    for now, replica_set in zip(all_runs(learning), all_runs(target), strict=True):
+    for now, replica_set in zip(all_replica_sets(learning), all_replica_sets(target), strict=True):
         assert now.key == replica_set.key and now.replicas == held[replica_set.layer, replica_set.first].replicas
     assert from_rows(to_rows(learning)) == learning
 
@@ -548,7 +550,7 @@ def test_mirrors_are_made_in_another_domain():
     case = Case(layout_of([64] * 4), (ranks,), (0, 4), False, topology, 1, 0)
     promoted, _ = promote(case.place(), [3])
     target = replace(case, stages=(tuple(rank for rank in ranks if rank != 3),)).rebalance(promoted)
-    for replica_set in all_runs(target):
+    for replica_set in all_replica_sets(target):
         assert topology.distance(replica_set.primary, replica_set.mirrors[0]) > 0, replica_set
 
 
@@ -564,12 +566,12 @@ def test_a_plan_under_way_goes_on():
     target = replace(joined, stages=((0, 1, 3, 4, 5, 8),)).rebalance(promoted)
     pages = {
         (replica_set.layer, page): replica_set
-        for replica_set in all_runs(target)
+        for replica_set in all_replica_sets(target)
         for page in range(replica_set.first, replica_set.stop)
     }
     begun = [
         (replica_set.layer, page)
-        for replica_set in all_runs(promoted)
+        for replica_set in all_replica_sets(promoted)
         if 8 in replica_set.learners
         for page in range(replica_set.first, replica_set.stop)
     ]
@@ -585,7 +587,7 @@ def test_a_plan_under_way_goes_on():
 def test_unsurvived_counts_by_brute_force(case: Case, losses: int):
     replicas = case.place()
     sets = list(itertools.combinations(case.workers, losses))
-    bad = sum(any(replica_set.replicas <= set(lost) for replica_set in all_runs(replicas)) for lost in sets)
+    bad = sum(any(replica_set.replicas <= set(lost) for replica_set in all_replica_sets(replicas)) for lost in sets)
     assert unsurvived(replicas, case.workers, losses) == (bad, len(sets))
     if losses == 2:
         assert unsurvived_text(replicas, case.workers) == (

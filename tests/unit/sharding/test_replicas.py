@@ -13,7 +13,7 @@ from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import (
     ReplicaSet,
     adopt,
-    all_runs,
+    all_replica_sets,
     from_rows,
     promote,
     to_rows,
@@ -90,7 +90,7 @@ def test_rows_share_sets_and_keep_empty_layers():
     rows = to_rows(replicas)
     assert rows[1] == (1, 2, 3, 2, (1,), (5,))
     found = from_rows(rows)
-    assert found == replicas and len({id(replica_set.replicas) for replica_set in all_runs(found)}) == 1
+    assert found == replicas and len({id(replica_set.replicas) for replica_set in all_replica_sets(found)}) == 1
     assert from_rows(()) == {}
 
 

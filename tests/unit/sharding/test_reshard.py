@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.sharding import P, ReshardPlan, StateSharding, plan_reshard
 from elaswave_spmd.sharding.replica_placement import place_replicas
-from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_runs
+from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet, all_replica_sets
 from tests.unit.sharding.replica_counts import copied_pages
 from tests.unit.sharding.test_replica_rebalance import Case, arbitrary_maps, cases, fewest_copies, layout_of
 
@@ -21,7 +21,7 @@ Held = dict[int, set[tuple[int, int]]]
 
 def held_in(replicas: ReplicaMap, without: frozenset[int] = frozenset()) -> Held:
     found: Held = {}
-    for pages in all_runs(replicas):
+    for pages in all_replica_sets(replicas):
         for rank in pages.replicas - without:
             found.setdefault(rank, set()).update((pages.layer, page) for page in range(pages.first, pages.stop))
     return found
@@ -30,7 +30,9 @@ def held_in(replicas: ReplicaMap, without: frozenset[int] = frozenset()) -> Held
 def execute(plan: ReshardPlan) -> Held:
     """Carries a plan out, page by page; returns what every worker has at the end."""
     held = held_in(plan.before, plan.gone)
-    primary = {(it.layer, page): it.primary for it in all_runs(plan.before) for page in range(it.first, it.stop)}
+    primary = {
+        (it.layer, page): it.primary for it in all_replica_sets(plan.before) for page in range(it.first, it.stop)
+    }
     for move in plan.promotions:
         layer, first, stop = move.pages
         for page in range(first, stop):
@@ -52,7 +54,7 @@ def execute(plan: ReshardPlan) -> Held:
     for (layer, first, stop), rank in plan.drops:
         for page in range(first, stop):
             held[rank].remove((layer, page))
-    after = {(it.layer, page): it.primary for it in all_runs(plan.after) for page in range(it.first, it.stop)}
+    after = {(it.layer, page): it.primary for it in all_replica_sets(plan.after) for page in range(it.first, it.stop)}
     lost = {(it.layer, page) for it in plan.lost for page in range(it.first, it.stop)}
     assert after == {page: rank for page, rank in primary.items() if page not in lost}
     return {rank: pages for rank, pages in held.items() if pages}
@@ -78,7 +80,7 @@ def test_a_plan_leads_to_its_target(before: Case, after: Case, data: st.DataObje
         assert all(pages.replicas <= lost for pages in plan.lost)
         return
     assert execute(plan) == held_in(plan.after)
-    assert not any(rank in lost for pages in all_runs(plan.after) for rank in pages.replicas)
+    assert not any(rank in lost for pages in all_replica_sets(plan.after) for rank in pages.replicas)
     assert plan.least_elements <= plan.moved_elements
     assert plan.text(12).endswith("drops")
 
@@ -106,7 +108,7 @@ def test_a_given_map_of_other_ranges_is_reached(before: Case, after: Case) -> No
     target = after.place()
     plan = plan_reshard(before.layout, shards, to=target)
     assert execute(plan) == held_in(target)
-    assert copied_pages(plan) == sum(it.num_pages * len(it.replicas) for it in all_runs(target))
+    assert copied_pages(plan) == sum(it.num_pages * len(it.replicas) for it in all_replica_sets(target))
 
 
 @given(cases(), st.data())
@@ -116,7 +118,7 @@ def test_a_loss_alone_promotes_in_place(case: Case, data: st.DataObject) -> None
     plan = plan_reshard(case.layout, case.place(), lost=lost)
     assert (plan.lost, plan.copies, plan.hand_overs, plan.drops, plan.moved_elements) == ((), (), (), (), 0)
     assert execute(plan) == held_in(plan.after) == held_in(case.place(), frozenset(lost))
-    orphans = [it for it in all_runs(case.place()) if it.primary in lost]
+    orphans = [it for it in all_replica_sets(case.place()) if it.primary in lost]
     assert [(move.pages, move.source) for move in plan.promotions] == [(it.key, it.primary) for it in orphans]
 
 

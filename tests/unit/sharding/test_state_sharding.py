@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.sharding import P, StateSharding, TileMap
-from elaswave_spmd.sharding.replicas import all_runs
+from elaswave_spmd.sharding.replicas import all_replica_sets
 from tests.unit.sharding.test_replica_rebalance import layout_of
 
 PAGES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -40,7 +40,7 @@ def test_replicas_are_the_coordinates_whose_tile_has_the_page(sizes: list[int], 
     sharding = StateSharding(mesh, tuple(range(len(sizes) + 1)), spec)
     layout = layout_of([count] * len(sizes))
     starts, stops = (bound[:, 0].tolist() for bound in TileMap(mesh.shape, spec, (count,)).bounds)
-    for pages in all_runs(sharding.without_mirrors(layout)):
+    for pages in all_replica_sets(sharding.without_mirrors(layout)):
         if layout.layers[pages.layer].block_of(pages.first).kind == "state":
             members = mesh.stages[pages.layer]
             for page in range(pages.first, pages.stop):
