@@ -83,7 +83,7 @@ class SimulatedCluster:
         faults: what happens on the way.
         policy: how the controller answers.
         uneven: some workers and some links are much slower than others.
-        trace: told of everything that a reader of a failed run wants to know, line by line.
+        trace: gets a line for everything that a reader of a failed run wants to know.
         device: that all workers share; None: the CPU.
         checkpoint_every: steps between checkpoints, which are kept in memory; 0: none.
     """
@@ -182,7 +182,7 @@ class SimulatedCluster:
         self._workers[rank].port.inbox.extend(self._wires.arrivals(rank))
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
-        """A worker's message begins its way."""
+        """Sends a worker's message, with the faults that happen before and after that."""
         link = sender, peer
         self.at_message(sender, message, SENDER, link)
         if self._is_broken(link):
@@ -194,18 +194,18 @@ class SimulatedCluster:
         if peer == CONTROLLER and not isinstance(message, m.FinalPages):
             self.note(sender, "->", message)
         if then := self.after_message(sender, message, SENDER):
-            self.strike(sender, then, out=link)
+            self.inject(sender, then, out=link)
 
     def at_message(self, rank: int, message: m.Message, side: str, link: Link | None = None) -> None:
-        """What happens to the worker before it sends or takes a message; `link`: on which it is to be sent."""
+        """Injects the fault that is due before a worker sends or receives a message; `link`: where it is sent."""
         at = self.plan.at_message
         if self._started and rank not in self._lost and (fault := at(type(message).__name__, side, after=False)):
             if fault.kind == "unlink":
                 assert link is not None and side == SENDER, fault
-                self.plan.struck(self.turn)
+                self.plan.injected(self.turn)
                 self.break_link(link)
             else:
-                self.strike(rank, fault)
+                self.inject(rank, fault)
 
     def break_link(self, link: Link) -> None:
         """The link is lost while both ends live, with what is on it and what is sent on it until it is made again, with
@@ -228,13 +228,13 @@ class SimulatedCluster:
         return [link for link, turn in self._closed_links.items() if link[0] == rank and turn <= self.turn]
 
     def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None:
-        """What is to happen to the worker after it has sent or taken a message."""
+        """Returns the fault that is due after a worker has sent or received a message."""
         if not self._started or rank in self._lost:
             return None
         return self.plan.at_message(type(message).__name__, side, after=True)
 
     def from_controller(self, rank: int, header: bytes) -> None:
-        """A message of the controller begins its way."""
+        """Sends an encoded message of the controller. Workers that have ended get none."""
         if rank not in self._workers:
             return
         if header == STOP:  # the worker ends
@@ -245,7 +245,7 @@ class SimulatedCluster:
             self.note("->", rank, m.decode(header))
 
     def _to_controller(self) -> None:
-        """What has arrived at the controller, and what it is noticed of, become events."""
+        """Turns the messages that have arrived at the controller, and the notices that are due, into events."""
         for incoming in self._wires.arrivals(CONTROLLER):
             payloads = () if incoming.payload is None else (memoryview(incoming.payload.numpy().tobytes()),)
             self._io.events.append(Received(incoming.message, payloads))
@@ -254,7 +254,7 @@ class SimulatedCluster:
             self._io.events.append(notice[1])
         if self.turn % HEARTBEAT_TURNS == 0:
             for rank, worker in self._workers.items():
-                if not worker.asleep:
+                if not worker.stopped_for:
                     self._io.events.append(Received(m.Heartbeat(rank, 0, True)))
 
     def _exits_later(self, rank: int) -> None:
@@ -263,7 +263,7 @@ class SimulatedCluster:
         self._notices.append((at, WorkerEnded(rank, "killed", at * TURN_S, exited)))
 
     def check(self, message: m.AnyMessage) -> None:
-        """What must hold of every message that the controller takes."""
+        """Asserts what must hold of every message that the controller takes."""
         self.heard.append(message)
         if isinstance(message, m.Applied):
             before = self._applied.setdefault(message.rank, message.step - 1)
@@ -299,8 +299,8 @@ class SimulatedCluster:
         except Killed as killed:
             self._kill(rank, *killed.args)
 
-    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
-        """The worker becomes a member."""
+    def _begin(self, worker: Worker, first: m.Reconfigure) -> None:
+        """The worker becomes a member of the mesh, with the first Reconfigure that it gets."""
         layout, model = self._description.layout, self._model
 
         def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
@@ -318,11 +318,11 @@ class SimulatedCluster:
             self._hooks_of(worker),
         )
         saved = self.checkpoints.reader(self._checkpoint) if self._checkpoint is not None else None
-        worker.executor = Executor(context, Configuration.from_message(self._healthy, place), saved)
+        worker.executor = Executor(context, Configuration.from_message(self._healthy, first), saved)
         worker.running = worker.executor.train()
 
     def _hooks_of(self, worker: Worker) -> WorkerHooks:
-        """What is optional around a worker."""
+        """The optional parts of a worker: here, fault points, groups, checkpoints, and devices that can fail."""
         return WorkerHooks(
             on_point=lambda point, step: self._visit(worker, point, step),
             stage_group=self._group_of(worker.rank),
@@ -345,7 +345,7 @@ class SimulatedCluster:
             worker.port.send(CONTROLLER, m.ShardWritten(version, worker.rank, epoch, name, 1, "0" * 64, keys))
 
     def _group_of(self, rank: int) -> StageGroup | None:
-        """The group of a worker's stage, for new parameters; none: links alone."""
+        """The process group of a worker's stage, which publishes parameters; None: they go by links."""
 
     def _advance(self, worker: Worker) -> None:
         """One turn of a worker."""
@@ -359,11 +359,11 @@ class SimulatedCluster:
                 self.deliver_some(worker.rank)
                 inbox = worker.port.inbox
                 at = next((i for i, e in enumerate(inbox) if isinstance(e.message, m.Reconfigure)), None)
-                if at is None:  # what came before its PLACE is not lost
+                if at is None:  # data for this worker may come before its first Reconfigure: it stays in the inbox
                     return
-                place = worker.port.take_one(at).message
-                assert isinstance(place, m.Reconfigure)
-                self._begin(worker, place)
+                first = worker.port.receive_one(at).message
+                assert isinstance(first, m.Reconfigure)
+                self._begin(worker, first)
             assert worker.running is not None
             worker.waiting = next(worker.running)
         except Killed as killed:
@@ -377,17 +377,21 @@ class SimulatedCluster:
     def _visit(self, worker: Worker, point: FaultPoint, step: int) -> None:
         if worker.rank not in self._lost:
             for fault in self.plan.at_point(worker.rank, point, step):
-                self.strike(worker.rank, fault)
+                self.inject(worker.rank, fault)
 
-    def strike(self, rank: int, fault: AnyFault, out: Link | None = None) -> None:
-        """A fault happens to a worker. Raises Killed if that is its end.
+    def inject(self, rank: int, fault: AnyFault, out: Link | None = None) -> None:
+        """Lets a fault happen to a worker.
 
         Args:
-            out: what is on this link is out already, whatever becomes of the worker.
+            out: a link of the worker; messages that are on it arrive, whatever becomes of their sender.
+
+        Raises:
+            Killed: the fault is the end of the worker.
+            RuntimeError: its device fails.
         """
         if rank in self._lost:
             return
-        self.plan.struck(self.turn)
+        self.plan.injected(self.turn)
         self.note("FAULT", rank, fault)
         later, kind = self.turn + self._random.randint(0, 60), fault.kind
         if kind in LOSSES:
@@ -413,15 +417,15 @@ class SimulatedCluster:
         if kind == "device":
             raise RuntimeError(DEVICE_FAULT)
         if kind == "stop":  # until the failure detector finds it, it is a worker as any other
-            self._workers[rank].asleep = max(1, fault.turns)
+            self._workers[rank].stopped_for = max(1, fault.turns)
             self._wires.freeze(rank)
 
     def drawn_move(self) -> MoveRequested:
         """Other work for the members that the run has now."""
         return MoveRequested(draw_goal(self.protocol.placement, self._random))
 
-    def _strike_next(self, ahead: int = 0) -> bool:
-        """A fault that follows another one, if it is due that many turns from now. Returns whether it was."""
+    def _inject_next(self, ahead: int = 0) -> bool:
+        """Injects the next ThenFault, if it is due that many turns from now. Returns True if it was."""
         if not self.plan.waits:
             return False
         fault = self.plan.due(self.turn + ahead, self._is_settled)
@@ -433,16 +437,16 @@ class SimulatedCluster:
         able = victims(fault, members, all_replica_sets(runs), self._lost, newest)
         if not able:
             return False
-        self.plan.take()
+        self.plan.remove_due()
         rank = self._random.choice(able)
         try:
-            self.strike(rank, fault)
+            self.inject(rank, fault)
         except Killed as killed:
             self._kill(rank, *killed.args)
         return True
 
     def _kill(self, rank: int, out: Link | None = None) -> None:
-        """The process is gone; of what it had not got out, each link delivers some first part."""
+        """Ends a process. Of the messages that it had sent, each link still delivers a first part, drawn."""
         del self._workers[rank]
         self._wires.cut(rank, out)
 
@@ -455,7 +459,7 @@ class SimulatedCluster:
         self._window.append(rank)
         if (worker := self._workers.get(rank)) is None:
             return
-        if not worker.asleep:
+        if not worker.stopped_for:
             self._absent.append(rank)
             self._kill(rank)
         self._exits_later(rank)
@@ -463,12 +467,12 @@ class SimulatedCluster:
     # ---- turns
 
     def run(self) -> Trained:
-        """All steps.
+        """Trains to the last step.
 
         Raises:
             AssertionError: nothing can go on (a deadlock), with what each worker waits for; or the controller has
                 stopped for a reason that no fault explains.
-            LostStateError: all replicas of some pages are gone.
+            LostStateError: all replicas of some pages are gone and there is no checkpoint, or too few workers are left.
         """
         while isinstance(outcome := self.controller.run(), RestartFrom):
             self._restart(outcome)
@@ -494,11 +498,11 @@ class SimulatedCluster:
         self._start_controller(placement, checkpoint)
 
     def finished(self) -> None:
-        """The controller has collected the weights; workers are told to end after that."""
+        """The controller has collected the weights. The Stop that it has sent to the workers ends them."""
         self.result.turns = self.turn
 
     def take_turn(self) -> None:
-        """One turn: what has arrived at the controller becomes events, and one worker does something."""
+        """Takes one turn: messages that have arrived at the controller become events, and one worker goes on."""
         self._started = True
         self.turn += 1
         assert self.turn < MOST_TURNS, f"the run does not come to its end: {self.protocol}"
@@ -509,29 +513,29 @@ class SimulatedCluster:
             return
         self._idle_since = self.turn
         worker = self._workers[self._choose(able)]
-        if worker.asleep:
-            worker.asleep -= 1
-            if not worker.asleep:
+        if worker.stopped_for:
+            worker.stopped_for -= 1
+            if not worker.stopped_for:
                 self._wires.thaw(worker.rank)
                 self._absent.remove(worker.rank)
             return
         self._advance(worker)
-        self._look(worker)
+        self._after_turn(worker)
 
     @property
     def _is_settled(self) -> bool:
         """No change of the mesh is under way or about to come, and every page has all its mirrors."""
         # A worker that is stopped may be found to hang at any time.
-        is_stopped = any(worker.asleep for rank, worker in self._workers.items() if rank not in self._lost)
-        # What the controller has not taken yet may be the notice of a loss. Messages of a step change nothing.
-        is_told = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
-        return self.protocol.settled and is_told and not self._notices and not is_stopped
+        is_stopped = any(worker.stopped_for for rank, worker in self._workers.items() if rank not in self._lost)
+        # Events that the controller has not taken yet may begin a change. Messages of a step change nothing.
+        nothing_comes = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
+        return self.protocol.settled and nothing_comes and not self._notices and not is_stopped
 
     def _can_go(self, worker: Worker) -> bool:
-        """Whether a turn can make a difference: who waits, waits for a message."""
+        """True if a turn can make a difference: a worker that waits, waits for a message."""
         port = worker.port
         can_hear = port.inbox or port.then or self._wires.has_some_for(worker.rank)
-        return bool(worker.asleep or can_hear or self._closed_links_of(worker.rank))
+        return bool(worker.stopped_for or can_hear or self._closed_links_of(worker.rank))
 
     def _choose(self, ranks: Sequence[int]) -> int:
         if not self._uneven:
@@ -539,19 +543,19 @@ class SimulatedCluster:
         return self._random.choices(ranks, [self._workers[rank].pace for rank in ranks])[0]
 
     def _skip(self) -> None:
-        """No worker can do anything: what comes next comes by itself."""
+        """Passes a turn in which no worker can do anything: notices, faults and timeouts come by themselves."""
         reports = any(not is_heartbeat(event) for event in self._io.events)  # heartbeats alone move nothing
         if reports or self._wires.has_some_for(CONTROLLER) or self._notices or self.is_paused:
             self._idle_since = self.turn
             return
-        if any(self._strike_next(ahead) for ahead in (0, _PATIENCE)):
+        if any(self._inject_next(ahead) for ahead in (0, _PATIENCE)):
             self._idle_since = self.turn
         elif self.turn > self._idle_since + LONGEST_TURNS:  # no timeout of the controller has changed anything
             waits = {rank: w.waiting for rank, w in self._workers.items()}
             raise AssertionError(f"nothing moves: {waits}, {self.protocol}")
 
-    def _look(self, worker: Worker) -> None:
-        """What must be true at any time; and faults that come by themselves."""
+    def _after_turn(self, worker: Worker) -> None:
+        """Asserts that members differ by one version at most, and injects the next fault that waits for its time."""
         version = worker.executor.version if worker.executor is not None else worker.version
         if version != worker.version:
             worker.version = version
@@ -560,4 +564,4 @@ class SimulatedCluster:
         if self._is_settled:
             self._window.clear()
             self._mirrored = len(self.protocol.members)
-        self._strike_next()
+        self._inject_next()

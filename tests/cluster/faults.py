@@ -1,4 +1,4 @@
-"""Faults for the simulated cluster: what happens to whom, and when."""
+"""Faults for the simulated cluster: their kinds, the workers that they happen to, and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOSSES = ("kill", "replace", "stop")
 """Kinds that take a worker, and the state that it holds, away without notice."""
 
 SENDER, RECEIVER = "sender", "receiver"
-WHOM = ("any", "mirror", "newcomer", "ahead")
+TARGETS = ("any", "mirror", "newcomer", "ahead")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fault:
             corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
             drawn), device (its device fails, and is reset). unlink (the link that a message is sent on is lost, with
             what is on it, and both ends live) happens at messages only, on the side of the sender.
-        rank: whom; of a join: who is at the point when it happens.
+        rank: the worker that it happens to; of a join or a pause: the worker whose passing of the point begins it.
         point: a FaultPoint by name.
         count: at which passage of this point in this step it happens, from 1.
         turns: how long a stop or a pause lasts.
@@ -72,19 +72,19 @@ class ThenFault:
     """Something that happens some turns after the fault before it in the list: for several faults that belong together.
 
     Args:
-        whom: "any" member; a "mirror" of the one lost last; the last "newcomer", member or not yet; one that is
-            "ahead": it has applied a step that another member has not, which is waited for.
+        target: "any" member; a "mirror" of the one lost last; the last "newcomer", member or not yet; one that is
+            "ahead": it has applied a step that another member has not. The fault waits until there is such a worker.
         settled: first wait until no change of the mesh is under way and every page has its mirrors again.
     """
 
     kind: str
-    whom: str = "any"
+    target: str = "any"
     delay: int = 0
     settled: bool = False
     turns: int = 400
 
     def __post_init__(self) -> None:
-        assert self.kind in KINDS and self.whom in WHOM, self
+        assert self.kind in KINDS and self.target in TARGETS, self
 
 
 AnyFault: TypeAlias = Fault | MessageFault | ThenFault
@@ -103,21 +103,21 @@ class Plan:
         self._passed: Counter[tuple[int, str, int]] = Counter()
         self._messages: Counter[tuple[str, str]] = Counter()
         self._since: int | None = None
-        self.num_struck = 0
+        self.num_injected = 0
         self.lost_at: Counter[Cell] = Counter()
 
     @property
     def waits(self) -> bool:
         """Whether a ThenFault is to come, and all faults before it have happened."""
-        return bool(self._chain) and self._chain[0][1] <= self.num_struck
+        return bool(self._chain) and self._chain[0][1] <= self.num_injected
 
-    def struck(self, turn: int) -> None:
+    def injected(self, turn: int) -> None:
         """A fault has happened."""
-        self.num_struck += 1
+        self.num_injected += 1
         self._since = turn
 
     def at_point(self, rank: int, point: FaultPoint, step: int) -> list[Fault]:
-        """What happens to the worker here."""
+        """The faults that happen when a worker passes this point."""
         if not self._at_points:
             return []
         self._passed[rank, point.value, step] += 1
@@ -127,7 +127,7 @@ class Plan:
         return due
 
     def at_message(self, message: str, side: str, *, after: bool) -> MessageFault | None:
-        """What happens at this message. To be asked before it and then after it."""
+        """The fault that happens at this message. To be called before the message, and then after it."""
         if not after:
             self._messages[message, side] += 1
         at = (message, side, after, self._messages[message, side])
@@ -140,7 +140,7 @@ class Plan:
         return None
 
     def due(self, turn: int, settled: bool) -> ThenFault | None:
-        """The next ThenFault, if it is time for it; to be taken when there is somebody whom it can happen to."""
+        """The next ThenFault, if it is time for it. `remove_due` follows once there is a worker for it."""
         fault = self._chain[0][0]
         if fault.settled and not settled:
             self._since = None
@@ -151,6 +151,6 @@ class Plan:
             return None
         return fault
 
-    def take(self) -> None:
+    def remove_due(self) -> None:
         """The ThenFault that is due happens."""
         self._chain.pop(0)

@@ -22,9 +22,9 @@ class PiecewiseCopies(BackgroundCopies):
 class PiecewiseCluster(SimulatedCluster):
     """A cluster in which each piece of a background copy is a turn of its worker."""
 
-    def _begin(self, worker: Worker, place: m.Reconfigure) -> None:
+    def _begin(self, worker: Worker, first: m.Reconfigure) -> None:
         with mock.patch.object(state_replica, "BackgroundCopies", PiecewiseCopies):
-            super()._begin(worker, place)
+            super()._begin(worker, first)
 
     def _can_go(self, worker: Worker) -> bool:
         return super()._can_go(worker) or bool(worker.executor and worker.executor.replica.background)

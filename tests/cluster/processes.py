@@ -54,14 +54,14 @@ class Trained:
 
 
 class Worker:
-    """A simulated process: waits for its place, then trains."""
+    """A simulated process: it waits for its first Reconfigure, then trains."""
 
     def __init__(self, rank: int, port: SimulatedChannel) -> None:
         self.rank, self.port = rank, port
         self.executor: Executor | None = None
         self.running: Generator[str, None, None] | None = None
-        self.waiting = "its place"
-        self.asleep = 0  # turns that it stands still
+        self.waiting = "its first Reconfigure"
+        self.stopped_for = 0  # turns of its own that it is still stopped
         self.pace = 1.0  # how often it gets a turn
         self.version = 0
 
@@ -73,21 +73,21 @@ def victims(
     lost: Sequence[int],
     newest: Worker | None,
 ) -> list[int]:
-    """Whom a fault that is due can happen to; nobody: not yet.
+    """The workers that a fault that is due can happen to. None: it has to wait.
 
     Args:
         members: by rank, without those that are lost.
-        runs: who holds what.
+        runs: the replicas of all pages.
         lost: ranks, in the order of their losses.
         newest: the last worker that was started, if it is not lost.
     """
     able = list(members)
-    if fault.whom == "mirror" and lost:
+    if fault.target == "mirror" and lost:
         peers = {rank for run in runs if lost[-1] in run.replicas for rank in run.replicas}
         return [rank for rank in able if rank in peers] or able
-    if fault.whom == "newcomer" and newest is not None:
+    if fault.target == "newcomer" and newest is not None:
         return [newest.rank]
-    if fault.whom == "ahead":
+    if fault.target == "ahead":
         versions = {rank: worker.executor.version for rank, worker in members.items() if worker.executor is not None}
         first, last = min(versions.values(), default=0), max(versions.values(), default=0)
         return [rank for rank, version in versions.items() if version == last > first]
@@ -95,6 +95,6 @@ def victims(
 
 
 def domain_of(mesh: Mesh, rank: int) -> Path | None:
-    """The failure domain of a worker, newcomers included: they are dealt over those of a mesh in turn."""
+    """The failure domain of a worker, newcomers included: domains take turns, by rank."""
     paths = sorted({path for _, path in mesh.topology.domains})
     return paths[rank % len(paths)] if len(paths) > 1 else None

@@ -46,7 +46,7 @@ class Schedule:
         mesh, zero: the healthy mesh, and how state is sharded.
         mirror_count, scatter: of replicas.
         hosts: failure domains that the workers are spread over.
-        dealt: pages, layers and micro-batches as dealt to a new mesh; else at random.
+        planned: pages, layers and micro-batches are where the product puts them on a new mesh; else at random.
         uneven: some workers and links are slow.
         faults: what happens.
         grouped: stages publish through groups.
@@ -59,7 +59,7 @@ class Schedule:
     mirror_count: int = 1
     scatter: int = 0
     hosts: int = 1
-    dealt: bool = True
+    planned: bool = True
     uneven: bool = False
     faults: tuple[AnyFault, ...] = ()
     grouped: bool = False
@@ -89,7 +89,7 @@ class Schedule:
             mirror_count=r.choice((1, 1, 2)),
             scatter=r.choice((0, 0, 1, 2)),
             hosts=r.choice((1, 1, 1, 2)),
-            dealt=r.random() < 0.5,
+            planned=r.random() < 0.5,
             uneven=r.random() < 0.5,
             faults=draw_ahead(r, faults),
             grouped=grouped,
@@ -104,10 +104,10 @@ class Schedule:
             mesh = replace(mesh, topology=Topology.of({r: (f"host{r % self.hosts}",) for r in mesh.members}))
         found = place(mesh, layout, shardings, self.run.microbatches)
         draw = random.Random(f"placement {self.seed}")
-        if not self.dealt:
+        if not self.planned:
             found = replace(found, **_drawn_work(draw, found, len(layout.layers)))
         replicas = place_replicas(layout, found.state_sharding(self.mirror_count, self.scatter))
-        if not self.dealt and shardings.optim.axes:
+        if not self.planned and shardings.optim.axes:
             replicas = _drawn_replicas(draw, replicas, mesh.members, self.mirror_count)
         return replace(found, replicas=replicas)
 
@@ -148,7 +148,7 @@ def _drawn_replicas(draw: random.Random, replicas: ReplicaMap, members: Sequence
 
 @dataclass(frozen=True)
 class Outcome:
-    """What must be equal, bit for bit."""
+    """The results of a run that must be equal, bit for bit."""
 
     losses: tuple[str, ...]
     norms: tuple[str, ...]
@@ -167,7 +167,7 @@ class Outcome:
 
 @cache
 def undisturbed(run: TinyRun) -> Outcome:
-    """What the run gives on one worker when nothing happens."""
+    """The outcome of the run on one worker when nothing happens."""
     schedule = Schedule(0, run.key, mesh="single")
     return Outcome.of(_cluster(schedule).run())
 
@@ -198,7 +198,7 @@ class Ended:
         how: "bits" (all as undisturbed), "lost" (state that nobody held any more), or "" with a failure.
         failure: what was wrong, in a form that equal causes share.
         detail: more of it.
-        struck: faults that did happen.
+        injected: the number of faults that did happen.
         lost_at: where workers were killed.
         epochs: changes of the mesh.
         moves: those in which the members stayed, and micro-batches, layers or workers went elsewhere.
@@ -207,7 +207,7 @@ class Ended:
     how: str
     failure: str = ""
     detail: str = ""
-    struck: int = 0
+    injected: int = 0
     lost_at: Counter[Cell] = field(default_factory=Counter)
     epochs: int = 0
     turns: int = 0
@@ -215,7 +215,7 @@ class Ended:
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
-    """Runs it to its end and looks at all that must hold. Whatever goes wrong is in the answer."""
+    """Runs a schedule to its end and checks everything that must hold. Whatever goes wrong is in the result."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker: part of a run's identity
     cluster = None
@@ -232,7 +232,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     trained, plan = cluster.result, cluster.plan
     placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
-    return Ended(how, failure, detail, plan.num_struck, plan.lost_at, len(trained.epochs), trained.turns, moves)
+    return Ended(how, failure, detail, plan.num_injected, plan.lost_at, len(trained.epochs), trained.turns, moves)
 
 
 def _moved(old: Placement, new: Placement) -> bool:
@@ -271,20 +271,20 @@ def _classified(error: Exception) -> str:
 
 @dataclass
 class Tally:
-    """What many schedules came to."""
+    """The ends of many schedules."""
 
     ends: Counter[str] = field(default_factory=Counter)
     lost_at: Counter[Cell] = field(default_factory=Counter)
     failures: dict[str, list[int]] = field(default_factory=dict)
-    struck: int = 0
+    injected: int = 0
     epochs: int = 0
     moves: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
-        """Counts one."""
+        """Counts the end of one schedule."""
         self.ends[ended.how or "failed"] += 1
         self.lost_at += ended.lost_at
-        self.struck += ended.struck
+        self.injected += ended.injected
         self.epochs += ended.epochs
         self.moves += ended.moves
         if ended.failure:
@@ -303,7 +303,7 @@ class Tally:
         return "\n".join(lines)
 
     def uncovered(self) -> list[Cell]:
-        """Where no worker was killed."""
+        """The cells in which no worker was killed."""
         cells = [
             (message, side, after) for message in MESSAGES for side in (SENDER, RECEIVER) for after in (False, True)
         ]
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--moving", action="store_true", help="micro-batches, layers and workers are moved meanwhile")
     parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
-    parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and tell everything")
+    parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     if options.seed is not None:
         schedule = Schedule.draw(options.seed, moving=options.moving, grouped=options.grouped)
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(bool(ended.failure))
     seeds = range(options.first, options.first + options.count)
     tally = run_many(seeds, options.jobs, moving=options.moving, grouped=options.grouped)
-    print(f"{options.count} schedules, {tally.struck} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves")
+    print(f"{options.count} schedules, {tally.injected} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())
     for failure, seeds in sorted(tally.failures.items(), key=lambda item: -len(item[1])):

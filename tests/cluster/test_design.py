@@ -18,7 +18,7 @@ ELEMENT_BYTES = 12  # AdamW: fp32 master parameter and two moments
 
 
 def example() -> str:
-    """One kill on dp3_pp2 with ZeRO-2, told by what the simulated cluster did."""
+    """One kill on dp3_pp2 with ZeRO-2, as the simulated cluster carries it out."""
     run = training("dp3_pp2", zero=2).worker(1, "kill", step=2, at="backward").run(0)
     old, specs = run.before, run.before.shardings
     lines = [

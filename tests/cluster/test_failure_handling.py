@@ -56,7 +56,7 @@ def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int
     cluster = cluster_of(Schedule(order, RUN, mesh, zero, faults=tuple(faults)))
     assert Outcome.of(cluster.run()) == undisturbed(RUN)
     assert isinstance(cluster.controller.outcome, Finished)
-    assert cluster.plan.num_struck == len(faults)
+    assert cluster.plan.num_injected == len(faults)
     return cluster
 
 

@@ -40,7 +40,7 @@ ORDERS = range(3)
 """Each case is run with so many orders of messages."""
 
 
-# ---- how the cases are told
+# ---- the language of the cases
 
 
 class RecordingCluster(SimulatedCluster):
@@ -110,7 +110,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Training:
-    """A run to be: the mesh, how state is sharded, and what happens. Methods return it with one more event."""
+    """A run that is described: its mesh, how state is sharded, its events. Methods return it with one more event."""
 
     mesh: str
     zero: int
@@ -165,7 +165,7 @@ class Training:
         )
         trained = simulated.run()
         assert Outcome.of(trained) == undisturbed(run)
-        assert simulated.plan.num_struck == len(self.events)
+        assert simulated.plan.num_injected == len(self.events)
         return Ended(schedule.placement, trained.epochs, simulated.sent, trained.restarts)
 
 

@@ -22,7 +22,7 @@ Link = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Flying:
+class InFlight:
     """A message on its way, as a link has it: encoded, its payload still in the sender's memory."""
 
     sender: int
@@ -51,37 +51,37 @@ class Wires:
 
     def __init__(self, compute: torch.dtype, device: Device, draw: random.Random, *, uneven: bool) -> None:
         self._compute, self._device, self._random, self._uneven = compute, device, draw, uneven
-        self.flying: dict[Link, deque[Flying]] = {}
+        self.in_flight: dict[Link, deque[InFlight]] = {}
         self._links: dict[int, list[Link]] = {}  # by receiver
         self._slow: dict[Link, bool] = {}
         self._frozen: dict[int, defaultdict[Link, int]] = {}  # of who stands still: how much of it is out, by link
 
     def has_some_for(self, peer: int) -> bool:
-        """Whether anything that is out is on its way to `peer`."""
-        return any(self.flying[ln] and self._is_out(ln) for ln in self._links.get(peer, ()))
+        """True if a message is on its way to `peer` from a worker that is not stopped."""
+        return any(self.in_flight[ln] and self._is_out(ln) for ln in self._links.get(peer, ()))
 
     def _is_out(self, link: Link) -> bool:
         return link[0] not in self._frozen or self._frozen[link[0]][link] > 0
 
     def put(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
-        """A message begins its way."""
+        """Puts a message on its link."""
         self.put_encoded(sender, peer, m.encode(message), payload)
 
     def put_encoded(self, sender: int, peer: int, header: bytes, payload: Tensor | None) -> None:
-        """The same, of a message that is encoded."""
+        """Puts an encoded message on its link."""
         link = sender, peer
-        if link not in self.flying:
-            self.flying[link] = deque()
+        if link not in self.in_flight:
+            self.in_flight[link] = deque()
             insort(self._links.setdefault(peer, []), link)
-        self.flying[link].append(Flying(sender, header, payload))
+        self.in_flight[link].append(InFlight(sender, header, payload))
 
     def arrivals(self, peer: int) -> Iterator[Incoming]:
-        """Some of what is on its way to `peer`."""
-        links = [link for link in self._links.get(peer, ()) if self.flying[link]]
+        """Takes some of the messages that are on their way to `peer`: of each link a first part, drawn."""
+        links = [link for link in self._links.get(peer, ()) if self.in_flight[link]]
         for link in self._random.sample(links, len(links)):
             if self._uneven and self._waits(link):
                 continue
-            queue, frozen = self.flying[link], self._frozen.get(link[0])
+            queue, frozen = self.in_flight[link], self._frozen.get(link[0])
             for _ in range(self._random.randint(0, len(queue))):
                 if frozen is not None:
                     if not self._is_out(link):
@@ -95,21 +95,21 @@ class Wires:
         return self._slow[link] and self._random.random() < 0.95
 
     def freeze(self, rank: int) -> None:
-        """The process stands still: nothing that it sends from now on arrives before `thaw`."""
-        self._frozen[rank] = defaultdict(int, {ln: len(q) for ln, q in self.flying.items() if ln[0] == rank})
+        """The process is stopped: nothing that it sends from now on arrives before `thaw`."""
+        self._frozen[rank] = defaultdict(int, {ln: len(q) for ln, q in self.in_flight.items() if ln[0] == rank})
 
     def thaw(self, rank: int) -> None:
         del self._frozen[rank]
 
-    def drop(self, link: Link) -> list[Flying]:
+    def drop(self, link: Link) -> list[InFlight]:
         """The link is lost. Returns what was on it."""
-        lost = list(self.flying.get(link, ()))
-        self.flying.get(link, deque()).clear()
+        lost = list(self.in_flight.get(link, ()))
+        self.in_flight.get(link, deque()).clear()
         return lost
 
     def cut(self, rank: int, out: Link | None) -> None:
-        """The process is gone; of what it had not got out, each link delivers some first part, and `out` everything."""
-        for (sender, peer), queue in self.flying.items():
+        """The process has ended. Of its messages each link still delivers a first part, drawn, and `out` all."""
+        for (sender, peer), queue in self.in_flight.items():
             if sender == rank and (sender, peer) != out:
                 keep = self._random.randint(0, len(queue))
                 while len(queue) > keep:
@@ -119,7 +119,7 @@ class Wires:
 
 
 class Cluster(Protocol):
-    """What a port needs of the cluster: to be told what arrives, and what happens to a worker at a message."""
+    """The part of the cluster that a worker's channel uses: messages, and the faults that happen at them."""
 
     def deliver_some(self, rank: int) -> None: ...
 
@@ -129,16 +129,16 @@ class Cluster(Protocol):
 
     def after_message(self, rank: int, message: m.Message, side: str) -> MessageFault | None: ...
 
-    def strike(self, rank: int, fault: AnyFault) -> None: ...
+    def inject(self, rank: int, fault: AnyFault) -> None: ...
 
 
 class SimulatedChannel:
-    """One worker's port."""
+    """One worker's channel."""
 
     def __init__(self, rank: int, cluster: Cluster) -> None:
         self._rank, self._cluster = rank, cluster
         self.inbox: deque[Incoming] = deque()
-        self.then: MessageFault | None = None  # to happen when what was taken last has been dealt with
+        self.then: MessageFault | None = None  # happens when the message received last has been handled
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         self._cluster.send(self._rank, peer, message, payload)
@@ -147,14 +147,14 @@ class SimulatedChannel:
         self._cluster.deliver_some(self._rank)
         found = []
         while self.then is None and self.inbox:
-            found.append(self.take_one(0))
+            found.append(self.receive_one(0))
         if not found and self.then is not None:
             then, self.then = self.then, None
-            self._cluster.strike(self._rank, then)
+            self._cluster.inject(self._rank, then)
         return found
 
-    def take_one(self, place: int) -> Incoming:
-        """A message out of the inbox, with what happens to its receiver before and after it."""
+    def receive_one(self, place: int) -> Incoming:
+        """Takes a message out of the inbox, with the faults that happen to its receiver before and after it."""
         message = self.inbox[place].message
         self._cluster.at_message(self._rank, message, RECEIVER)
         taken = self.inbox[place]

@@ -73,7 +73,7 @@ class Runs:
             device=device,
         )
         trained = cluster.run()
-        assert cluster.plan.num_struck == len(faults), cluster.plan.num_struck
+        assert cluster.plan.num_injected == len(faults), cluster.plan.num_injected
         return trained
 
 

@@ -90,7 +90,7 @@ def test_the_case_changes_no_bit(name: str) -> None:
     for order in range(ORDERS):
         ended = run(replace(schedule, seed=order, uneven=order % 2 == 1))
         assert (ended.how, ended.failure) == ("bits", ""), (order, ended.detail)
-        all_injected += ended.struck == len(faults)
+        all_injected += ended.injected == len(faults)
     assert all_injected >= ORDERS // 2, f"all of it happened in {all_injected} orders only"
 
 
@@ -104,7 +104,7 @@ def test_6_a_pair_at_once_is_survived_unless_it_held_all_copies_of_a_page(pair: 
     wanted = "lost" if any(run.replicas <= {*pair} for run in all_replica_sets(replicas)) else "bits"
     for order in range(ORDERS):
         ended = run(replace(schedule, seed=order))
-        assert (ended.how, ended.struck) == (wanted, 2), (order, ended.failure, ended.detail)
+        assert (ended.how, ended.injected) == (wanted, 2), (order, ended.failure, ended.detail)
 
 
 def test_6_some_pairs_are_survived_and_some_are_not() -> None:
@@ -117,7 +117,7 @@ def test_6_some_pairs_are_survived_and_some_are_not() -> None:
 def test_thirty_random_events_in_sixty_steps(mesh: str, zero: int) -> None:
     schedule = Schedule(zero, TinyRun(steps=60), mesh, zero, 2, uneven=True, faults=random_events(30, zero))
     ended = run(schedule)
-    assert (ended.how, ended.failure, ended.struck) == ("bits", "", 30), ended.detail
+    assert (ended.how, ended.failure, ended.injected) == ("bits", "", 30), ended.detail
 
 
 def random_events(count: int, seed: int) -> tuple[ThenFault, ...]:

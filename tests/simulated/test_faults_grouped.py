@@ -91,4 +91,4 @@ def test_a_primary_whose_state_is_damaged_has_nothing_to_broadcast() -> None:
 def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int, moving: bool) -> None:
     tally = run_many(range(first, first + CHUNK), moving=moving, grouped=True)
     assert tally.failures == {}
-    assert tally.struck > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"

@@ -19,7 +19,7 @@ from tests.simulated.bits_cases import (
     placement_of,
 )
 
-TO_PRIMARY = "Entry to its new primary"
+TO_PRIMARY = "ReducedGradient to its new primary"
 
 
 class Broken(MirroredCluster):
@@ -102,11 +102,11 @@ def test_what_was_on_a_lost_link_comes_again(kind: str, mesh: str, zero: int) ->
 )
 @one_thread()
 def test_a_link_is_lost_after_a_worker(kind: str, count: int, mesh: str, zero: int, mirrors: int) -> None:
-    """While new mirrors learn, and sums and entries go to new primaries."""
+    """The link is lost while new mirrors are sent their state, and sums and gradients go to new primaries."""
     run, broke = Run(microbatches=5, steps=4), 0
     for seed in range(4):
         faults: list[AnyFault] = [Fault(2, "kill", 0, "backward")]
-        if kind == TO_PRIMARY:  # of its two mirrors one has the entry, and the other is to be the primary
+        if kind == TO_PRIMARY:  # one of the two mirrors has the gradient, and the other becomes the primary
             faults = [MessageFault("kill", "ReducedGradient", SENDER, True, 29 + 3 * seed)]
         cluster = Broken(kind, count, seed, run, mesh, zero, faults, mirrors)
         assert outcome(cluster.run()) == expected(run), (seed, cluster.broken_links)

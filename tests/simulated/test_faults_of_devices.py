@@ -38,7 +38,7 @@ Hits = dict[tuple[int, int, str], Remedy | None]
 
 
 @pytest.fixture
-def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
+def fail_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
     """Has devices of a cluster fail; returns the executors that were made, in order."""
 
     def prepare(hits: Hits) -> list[Executor]:
@@ -46,15 +46,15 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hits], list[Executor]]:
 
         def make(context: WorkerContext, *rest: Any) -> Executor:
             rank, visit = context.rank, context.hooks.on_point
-            struck: list[Remedy | None] = []
+            remedies: list[Remedy | None] = []
 
             def visit_first(point: FaultPoint, step: int) -> None:
                 visit(point, step)
                 if (rank, step, point.value) in left:
-                    struck.append(left.pop((rank, step, point.value)))
+                    remedies.append(left.pop((rank, step, point.value)))
                     raise RuntimeError(f"{DEVICE_FAULT}\nlook at the log")
 
-            recovery = DeviceRecovery(cast(Device, FailingDevice(struck)))
+            recovery = DeviceRecovery(cast(Device, FailingDevice(remedies)))
             hooks = replace(context.hooks, on_point=visit_first, device_recovery=recovery)
             executor = Executor(replace(context, hooks=hooks), *rest)
             made.append(executor)
@@ -83,7 +83,7 @@ class EndingMachines(MadeUpMachines):
             if DEVICE_FAULT not in str(error):
                 raise
             try:
-                self.strike(worker.rank, Fault(0, "kill", worker.rank, "forward"))
+                self.inject(worker.rank, Fault(0, "kill", worker.rank, "forward"))
             except Killed as killed:
                 self._kill(worker.rank, *killed.args)
 
@@ -96,7 +96,7 @@ def train(
     faults: tuple[AnyFault, ...] = (),
     kind: type[MirroredCluster] = MadeUpMachines,
 ) -> tuple[Any, list[m.Damaged]]:
-    """(what came out, what damaged workers said)."""
+    """Returns the outcome of the run, and the messages of workers whose devices had failed."""
     made = kind(run, mesh, zero, seed=seed, faults=faults, uneven=bool(seed % 2))
     found = outcome(made.run())
     return found, [message for message in made.heard if isinstance(message, m.Damaged)]
@@ -107,22 +107,22 @@ def train(
 @pytest.mark.parametrize(("mesh", "zero"), [("dp2", 0), ("dp3", 1), ("dp2_pp2", 2), ("pp2", 1), ("dp2", 3)])
 @one_thread()
 def test_the_step_is_done_again(
-    mesh: str, zero: int, point: str, remedy: Remedy, strike: Callable[[Hits], list[Executor]]
+    mesh: str, zero: int, point: str, remedy: Remedy, fail_devices: Callable[[Hits], list[Executor]]
 ) -> None:
     run = Run(microbatches=5, steps=6, model="gpt_tied")
-    executors = strike({(1, 3, point): remedy})
+    executors = fail_devices({(1, 3, point): remedy})
     found, damaged = train(run, mesh, zero)
     assert found == expected(run)
-    (said,) = damaged
-    assert (said.rank, said.step, said.reason) == (1, 3, DEVICE_FAULT)
+    (message,) = damaged
+    assert (message.rank, message.step, message.reason) == (1, 3, DEVICE_FAULT)
     held = [part for part in executors[1].replica.state]
-    assert bool(said.page_ranges) == (remedy is Remedy.RELOAD and bool(held))
+    assert bool(message.page_ranges) == (remedy is Remedy.RELOAD and bool(held))
     assert all(part.version != LEARNING for part in held)
 
 
 @pytest.mark.parametrize("seed", range(12))
 @one_thread()
-def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits], list[Executor]]) -> None:
+def test_faults_at_any_time_among_other_faults(seed: int, fail_devices: Callable[[Hits], list[Executor]]) -> None:
     draw = random.Random(seed)
     run = Run(
         microbatches=5, steps=8, model=draw.choice(["gpt", "mlp", "gpt_tied"]), dtype=draw.choice(["fp32", "bf16"])
@@ -135,7 +135,7 @@ def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits
         else Remedy.REDO
         for i in range(3)
     }
-    strike(hits)
+    fail_devices(hits)
     other = (Fault(draw.randint(2, 6), "kill", 2, draw.choice(points)),) if seed % 4 == 3 else ()
     try:
         found, damaged = train(run, mesh, zero, seed, other, EndingMachines)
@@ -143,20 +143,20 @@ def test_faults_at_any_time_among_other_faults(seed: int, strike: Callable[[Hits
         assert lost.losses + list(hits.values()).count(Remedy.RELOAD) > 1, "one mirror stands in for one loss"
         return
     assert found == expected(run)
-    assert damaged or not any(rank in (0, 1) for rank, _, _ in hits), "the first fault strikes while all is well"
+    assert damaged or not any(rank in (0, 1) for rank, _, _ in hits), "the first fault comes while all is well"
 
 
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("step", range(3, 7))
 @one_thread()
-def test_who_learns_learns_all_though_a_teacher_fails(
-    rank: int, step: int, strike: Callable[[Hits], list[Executor]]
+def test_a_learner_gets_all_state_though_the_device_of_a_sender_fails(
+    rank: int, step: int, fail_devices: Callable[[Hits], list[Executor]]
 ) -> None:
-    """A newcomer learns, and one of those who teach it has a fault in one of these steps."""
+    """A newcomer is sent its state, and the device of one of the senders fails in one of these steps."""
     run = Run(microbatches=5, steps=10, model="gpt_tied")
-    executors = strike({(rank, step, "forward"): Remedy.REDO})
+    executors = fail_devices({(rank, step, "forward"): Remedy.REDO})
     found, damaged = train(run, "dp2", 1, faults=(Fault(2, "join", 0, "backward"),))
-    assert found == expected(run) and [said.rank for said in damaged] == [rank]
+    assert found == expected(run) and [message.rank for message in damaged] == [rank]
     last = max((e.placement for e in executors), key=lambda placement: placement.mesh.epoch)
     assert last.replicas is not None and len(last.mesh.members) == 3
     assert not any(held.learners for runs in last.replicas.values() for held in runs), "all have learned"
@@ -164,9 +164,9 @@ def test_who_learns_learns_all_though_a_teacher_fails(
 
 @pytest.mark.parametrize("point", ["forward", "apply", "publish"])
 @one_thread()
-def test_what_cannot_be_brought_back_ends_the_worker(point: str, strike: Callable[[Hits], list[Executor]]) -> None:
+def test_a_device_that_stays_broken_ends_its_worker(point: str, fail_devices: Callable[[Hits], list[Executor]]) -> None:
     """No remedy; or a fault in an update, which may have changed half of the state."""
-    strike({(1, 3, point): None if point == "forward" else Remedy.REDO})
+    fail_devices({(1, 3, point): None if point == "forward" else Remedy.REDO})
     with pytest.raises(RuntimeError, match="UCE ERROR"):
         train(Run(microbatches=5, steps=6), "dp2", 1)
 
@@ -179,10 +179,10 @@ class GroupedMachines(GroupedCluster, MadeUpMachines):
 @pytest.mark.parametrize("seed", range(6))
 @one_thread()
 def test_a_device_fails_whose_stage_publishes_through_a_group(
-    seed: int, remedy: Remedy, strike: Callable[[Hits], list[Executor]]
+    seed: int, remedy: Remedy, fail_devices: Callable[[Hits], list[Executor]]
 ) -> None:
     run, point = Run(microbatches=5, steps=6), ("forward", "backward", "reduce")[seed % 3]
-    strike({(1, 3 + seed % 2, point): remedy})
+    fail_devices({(1, 3 + seed % 2, point): remedy})
     made = GroupedMachines(run, "dp4", 1 + seed % 3, seed=seed, uneven=bool(seed % 2), failing=0.0)
     assert outcome(made.run()) == expected(run)
     assert made.hub.ended["received"] > 0 and made.result.epochs

@@ -9,7 +9,7 @@ from tests.cluster.schedules import Schedule, run, run_many
 from tests.cluster.tiny import TinyRun
 
 CHUNK = 60
-# Of long searches: what was wrong, and is not any more.
+# Failures that long searches have found, and that are mended.
 FAILED_ONCE = {
     "a learner of the loss page alone could not vote with the loss": Schedule(
         seed=103342,
@@ -24,7 +24,7 @@ FAILED_ONCE = {
             MessageFault("kill", "StepReport", SENDER, True, 3),
         ),
     ),
-    "an entry was thrown away that was wanted when the one who had applied it was lost": Schedule(
+    "a reduced gradient was dropped that was needed when the worker that had applied it was lost": Schedule(
         seed=103745,
         run=TinyRun(blocks=2, tied=True, steps=3),
         mesh="dp2_pp2",
@@ -41,7 +41,7 @@ FAILED_ONCE = {
 def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int) -> None:
     tally = run_many(range(first, first + CHUNK))
     assert tally.failures == {}
-    assert tally.struck > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
 
 
 @pytest.mark.parametrize("name", FAILED_ONCE)

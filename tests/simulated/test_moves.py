@@ -22,7 +22,7 @@ def test_moves_change_no_bit(mesh: str, zero: int) -> None:
     moves = 0
     for order in range(4):
         ended = run(replace(schedule, seed=order, uneven=order % 2 == 1))
-        assert (ended.how, ended.failure, ended.struck) == ("bits", "", 3), (order, ended.detail)
+        assert (ended.how, ended.failure, ended.injected) == ("bits", "", 3), (order, ended.detail)
         moves += ended.moves
     assert moves >= 4, f"{moves} moves came to their end"
 
@@ -42,6 +42,6 @@ def test_a_copy_that_is_a_step_ahead_of_its_worker(seed: int, moving: bool) -> N
     assert (ended.how, ended.failure) == ("bits", ""), ended.detail
 
 
-def test_who_held_a_run_before_and_learns_it_again_is_sent_its_entries_again() -> None:
+def test_a_former_replica_that_becomes_a_learner_is_sent_the_reduced_gradients_again() -> None:
     ended = run(Schedule.draw(505250, moving=True))
     assert (ended.how, ended.failure) == ("bits", ""), ended.detail
