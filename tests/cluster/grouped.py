@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 
@@ -40,7 +39,7 @@ class Hub:
 
     def __init__(self, seed: int, lost: Sequence[int], failing: float) -> None:
         self.draw, self.lost, self.failing = random.Random(f"groups {seed}"), lost, failing
-        self.made: dict[tuple[int, tuple[int, ...]], _Made] = {}
+        self.made: dict[tuple[int, int, tuple[int, ...]], _Made] = {}  # by incarnation, mesh epoch and members
         self.ended: Counter[str] = Counter()
         """How broadcasts have ended: "received", "sent", "failed", or were "refused"."""
 
@@ -48,8 +47,8 @@ class Hub:
 class MadeUpGroup:
     """A worker's end of its group."""
 
-    def __init__(self, rank: int, hub: Hub) -> None:
-        self._rank, self._hub = rank, hub
+    def __init__(self, rank: int, hub: Hub, incarnation: int) -> None:
+        self._rank, self._hub, self._incarnation = rank, hub, incarnation
         self._epoch, self._met, self._fails = -1, False, False
         self._works: list[MadeUpWork] = []
 
@@ -58,7 +57,7 @@ class MadeUpGroup:
         self._epoch, self._met, self._works = epoch, False, []
         self._fails = self._hub.draw.random() < self._hub.failing
         made = _Made(tuple(members), self._hub.draw.random() < 0.5)
-        self._made = self._hub.made.setdefault((epoch, tuple(members)), made)
+        self._made = self._hub.made.setdefault((self._incarnation, epoch, tuple(members)), made)
         self._made.met.add(rank)
 
     @property
@@ -159,13 +158,14 @@ class GroupedCluster(SimulatedCluster):
     def __init__(self, *args: Any, failing: float = 0.01, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, seed=seed, **kwargs)
         self.hub = Hub(seed, self._absent, failing)
-        self._groups: dict[int, MadeUpGroup] = {}
+        self._groups: dict[tuple[int, int], MadeUpGroup] = {}  # by incarnation of the controller, and rank
 
-    def _group_of(self, rank: int) -> StageGroup | None:
-        return self._groups.setdefault(rank, MadeUpGroup(rank, self.hub))
+    def _group_of(self, rank: int) -> MadeUpGroup:
+        incarnation = self._orders.incarnation
+        return self._groups.setdefault((incarnation, rank), MadeUpGroup(rank, self.hub, incarnation))
 
     def _can_go(self, worker: Worker) -> bool:
         if super()._can_go(worker):
             return True
         grouped = worker.executor.replica.parameters.grouped if worker.executor else None
-        return grouped is not None and not grouped.idle and self._groups[worker.rank].can_move
+        return grouped is not None and not grouped.idle and self._group_of(worker.rank).can_move

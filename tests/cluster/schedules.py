@@ -50,6 +50,7 @@ class Schedule:
         uneven: some workers and links are slow.
         faults: what happens.
         grouped: stages publish through groups.
+        checkpoint_every: steps between checkpoints, from which a run that has lost state begins again; 0: none.
     """
 
     seed: int
@@ -63,10 +64,16 @@ class Schedule:
     uneven: bool = False
     faults: tuple[AnyFault, ...] = ()
     grouped: bool = False
+    checkpoint_every: int = 0
 
     @classmethod
-    def draw(cls, seed: int, *, moving: bool = False, grouped: bool = False) -> Schedule:
-        """The schedule of a seed; `moving`: the same, and micro-batches, layers and workers are moved meanwhile."""
+    def draw(cls, seed: int, *, moving: bool = False, grouped: bool = False, checkpoints: bool = False) -> Schedule:
+        """The schedule of a seed.
+
+        Args:
+            moving: the same, and micro-batches, layers and workers are moved meanwhile.
+            grouped, checkpoints: the same, with process groups, or with checkpoints.
+        """
         r = random.Random(seed)
         run = TinyRun(
             blocks=r.choice((1, 1, 2)),
@@ -81,7 +88,7 @@ class Schedule:
         faults, longer = draw_faults(r, workers, run.steps)
         if moving:
             faults, longer = draw_moves(r, faults), longer + 2
-        return cls(
+        drawn = cls(
             seed=seed,
             run=replace(run, steps=run.steps + longer),
             mesh=mesh,
@@ -94,6 +101,10 @@ class Schedule:
             faults=draw_ahead(r, faults),
             grouped=grouped,
         )
+        if not checkpoints:
+            return drawn
+        more = random.Random(f"checkpoints {seed}")  # with fewer mirrors, so that more losses need a checkpoint
+        return replace(drawn, checkpoint_every=more.choice((1, 1, 2)), mirror_count=more.choice((0, 0, 1)))
 
     @property
     def placement(self) -> Placement:
@@ -187,6 +198,7 @@ def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> 
         policy=Policy(mirror_count=schedule.mirror_count, mirror_scatter=schedule.scatter),
         uneven=schedule.uneven,
         trace=trace,
+        checkpoint_every=schedule.checkpoint_every,
     )
 
 
@@ -202,6 +214,7 @@ class Ended:
         lost_at: where workers were killed.
         epochs: changes of the mesh.
         moves: those in which the members stayed, and micro-batches, layers or workers went elsewhere.
+        restarts: how often the run began again from a checkpoint.
     """
 
     how: str
@@ -212,6 +225,7 @@ class Ended:
     epochs: int = 0
     turns: int = 0
     moves: int = 0
+    restarts: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -232,7 +246,8 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     trained, plan = cluster.result, cluster.plan
     placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
-    return Ended(how, failure, detail, plan.num_injected, plan.lost_at, len(trained.epochs), trained.turns, moves)
+    counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
+    return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
 def _moved(old: Placement, new: Placement) -> bool:
@@ -279,6 +294,7 @@ class Tally:
     injected: int = 0
     epochs: int = 0
     moves: int = 0
+    restarts: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -287,6 +303,7 @@ class Tally:
         self.injected += ended.injected
         self.epochs += ended.epochs
         self.moves += ended.moves
+        self.restarts += ended.restarts
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -310,21 +327,24 @@ class Tally:
         return [cell for cell in cells if happens(cell[0], cell[1]) and not self.lost_at[cell]]
 
 
-def run_many(seeds: Iterable[int], jobs: int = 1, *, moving: bool = False, grouped: bool = False) -> Tally:
-    """Runs the schedules of these seeds, in so many processes."""
+def run_many(
+    seeds: Iterable[int], jobs: int = 1, *, moving: bool = False, grouped: bool = False, checkpoints: bool = False
+) -> Tally:
+    """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
+    run_seed = partial(_run_seed, moving, grouped, checkpoints)
     if jobs == 1:
         for seed in seeds:
-            tally.add(seed, run(Schedule.draw(seed, moving=moving, grouped=grouped)))
+            tally.add(*run_seed(seed))
         return tally
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for seed, ended in pool.imap_unordered(partial(_run_seed, moving, grouped), seeds, chunksize=20):
+        for seed, ended in pool.imap_unordered(run_seed, seeds, chunksize=20):
             tally.add(seed, ended)
     return tally
 
 
-def _run_seed(moving: bool, grouped: bool, seed: int) -> tuple[int, Ended]:
-    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped))
+def _run_seed(moving: bool, grouped: bool, checkpoints: bool, seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped, checkpoints=checkpoints))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -335,17 +355,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--moving", action="store_true", help="micro-batches, layers and workers are moved meanwhile")
     parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
+    parser.add_argument("--checkpoints", action="store_true", help="a run that has lost state begins again from one")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
+    kind = {"moving": options.moving, "grouped": options.grouped, "checkpoints": options.checkpoints}
     if options.seed is not None:
-        schedule = Schedule.draw(options.seed, moving=options.moving, grouped=options.grouped)
+        schedule = Schedule.draw(options.seed, **kind)
         print(schedule)
         ended = run(schedule, print)
         print(f"{ended.how or 'failed'}: {ended.failure}\n{ended.detail}")
         return int(bool(ended.failure))
     seeds = range(options.first, options.first + options.count)
-    tally = run_many(seeds, options.jobs, moving=options.moving, grouped=options.grouped)
-    print(f"{options.count} schedules, {tally.injected} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves")
+    tally = run_many(seeds, options.jobs, **kind)
+    counts = (
+        f"{tally.injected} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves, {tally.restarts} restarts"
+    )
+    print(f"{options.count} schedules, {counts}")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())
     for failure, seeds in sorted(tally.failures.items(), key=lambda item: -len(item[1])):

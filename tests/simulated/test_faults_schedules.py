@@ -44,6 +44,14 @@ def test_no_schedule_of_faults_changes_a_bit_or_gets_stuck(first: int) -> None:
     assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2, "faults did happen, and runs came to their ends"
 
 
+@pytest.mark.parametrize(("moving", "grouped"), [(False, False), (True, False), (False, True)])
+def test_a_run_that_has_lost_state_begins_again_from_a_checkpoint(moving: bool, grouped: bool) -> None:
+    """The controller ends with RestartFrom, and the run goes on from there, to the undisturbed bits."""
+    tally = run_many(range(CHUNK), moving=moving, grouped=grouped, checkpoints=True)
+    assert tally.failures == {}
+    assert tally.restarts > CHUNK // 10, f"{tally.restarts} restarts"
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     ended = run(FAILED_ONCE[name])
