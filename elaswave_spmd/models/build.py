@@ -41,25 +41,7 @@ def build_model(
             f"model.target={shown} is {cls!r}",
             rule="a model is a subclass of elaswave_spmd.models.LayeredModel",
         )
-    parameters = inspect.signature(cls).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in extra or {}:
-        if name not in parameters and not open_ended:
-            raise ModelError(
-                f"model.args.{name} is not an argument of {cls.__name__}",
-                exists=", ".join(parameters),
-                fix="use one of these",
-            )
-    given = {name: value for name, value in sizes.items() if name in parameters or open_ended} | dict(extra or {})
-    # 1 and 3 are parameters that can be given by name; the others (*args, **kwargs, /) are never missing.
-    missing = [p.name for p in parameters.values() if p.default is p.empty and p.kind in (1, 3) and p.name not in given]
-    if missing:
-        raise ModelError(
-            f"{cls.__name__} needs {', '.join(missing)}, which the settings do not give",
-            where=f"model.target={shown}",
-            exists=f"sizes {', '.join(sizes)}",
-            fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
-        )
+    given = _arguments(cls, shown, sizes, extra or {})
     try:
         return cls(**given)
     except UserError:
@@ -73,6 +55,32 @@ def build_model(
             exists=f"it was given {given}",
             fix="correct it, or these arguments",
         ) from error
+
+
+def _arguments(
+    cls: type[LayeredModel], shown: str, sizes: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments for a model's constructor: the sizes that it has parameters for, and all of `extra`."""
+    parameters = inspect.signature(cls).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in extra:
+        if name not in parameters and not open_ended:
+            raise ModelError(
+                f"model.args.{name} is not an argument of {cls.__name__}",
+                exists=", ".join(parameters),
+                fix="use one of these",
+            )
+    given = {name: value for name, value in sizes.items() if name in parameters or open_ended} | dict(extra)
+    # 1 and 3 are parameters that can be given by name; the others (*args, **kwargs, /) are never missing.
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.kind in (1, 3) and p.name not in given]
+    if missing:
+        raise ModelError(
+            f"{cls.__name__} needs {', '.join(missing)}, which the settings do not give",
+            where=f"model.target={shown}",
+            exists=f"sizes {', '.join(sizes)}",
+            fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
+        )
+    return given
 
 
 def find_model(target: str) -> Any:

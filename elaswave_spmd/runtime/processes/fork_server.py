@@ -57,9 +57,11 @@ class ForkServer:
         self._notices = notices
         self._pids: dict[int, int] = {}  # rank -> pid, the living only
         self._buffer = b""
-        self._wake_read, self._wake_write = os.pipe()  # written by Python's signal handler when a child has ended
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
+        read, write = os.pipe()  # written by Python's signal handler when a child has ended
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        self._wake_read = read
+        self._wake_write = write
         self._setup: dict[str, Any] = {}
 
     def serve(self) -> None:

@@ -121,15 +121,9 @@ class ForkServerClient:
         notices, notices_theirs = os.pipe()
         life_theirs, life = os.pipe()
         fds = theirs.fileno(), notices_theirs, life_theirs
-        # A Ctrl-C must not reach the new process before it ignores SIGINT: the blocked state is inherited.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
-        try:
-            if here and method == "fork" and not env and num_threads() == 1:
-                process = fork_process(lambda: fork_server.run(*fds[:2]), fds)
-            else:
-                process = _start_interpreter(method, env or {}, fds)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        may_fork = here and method == "fork" and not env and num_threads() == 1
+        process = _start_process(fds, method, env or {}, may_fork=may_fork)
+        # Only the fork server may keep its ends, so that either side sees the end of the other.
         theirs.close()
         os.close(notices_theirs)
         os.close(life_theirs)
@@ -313,8 +307,26 @@ class ForkServerClient:
         return json.loads(line)
 
 
+def _start_process(
+    fds: tuple[int, int, int], method: Method, env: Mapping[str, str], *, may_fork: bool
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start the fork server, as a fork of this process if it may be one. `fds` as for `_start_interpreter`."""
+    # A Ctrl-C must not reach the new process before it ignores SIGINT: the blocked state is inherited.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *GROUP_SIGNALS])
+    try:
+        if may_fork:
+            return fork_process(lambda: fork_server.run(*fds[:2]), fds)
+        return _start_interpreter(method, env, fds)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_interpreter(method: Method, env: Mapping[str, str], fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
-    """A fork server in a new interpreter. `fds`: of orders, of notices, and the life pipe's that workers inherit."""
+    """Start a fork server in a new interpreter.
+
+    Args:
+        fds: its descriptors: of the orders, of the notices, and of the life pipe that workers inherit.
+    """
     environment = interpreter_environment(env)
     if method == "fork":
         # OpenBLAS starts its threads when numpy is imported, and a process with threads must not fork.

@@ -49,9 +49,11 @@ class EventLoop:
         self._wake_lock = threading.Lock()  # guards the wake pipe against being closed while others write
         self._wake_open = True
         # The way to wake a thread that waits in select: other threads write a byte into this pipe.
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        self._wake_read = read
+        self._wake_write = write
         self._selector = selectors.DefaultSelector()
         self._register(pull.FD, lambda: None)  # the PULL socket is read on every turn anyway
         self._register(self._wake_read, self._drain_wake)

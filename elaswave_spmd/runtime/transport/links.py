@@ -205,10 +205,9 @@ class Links:
         self._token = token
         self._mailbox = mailbox
         self._prefix = _SENDER.pack(me) + token
-        self._offered: OfferedBuffers | None = None
-        self._reader: RemoteReader | None = None
-        if transport == "ipc":  # peers on one host
-            self._offered, self._reader = open_cross_memory()
+        offered, reader = open_cross_memory() if transport == "ipc" else (None, None)  # ipc: all peers are on this host
+        self._offered: OfferedBuffers | None = offered
+        self._reader: RemoteReader | None = reader
         self._readable: dict[int, int] = {}  # peer -> number of the reading test that succeeded here
         self._broken: set[int] = set()  # peers whose messages are dropped: a buffer was lost. Event-loop thread only
         self._links: dict[int, _Link] = {}

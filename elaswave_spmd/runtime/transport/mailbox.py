@@ -145,9 +145,11 @@ class SelectableMailbox(Mailbox):
 
     def __init__(self) -> None:
         super().__init__()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        self._read = read
+        self._write = write
 
     def put(self, item: Item) -> None:
         super().put(item)
