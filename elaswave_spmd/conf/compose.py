@@ -103,10 +103,12 @@ def _compose(words: Sequence[str]) -> dict[str, Any]:
     """The configuration as Hydra composes it, with `${...}` not resolved yet."""
     register_mesh_names()
     defaults = ["_self_", *({group: choice} for group, choice in CHOICES.items())]
+    # `_self_` first: the values of chosen files win over the defaults of the schema.
     ConfigStore.instance().store("config", {"defaults": defaults, **Settings().to_dict()}, provider="elaswave_spmd")
     try:
         with hydra.initialize_config_module("elaswave_spmd.conf", version_base="1.3"):
             config = hydra.compose("config", overrides=[*words])
+        # Not resolved yet: a resumed run lays its own settings over these, and `${...}` must see the result.
         plain: Any = OmegaConf.to_container(config, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _refused_by_hydra(error, words) from None
@@ -142,6 +144,7 @@ def _parsed(word: str, own: bool = False) -> Override:
     Raises:
         ConfigError: otherwise.
     """
+    # Hydra's option for sweeps, in every abbreviation that its parser would accept.
     if re.fullmatch(r"-m.*|--mu?l?t?i?r?u?n?", word) or word.lstrip("+").startswith("hydra.mode="):
         raise _is_sweep(word)
     if word.startswith("-"):
@@ -162,6 +165,7 @@ def _parsed(word: str, own: bool = False) -> Override:
     elif name in GROUPS and not override.is_delete():
         what = f"{word} does not name a setting: {name} is a group of settings"
         raise ConfigError(what, where=word, fix=f"{name}.NAME=VALUE")
+    # Refused here and not by Hydra, which would advise to add a plus to a misspelt name.
     elif name not in (*NAMES, *GROUPS, "hydra.searchpath") and not name.startswith(_OPEN):
         raise unknown_setting(name, [*NAMES, *CHOICES], word.lstrip("~"))
     return override
@@ -180,6 +184,7 @@ def _without_value(word: str) -> ConfigError:
     name = word.lstrip("+")
     if name in NAMES or name in CHOICES:
         return ConfigError(f"{name} has no value", rule="settings are name=value", where=word, fix=f"{name}=VALUE")
+    # Not a name at all: perhaps a misspelt one.
     like = checks.closest(name, [*NAMES, *CHOICES])
     fix = f"{like}=VALUE" if like else "--help"
     return ConfigError(f"{word} is not a setting", rule="settings are name=value", where=word, fix=fix)
@@ -204,6 +209,7 @@ def _check_choice(group: str, value: object, word: str, own: bool) -> None:
 def _refused_by_hydra(error: Exception, words: Sequence[str]) -> ConfigError:
     """Hydra's refusal in our form. The override that it speaks of is named if that can be told from its text."""
     text = str(error)
+    # Hydra's exceptions have no field for the override, only this line in their text.
     key = re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}")
     name = key[1] if key else ""
     where = next((word for word in words if name and word.lstrip("+~").startswith(name)), " ".join(words))

@@ -17,7 +17,7 @@ def version_mismatch(found: object) -> str:
     """The clause that says which version was found and which one this package has; empty if they are the same.
 
     Args:
-        found: what stands under `FORMAT_FIELD`; None if there is nothing.
+        found: the value of `FORMAT_FIELD`; None if there is none.
     """
     if type(found) is int and found == FORMAT_VERSION:
         return ""

@@ -211,7 +211,7 @@ def unknown_setting(name: str, names: list[str], where: str) -> ConfigError:
     """The error about a name that no setting has, with the closest one that exists.
 
     Args:
-        name: as it was given, "train.stpes".
+        name: the name as given, "train.stpes".
         names: those that exist, for the list and the advice.
         where: the override or the file that names it.
     """

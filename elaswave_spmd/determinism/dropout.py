@@ -100,6 +100,7 @@ def keep_mask_torch(shape: tuple[int, ...], p: float, keys: Keys, word: int, dev
     """The same mask as a bool tensor on `device`. Uses int64 torch operators only, so that it compiles everywhere."""
     samples, seed, step, layer = (t.to(device) for t in (keys.sample_ids, keys.seed, keys.step, keys.layer))
     _check_rows(shape, samples.shape[0])
+    # As `fold` on integers: the sub-key's counter is (step low, step high, layer, word), its key the seed.
     last = torch.full_like(seed, word | DROPOUT)
     key_0, key_1, _, _ = _philox(*_split64(step), layer & MASK32, last, *_split64(seed))
     count = math.prod(shape[1:])

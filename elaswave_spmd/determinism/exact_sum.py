@@ -25,6 +25,7 @@ def expansion(values: Iterable[float]) -> tuple[float, ...]:
             return tuple(parts)
         if not math.isfinite(part):
             return (part,)
+        # What fsum rounded away is the exact sum of the terms and minus the rounded sum: next round.
         parts.append(part)
         rest.append(-part)
 

@@ -28,6 +28,7 @@ def permute_many(index: NDArray[np.int64], size: int, key: Key) -> NDArray[np.in
     if flat.size and not (flat.min() >= 0 and flat.max() < size):
         raise ValueError(f"indices {flat.min()} .. {flat.max()} leave range({size})")
     a, b = _sides(size)
+    # Cycle walking: a * b is slightly above size, so a few values take another pass.
     todo = np.arange(flat.size)
     while todo.size:
         flat[todo] = _network(flat[todo], a, b, key)
@@ -78,6 +79,7 @@ def _network(index: NDArray[np.int64], a: int, b: int, key: Key) -> NDArray[np.i
         half = right if r % 2 == 0 else left
         counter[:, 0], counter[:, 1], counter[:, 2] = half & 0xFFFFFFFF, half >> 32, r
         out = philox4x32(counter, words).astype(np.uint64)
+        # 63 bits, so that the word is positive as int64; modulo a or b it is close enough to uniform.
         word = ((out[:, 0] | out[:, 1] << np.uint64(32)) >> np.uint64(1)).astype(np.int64)
         if r % 2 == 0:
             left = (left + word % a) % a

@@ -129,6 +129,7 @@ class MeshShape:
                         rule="a mesh names its stages at most once",
                         fix="keep one list of stages",
                     )
+                # `4x3` is short for three stages of four: a mesh of 16 equal stages but one keeps a readable name.
                 runs = (run.partition("x") for run in word[len("stages") :].split("-"))
                 stages = tuple(int(size) for size, _, times in runs for _ in range(int(times or 1)))
             elif found := re.fullmatch(rf"({'|'.join(AXES)})([0-9]+)", word):

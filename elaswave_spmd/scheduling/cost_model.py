@@ -34,7 +34,7 @@ class LayerCost:
         state_bytes: one copy of its optimizer state (master parameters and moments), which moves with the layer.
         value_bytes: its parameters in the compute dtype, which every worker of its stage has.
         gradient_bytes: its summed gradients.
-        activation_bytes: what one micro-batch keeps between forward and backward.
+        activation_bytes: bytes that one micro-batch keeps between forward and backward.
         boundary_bytes: its output for one micro-batch, which crosses a link if a stage ends here; the gradient of the
             output has as many.
 

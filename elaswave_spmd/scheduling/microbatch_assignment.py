@@ -112,7 +112,7 @@ def assign_by_speed(
 
     Args:
         num_microbatches: micro-batches of a step, 0 or more.
-        speeds: of the workers in stage order, above 0.
+        speeds: speeds of the workers in stage order, above 0.
         microbatch_order: Placement.microbatch_order.
         fewest_nodes: False: only the first aim counts.
     """

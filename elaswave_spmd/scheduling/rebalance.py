@@ -166,7 +166,7 @@ def plan_change(
 
     Args:
         placement: the present placement. State is where its layers are.
-        costs: as measured; speeds of workers that are gone do not matter.
+        costs: the measured costs; speeds of workers that are gone do not matter.
         remaining_steps: steps until the run ends, or until another event is likely.
         layout: the pages of the model; None: those of a model with such costs (`layout_of_costs`).
         stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the

@@ -37,7 +37,7 @@ class MoveEstimate:
 
     Args:
         bytes: state that workers receive.
-        seconds: how long the busiest link is occupied.
+        seconds: seconds for which the busiest link is occupied.
     """
 
     bytes: float

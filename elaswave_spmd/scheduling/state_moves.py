@@ -42,7 +42,7 @@ class Move:
     Args:
         bytes: state that workers are sent, new mirrors included.
         bound_bytes: a lower bound for every plan to as many replicas (`ReshardPlan.least_elements`).
-        seconds: how long the busiest link is occupied.
+        seconds: seconds for which the busiest link is occupied.
         promotions: page ranges whose primary is lost; a mirror takes its place without a byte being moved.
         copies: page ranges that are sent, once for each worker that gets them.
         from_checkpoint: some page has lost all its replicas, so every worker reads its pages from a checkpoint.

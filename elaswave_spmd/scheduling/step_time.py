@@ -99,7 +99,7 @@ class StepTime:
         pipeline_s: the time of all actions, computed as `how` says.
         bottleneck_s: the longest compute of a worker: micro-batches * seconds of its stage / speed.
         bound_s: a lower bound for every order of the actions: the bottleneck and the filling and draining around it.
-        traffic_s: how long reduction and publication occupy the busiest link.
+        traffic_s: seconds for which reduction and publication occupy the busiest link.
         worker: the rank with the longest compute.
         how: EXACT or ESTIMATE.
     """

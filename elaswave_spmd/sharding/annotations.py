@@ -23,10 +23,10 @@ class Shardings:
     workers in a stage, is refused when the run is planned.
 
     Args:
-        batch: of the global batch; `P("dp")` assigns its micro-batches to the workers of each stage.
-        layers: of the stack of layers; `P("pp")` assigns layers to stages.
-        params, grads, optim: of the sequence of pages of each layer, over the workers of its stage: whole (`P(None)`)
-            or `P("dp")`. None of them sharded is ZeRO-0; optim ZeRO-1; grads too ZeRO-2; params too ZeRO-3.
+        batch: spec of the global batch; `P("dp")` assigns its micro-batches to the workers of each stage.
+        layers: spec of the stack of layers; `P("pp")` assigns layers to stages.
+        params, grads, optim: specs of the sequence of pages of each layer, over the workers of its stage: `P(None)`
+            (whole) or `P("dp")`. None of them sharded is ZeRO-0; optim ZeRO-1; grads too ZeRO-2; params too ZeRO-3.
 
     Raises:
         SpecError: an axis that a field cannot lie on, more than one dim, or a combination that is no ZeRO level.

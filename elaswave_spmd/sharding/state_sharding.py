@@ -29,7 +29,7 @@ class StateSharding:
     Args:
         mesh: the workers, by stage, and their failure domains.
         layer_cuts: stage s has layers [layer_cuts[s], layer_cuts[s + 1]).
-        spec: of the state, `Shardings.optim`.
+        spec: the spec of the state, `Shardings.optim`.
         mirror_count: further replicas of each page, where there are that many other workers.
         scatter: the most workers that mirror one worker's pages; 0 is the default, at most 4.
     """

@@ -63,8 +63,8 @@ class TileMap:
     Args:
         mesh_shape: sizes of the axes; no members are needed.
         spec: the axes that split each dim.
-        shape: of the global array; lengths may be 0.
-        name: of the array, for error messages.
+        shape: shape of the global array; lengths may be 0.
+        name: name of the array, for error messages.
         longer_from: the position in a stage from which on the parts lie that axis dp makes one element longer. Many
             small arrays are spread evenly if each begins where the one before it ended. Needs stages of one size.
 

@@ -130,6 +130,7 @@ class _Engine:
         self._sums = None
         if rule is not None:
             self._sums = Sums(work, costs, rule, microbatch_order, self._links, self._clock, self._part_finished)
+        # Every step has the same work, so it is counted once.
         self._left_of = work.left()
         self._missing: dict[tuple[int, Action], int] = {}  # (step, action) -> results that it waits for
         self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not finished
@@ -193,6 +194,7 @@ class _Engine:
     def _begin(self, worker: _Worker, step: int) -> None:
         worker.step = step
         worker.left = self._left_of[worker.rank]
+        # An order may be made before its step begins (`_result`), so it is kept by step, and dropped when that is over.
         worker.orders.pop(step - 1, None)
         self._order(worker, step)
         self._touched.add(worker.rank)
@@ -211,6 +213,7 @@ class _Engine:
         self._parts_left[key] -= 1
         if self._parts_left[key]:
             return
+        # Votes are one message from everybody to everybody: one latency, and no bytes to speak of.
         votes = self._costs.latency_s if self._sums is not None and len(self._workers) > 1 else 0.0
         self._clock.at(self._clock.now + votes, self._group_finished, step, group)
 
@@ -232,6 +235,7 @@ class _Engine:
     # ---- actions
 
     def _start_touched(self) -> None:
+        # In the order of ranks, so that runs are the same on every machine.
         for rank in sorted(self._touched):
             worker = self._workers[rank]
             if (
@@ -255,6 +259,7 @@ class _Engine:
                 stop += self._stage_s[action.stage][0] / speed
         else:
             share = self._work.weight_share
+            # A split backward: the gradients of inputs first, those of weights when nothing else is ready.
             part = share if action.kind == WEIGHTS else 1.0 - share
             stop = now + self._stage_s[action.stage][1] * part / speed
             if action.kind == BACKWARD and self._sums is not None:

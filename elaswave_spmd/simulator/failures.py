@@ -158,6 +158,7 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
             found.append(Outage(time, worker, False))
             continue
         if kind == 0:
+            # The place is empty already: there is no machine that could fail.
             if worker in empty:
                 continue
             empty.add(worker)
@@ -166,6 +167,7 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
             waiting.append(worker)
         else:
             spares += 1
+        # The first place that is empty gets the first machine that is free.
         if spares and waiting:
             spares -= 1
             heapq.heappush(events, (time + repair.swap_s, 2, waiting.popleft()))

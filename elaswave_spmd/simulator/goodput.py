@@ -102,6 +102,7 @@ class Scale:
         key = tuple(int(of[0]) for of in counts), highest  # a stage is as slow as its busiest class
         if key not in self._known:
             limits = in_flight_limits([self.fleet.replicas - out for out in missing])
+            # The layers may stay as they were or be cut for this loss, whichever is faster.
             every = {self._partition(key[0]), self._partition((self.fleet.microbatches,) * self.fleet.stages)}
             seconds = min(self._bound(cuts, counts, limits, highest) for cuts in every)
             self._known[key] = max(seconds, self.healthy_s) if any(missing) else seconds
@@ -230,6 +231,7 @@ class Restarts:
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
         fleet, events = scale.fleet, [event for event in events if event.time < seconds]
         losses = sum(event.out for event in events)
+        # Young's interval: the cost of checkpoints and of lost work are equal there.
         every = max(60.0, math.sqrt(2 * stalls.checkpoint_s * seconds / max(1, losses)))
         useful, up_at, rate, empty = 0.0, 0.0, 1.0, 0
         for time, _, out in events:

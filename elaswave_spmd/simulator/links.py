@@ -68,6 +68,7 @@ class Link:
     def send(self, num_bytes: float, then: Callable[..., None], *args: Any, urgent: bool = False) -> None:
         """Sends a message; `then(*args)` is called when it has arrived."""
         seconds = num_bytes / self._bandwidth
+        # Counted when the message is accepted: how long it then waits does not change how much of the wire it uses.
         self.busy_s += seconds
         if not self._shared:
             self._clock.at(self._clock.now + (self._latency_s + seconds), then, *args)
@@ -76,6 +77,7 @@ class Link:
         if self._current is None:
             self._next()
         elif urgent and not self._is_urgent and (left_s := self._current.left_s + self._since - self._clock.now) > 0:
+            # The bulk message gives way, and goes on later with what is left of it.
             self._current.left_s = left_s
             self._bulk.appendleft(self._current)
             self._next()

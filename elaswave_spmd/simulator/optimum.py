@@ -68,6 +68,7 @@ def optimum(
     best, chosen, looked, least = math.inf, None, 0, math.inf
     for bound_s, stages in search.by_bound(allowed):
         least = min(least, bound_s)
+        # Groupings come in the order of their bounds: from here on none can be better.
         if bound_s >= best or looked == most:
             break
         looked += 1
@@ -122,6 +123,7 @@ class _Search:
             for stop, used in self.options(first, left):
                 number, others = len(stages) + 1, tuple(a - b for a, b in zip(left, used, strict=True))
                 ends = stop == len(self.costs.layers)
+                # All layers must have a stage, and all workers a place, at the same moment.
                 if (ends and (any(others) or number not in allowed)) or (not ends and number >= most):
                     continue
                 this = max(sofar, self.stage_s(first, stop, used, left))

@@ -111,13 +111,13 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
     """The plan for an event.
 
     Args:
-        settings: as `train` would have them.
+        settings: the settings of a run.
         named: names of the settings that the command line names; what depends on a model or a batch has other defaults
             here than for `train`, whose defaults are for one small worker.
         event: "fail 6; join 1"; "" for none.
 
     Raises:
-        UserError: as `main`.
+        UserError: see `main`.
     """
     schedule = settings.schedule
     if not schedule.microbatches:
@@ -153,6 +153,7 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         frequencies=FrequencyRange(schedule.f_min, schedule.f_max, schedule.f_margin) if wants_hints else None,
         goal_s=before.seconds,
     )
+    # plan_change has no switch for layers alone, so a move that it has found is dropped here.
     if not schedule.layers and decision.later is not None:
         reasons = (*decision.reasons[:-1], "layers stay (schedule.layers=false)")
         decision = replace(decision, later=None, hints=(), frequency=None, reasons=reasons)

@@ -58,6 +58,7 @@ class Sums:
         for microbatch, rank in enumerate(owners):
             microbatches[rank].append(microbatch)
         for mine in microbatches.values():
+            # Contiguous micro-batches are added up as far as the tree allows; in turns, each is sent by itself.
             nodes = maximal_nodes(mine, len(owners)) if microbatch_order == CONTIGUOUS else [(u, u + 1) for u in mine]
             for node in nodes:
                 for microbatch in range(*node):
@@ -85,6 +86,7 @@ class Sums:
         if size == 1:
             self._node_arrived(step, stage, layer)
             return
+        # A worker is the primary of 1 / size of the pages itself, and sends the rest.
         num_bytes = self._costs.layers[layer].gradient_bytes * (size - 1) / size
         self._links[rank].send(num_bytes, self._node_arrived, step, stage, layer)
 
@@ -131,6 +133,7 @@ class Sums:
         found: dict[int, float] = {}
         for stage, members in enumerate(self._work.stages):
             size, time = len(members), self._clock.now
+            # Mirrors apply the step themselves, so only the other members are sent parameters.
             receivers = size - 1 - self._mirrors(size) if size > 1 and self._rule.state_is_sharded else 0
             for layer in range(*self._work.layer_cuts[stage : stage + 2]):
                 num_bytes = self._costs.layers[layer].value_bytes / size * receivers

@@ -39,6 +39,7 @@ class Templates:
         width = len(columns[0])
         left = [[rank for rank in column if rank not in lost] for column in columns]
         chains = _Chains(case, len(columns))
+        # Templates reach down to half the healthy width, or to the shortest pipeline that fits in memory.
         shortest = next((n for n in range(-(-width // 2), width + 1) if chains.cuts(n) is not None), width + 1)
         pipelines = _regrouped(left, shortest)
         if not pipelines:

@@ -145,6 +145,7 @@ class _Simulation:
         """Simulates a phase. Steps that are not shown only take their time."""
         shown = min(steps or self._shown, self._shown)
         run = self._run(assignment, costs, max(2, shown), frequencies)
+        # The engine runs two steps or more, so that the last ones have a predecessor's publication in them.
         begins = sum(run.seconds[:-shown])
         some = [
             span._replace(start=span.start - begins, stop=span.stop - begins, step=self._step + span.step)
