@@ -1,4 +1,4 @@
-"""Machines that are made up: what is installed on them is what a test says."""
+"""Made-up machines, on which a test chooses what is installed."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def step(name: str, place: torch.device) -> list[Tensor]:
 
 
 def differences(name: str, tolerance: float) -> list[str]:
-    """What a micro-batch's step on the made-up device gives other than on the CPU; tolerance 0: other bits."""
+    """The results of a micro-batch's step that differ between made-up device and CPU; tolerance 0: in any bit."""
     assert DEVICE is not None
     pairs = zip(step(name, DEVICE.place), step(name, torch.device("cpu")), strict=True)
     apart = [(i, float((a - b).abs().max())) for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
@@ -68,7 +68,7 @@ def differences(name: str, tolerance: float) -> list[str]:
 
 
 def mixed() -> str:
-    """What is said when tensors of the device and of the CPU meet."""
+    """The error when tensors of the device and of the CPU meet."""
     assert DEVICE is not None
     try:
         torch.add(torch.ones(2, device=DEVICE.place), torch.ones(2))

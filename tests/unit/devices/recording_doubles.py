@@ -1,4 +1,4 @@
-"""Recording doubles: they write down what is called on them, in order, and answer as a test says.
+"""Recording doubles: they record the calls of them, in order, and answer as a test sets them.
 
 They do nothing that a device or a library does: a test with them shows order and arguments, and no more.
 """

@@ -1,4 +1,4 @@
-"""How workers start for a device: what they get, and what is refused before any of them starts."""
+"""The start of workers for a device: their environment, and the checks before any of them starts."""
 
 from __future__ import annotations
 

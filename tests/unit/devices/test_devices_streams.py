@@ -1,4 +1,4 @@
-"""What an accelerator with streams is asked, and in which order: by a recording double, not by any hardware."""
+"""The calls of an accelerator with streams, and their order: on a recording double, not on hardware."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RecordedStream:
 
 
 class RecordingApi:
-    """As torch's module of a device with streams: writes down what is asked of it."""
+    """A double of torch's module for a device with streams: records the calls of it."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""Which devices a machine can run on, and what the refusal says."""
+"""The devices that can be used on a machine, and the error for those that cannot."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def all_ready(workers: dict[int, GroupInBackground], epoch: int) -> bool:
 
 
 def passes_on(workers: dict[int, GroupInBackground], root: int) -> None:
-    """A broadcast brings everybody what its root has."""
+    """After a broadcast every member has the values of the root."""
     tensors = {rank: torch.full((1000,), float(rank)) for rank in workers}
     works = [worker.broadcast(tensors[rank], root) for rank, worker in workers.items()]
     eventually(lambda: all(work.is_completed() for work in works))
@@ -117,7 +117,7 @@ def test_a_single_worker_has_no_group() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.003, 0.01, 0.05])
 def test_changes_in_quick_succession_leave_no_thread_in_the_library(pause_s: float) -> None:
-    """Some see that all are there, others that a newer epoch is: all of them make that group, or nobody does."""
+    """Some members see that all have met, others that there is a newer epoch: either all make the group, or none."""
     workers = dict(enumerate(Stage().workers(3)))
     for epoch in range(4):
         for rank, worker in workers.items():
@@ -155,7 +155,7 @@ def test_a_broadcast_that_hangs_does_not_delay_the_next_group() -> None:
     workers = dict(enumerate(stage.workers(3)))
     change(workers, 0)
     eventually(lambda: all_ready(workers, 0))
-    hangs = [workers[rank].broadcast(torch.zeros(1000), 1) for rank in (0, 2)]  # 1 takes no part, and is gone
+    hangs = [workers[rank].broadcast(torch.zeros(1000), 1) for rank in (0, 2)]  # 1 takes no part
     some = {rank: workers[rank] for rank in (0, 2)}
     change(some, 1)
     eventually(lambda: all_ready(some, 1), 0.8 * PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Groups that lose members without being made anew, as NCCL's can: on backends that only say what is asked of them."""
+"""Groups that lose members without being made anew, as NCCL's can: on backends that only record their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.waiting import eventually
 
 
 class Library:
-    """What the workers of a stage ask of their library, in words.
+    """The calls that the workers of a stage make of their library, in words.
 
     Args:
         refuses: what it raises when a group is to be shrunk.
@@ -57,7 +57,7 @@ class OneWorker(GroupLibrary):
 
 
 def changed(library: Library, before: tuple[int, ...], after: tuple[int, ...], *failed: int) -> list[str]:
-    """What is asked when the members of a stage change. `failed`: whose group has failed meanwhile."""
+    """The calls when the members of a stage change. `failed`: members whose group has failed meanwhile."""
     workers = {rank: library.worker(rank) for rank in {*before, *after}}
     for epoch, members in enumerate((before, after)):
         library.asked.clear()

@@ -1,4 +1,4 @@
-"""What a wheel of torch_npu says of the calls that the device layer makes: read, never imported.
+"""The facts in a wheel of torch_npu about the calls that the device layer makes: read, never imported.
 
 `python -m tests.unit.devices.torch_npu_wheel WHEEL` writes torch_npu_calls.json beside this file. Get the wheel
 by `pip download --no-deps --dest DIR torch_npu==VERSION`; it needs neither CANN nor a device.

@@ -43,7 +43,7 @@ not_a_model = 3
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory of its own; what is imported from it is forgotten afterwards."""
+    """A working directory of its own; modules imported from it are removed again afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)

@@ -96,7 +96,7 @@ def test_the_tree_splits_at_the_largest_power_of_two() -> None:
     def leaf(microbatch: int) -> list[Tensor]:
         return [torch.tensor(float(microbatch), dtype=torch.float64)]
 
-    class Sum(list):  # adds by writing down what was added
+    class Sum(list):  # adds by recording what was added
         def __add__(self, other: object) -> Sum:  # type: ignore[override]
             return Sum([f"({self[0]}{other[0]})"])  # type: ignore[index]
 

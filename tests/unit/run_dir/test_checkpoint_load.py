@@ -55,7 +55,7 @@ def _read(checkpoint: Checkpoint, layout: ModelLayout, pages: PageRange, kind: s
 
 
 def _holds(run_dir: Path, step: int, state: State) -> bool:
-    """Whether the newest good checkpoint is of this step and has this state."""
+    """True if the newest good checkpoint has this step and this state."""
     checkpoint, _ = load_newest_good(run_dir)
     layout = small_layout()
     return checkpoint.step == step and all(
@@ -226,7 +226,7 @@ def test_without_a_good_checkpoint_the_error_names_each_and_why(tmp_path: Path) 
 
 
 def test_a_controller_completes_a_checkpoint_of_its_predecessor(tmp_path: Path) -> None:
-    """A crash between the last shard and the manifest: the shards say enough of themselves."""
+    """After a crash between the last shard and the manifest, the shards contain all that a manifest needs."""
     save(tmp_path, 10)
     directory, state = save(tmp_path, 20)
     (directory / MANIFEST).unlink()

@@ -42,7 +42,7 @@ child.wait()
 
 
 def _try(run_dir: Path) -> str:
-    """What another process finds."""
+    """The result of an attempt to lock in another process: "locked", or the process that is named in the error."""
     done = subprocess.run([sys.executable, "-c", _TRY, str(run_dir)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().removeprefix(f"run.dir={run_dir} is in use by ")
@@ -50,7 +50,7 @@ def _try(run_dir: Path) -> str:
 
 @contextlib.contextmanager
 def _held(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock and has a child, which lives until its standard input is closed."""
+    """Another process that has the lock, and has a child that lives until its standard input is closed."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", _HOLD, str(run_dir)], stdin=pipe, stdout=pipe, text=True) as holder:
         try:

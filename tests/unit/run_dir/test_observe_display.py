@@ -28,7 +28,7 @@ from elaswave_spmd.run_dir.observer import event_text
 
 
 class _Clock:
-    """Seconds that pass only when told to."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -188,7 +188,7 @@ def test_the_observer_writes_shows_and_plots(tmp_path: Path) -> None:
         observer.on_step(_line(2, loss=2.0, workers=1))
         observer.on_validation(2, np.float32(1.75))  # type: ignore[arg-type]
         observer.on_finish({"validation_loss": 1.75}, {"w": np.ones(2, np.float32)})
-        observer.on_stop(OSError("nobody reads the terminal any more"))  # it has finished: no event
+        observer.on_stop(OSError("the terminal is closed"))  # it has finished: no event
     observer.close()
     assert [line.step for line in read_metrics(run_dir.path)] == [1, 2]
     events = read_events(run_dir.path)

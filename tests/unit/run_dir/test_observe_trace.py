@@ -29,7 +29,7 @@ def write_events(folder: Path) -> None:
 
 
 def part(folder: Path, rank: int, zero: float = START - 50.0) -> TracePart:
-    """One whose perf_counter() says 50 when the run starts."""
+    """A part whose perf_counter() is 50 when the run starts."""
     return TracePart(folder, rank, lambda: (zero + 50.0, 50.0))
 
 

@@ -1,4 +1,4 @@
-"""The controller's side of agents, with agents that are made of links only: who is taken, what a lost one means."""
+"""The controller's side of agents, with agents that are only links: which are accepted, and the loss of one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def remote(agents: Agents, port: int) -> Iterator[Make]:
 
 
 def settle(agents: Agents, done: Callable[[], object]) -> None:
-    """Have the controller's side take what comes, until `done`."""
+    """Have the controller's side handle messages until `done`."""
     deadline = time.monotonic() + 30
     while not done():
         agents._exits = agents.poll()
@@ -105,7 +105,7 @@ def settle(agents: Agents, done: Callable[[], object]) -> None:
 
 
 def some_exits(agents: Agents) -> list[Exited]:
-    """What `poll` says as soon as it says something."""
+    """The first exits that `poll` returns."""
     found: list[Exited] = []
     settle(agents, lambda: found.extend(agents.poll()) or found)
     return found
@@ -287,7 +287,7 @@ def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -
     thread = threading.Thread(target=end)
     thread.start()
     agents.end(1.5)
-    # It says how the worker ended, and closes; these are two connections, and either may be heard first.
+    # It reports how the worker ended, and closes; these are two connections, and either may be noticed first.
     gone = RemoteExited(0, 0, None, 9, "b", "its connection closed")
     assert agents.close() in ([RemoteExited(0, 7, None, 15, "b")], [gone])
     thread.join()

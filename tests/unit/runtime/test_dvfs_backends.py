@@ -1,4 +1,4 @@
-"""Backends of frequencies: what they set, what they put back, what they refuse. Vendors' libraries are made up."""
+"""Backends of frequencies: setting, restoring and refusing. Vendors' libraries are made up."""
 
 from __future__ import annotations
 

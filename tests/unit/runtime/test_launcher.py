@@ -1,4 +1,4 @@
-"""The launcher: how ranks are dealt to machines, and that without agents it is the fork server and nothing else."""
+"""The launcher assigns ranks to machines; without agents it is the fork server and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elaswave_spmd.runtime.transport.mailbox import Interrupted, SelectableMailb
 
 
 class FakeForkServer:
-    """Writes down what it is asked."""
+    """A double that records the calls of it."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -97,7 +97,7 @@ def test_workers_fill_agents_evenly(capacities: list[int], data: st.DataObject) 
     assert all(0 <= taken <= capacity for taken, capacity in zip(shares, capacities, strict=True))
     for i, a in enumerate(capacities):
         for j, b in enumerate(capacities):
-            # Nobody would have been the better choice for a worker that somebody else got.
+            # For no worker would another agent than the chosen one have been the better choice.
             assert not shares[i] or shares[j] == b or shares[i] * b <= (shares[j] + 1) * a
 
 

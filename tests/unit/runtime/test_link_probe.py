@@ -1,4 +1,4 @@
-"""What a link takes: with a clock that is made up, and over real links."""
+"""Measuring the latency and bandwidth of a link: with a made-up clock, and over real links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Interrupted, Mailb
 
 
 class Wire:
-    """Two probes whose messages take `latency` and 1 / `bandwidth` a byte; some are late by what `late` says."""
+    """Two probes whose messages take `latency` and 1 / `bandwidth` a byte; `late` delays some of them."""
 
     def __init__(self, latency: float, bandwidth: float, late: Sequence[float] = ()) -> None:
         self.now, self.latency, self.bandwidth = 0.0, latency, bandwidth

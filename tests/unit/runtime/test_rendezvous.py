@@ -1,4 +1,4 @@
-"""Meeting at a store: secrets in files, what is believed of a store, and what is said where nobody or another is."""
+"""The rendezvous at a store: secrets in files, the proof of a record, and a controller that is missing or another."""
 
 from __future__ import annotations
 

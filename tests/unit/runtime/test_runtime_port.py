@@ -1,4 +1,4 @@
-"""The port of a worker: what leaves when, and where payloads come to lie. Links and devices are doubles."""
+"""A worker's channel: when messages are sent, and which memory payloads are in. Links and devices are doubles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PUBLISH = m.Publish(1, 0, 0, 1)
 
 
 class RecordingLinks:
-    """Keeps what is sent."""
+    """Links that keep the messages that are sent."""
 
     me = 0
 
@@ -41,7 +41,7 @@ class RecordingLinks:
 
 
 class SlowCopy:
-    """A copy that is done when a test says so."""
+    """A copy that is complete when a test sets it."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self.complete = values.clone(), False
@@ -55,7 +55,7 @@ class SlowCopy:
 
 
 class PinnedDouble(HostDevice):
-    """A device that claims to copy beside computation; counts what comes to its place."""
+    """A device that claims to overlap copies with computation, and counts the values that are copied to it."""
 
     def __init__(self) -> None:
         cpu = device_of("cpu")
