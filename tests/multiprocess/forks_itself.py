@@ -25,7 +25,7 @@ def exits(fork_server: ForkServerClient, count: int) -> list[Exited]:
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Whether a process ignores a signal."""
+    """True if a process ignores a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(status.partition("SigIgn:")[2].split()[0], 16) >> (number - 1) & 1)
 

@@ -1,4 +1,4 @@
-"""What the processes of the runtime tests run; named as "runtime_targets:function" in ForkServerClient.start."""
+"""The functions that the processes of the runtime tests run, named as "runtime_targets:function" there."""
 
 from __future__ import annotations
 

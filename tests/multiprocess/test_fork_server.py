@@ -52,7 +52,7 @@ def state(pid: int) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended; the dead that nobody has reaped yet have."""
+    """True if the process has ended, reaped or not."""
     return state(pid) in "ZX"
 
 
@@ -133,7 +133,7 @@ def test_a_process_with_threads_starts_another_interpreter(tmp_path: Path):
 
 @pytest.mark.parametrize("before", ["pass", THREAD])
 def test_who_ignores_hangups_has_workers_that_do(tmp_path: Path, before: str):
-    """As under nohup."""
+    """Hangups are ignored, as under nohup."""
     ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert run_here(tmp_path, f"{before}; {ignore}")["ignores_hup"] == [True, True]
 
@@ -144,7 +144,7 @@ def test_who_handles_hangups_has_workers_that_do_not_ignore_them(tmp_path: Path)
 
 
 def run_here(tmp_path: Path, before: str) -> dict[str, Any]:
-    """What `forks_itself.py` says of its fork server and two workers, after `before`."""
+    """The report of `forks_itself.py` about its fork server and two workers, after `before`."""
     script = Path(__file__).with_name("forks_itself.py")
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
     command = [sys.executable, str(script), before]

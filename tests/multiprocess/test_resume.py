@@ -84,12 +84,15 @@ def killed(shared: Path, request: pytest.FixtureRequest) -> Path:
 
 def test_killed_twice_and_resumed_on_two_other_meshes(shared: Path, killed: Path) -> None:
     name, newest = killed.name, checkpoints(killed)[-1]
+    unfinished = killed / "checkpoints" / "step_00000018"  # the kill may have come while its shards were written
+    is_half = newest < 18 and unfinished.exists() and len(list(unfinished.glob("shard_*"))) < 4
+    bad = [f"{unfinished.name}: it has no manifest: it was never finished"] if is_half else []
     with launch(shared, f"train.resume={name}", "mesh=dp3", "sharding=zero1", *standing_still(30)) as run:
         newer = kill_after_checkpoint(run, name, 27)
     first = event(killed, "resume")
     # Of step 18 there may be all shards and no manifest yet, which the run that resumes then writes.
     assert first["step"] in (newest, 18)
-    assert (first["mesh"], first["incarnation"], first["bad"]) == ("dp3", 2, [])
+    assert (first["mesh"], first["incarnation"], first["bad"]) == ("dp3", 2, bad)
     done = train(shared, f"train.resume={name}", "mesh=single")
     assert done.code == 0, done.err
     assert event(killed, "resume")["step"] == newer and event(killed, "resume")["incarnation"] == 3

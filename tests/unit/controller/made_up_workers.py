@@ -48,7 +48,7 @@ class Workers:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that the controller has asked for."""
+        """The workers that the controller has asked for."""
         return list(self._links)
 
     def ready(self) -> None: ...
@@ -74,7 +74,7 @@ class Workers:
         self._links[rank].send(CONTROLLER, m.encode(m.Heartbeat(rank, 0, True, "made up")))
 
     def take(self, rank: int) -> list[m.AnyMessage]:
-        """What the controller has said to a worker since the last call."""
+        """The messages that the controller has sent to a worker since the last call."""
         items = self._mailboxes[rank].take_all()
         return [m.decode(item.header) for item in items if isinstance(item, Envelope)]
 
@@ -109,7 +109,7 @@ class Workers:
 
 
 class Story:
-    """What made-up workers live through, in a thread of its own. They answer every Prepare, and their hearts beat.
+    """The life of made-up workers, in a thread of its own. They answer every Prepare, and send heartbeats.
 
     Args:
         tell: the story; it ends early, and quietly, when the controller's run has ended.
@@ -221,7 +221,7 @@ class Story:
             self.until(lambda before=before: len(said) != before or self._asked(said))
 
     def _asked(self, said: dict[int, int]) -> bool:
-        """Whether a worker has another place than the one that it has finished in."""
+        """True if a worker has another place than the one that it has finished in."""
         return any(self.places(r) and self.places(r)[-1].epoch != said.get(r) for r in set(self.heard) - self.dead)
 
 

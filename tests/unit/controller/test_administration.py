@@ -1,4 +1,4 @@
-"""What is answered to `ctl`, by a run whose protocol is real and whose workers are made up; and the socket itself."""
+"""Answers to `ctl`, by a run whose protocol is real and whose workers are made up; and the socket itself."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class World:
             self.roster.add(rank, 100 + rank)
 
     def answer(self, request: Request) -> None:
-        """As the controller carries out what is decided."""
+        """Carry actions out as the controller does."""
         for action in self.control.answer(request):
             match action:
                 case Reply(asked, answer):

@@ -1,4 +1,4 @@
-"""What an agent does when it is told of the run, with a made-up fork server and no controller."""
+"""An agent's preparations for a run, with a made-up fork server and no controller."""
 
 from __future__ import annotations
 

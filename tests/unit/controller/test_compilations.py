@@ -42,7 +42,7 @@ def test_programs_of_the_start_and_of_later(tmp_path: Path) -> None:
 
 
 def is_late(*, ready: bool, beat: Heartbeat | None) -> bool:
-    """Whether the run ends 12 s after its start, of at most 10 s, with this heartbeat of worker 3 after 5 s."""
+    """True if the run ends 12 s after its start, of at most 10 s, with this heartbeat of worker 3 after 5 s."""
     mesh = SimpleNamespace(members=(3,))
     addresses = {3: "a"} if ready else {}
     protocol = SimpleNamespace(started=False, addresses=addresses, placement=SimpleNamespace(mesh=mesh))

@@ -1,4 +1,4 @@
-"""What the controller does about workers that fail or are lost, with a made-up protocol."""
+"""The controller's decisions about workers that fail or are lost, with a made-up protocol."""
 
 from __future__ import annotations
 

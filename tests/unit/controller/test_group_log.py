@@ -1,4 +1,4 @@
-"""What a run tells of the groups of its stages."""
+"""The events of a run about the groups of its stages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def test_a_group_that_never_served_is_told_of_when_it_fails(tmp_path: Path) -> N
 
 
 def test_a_failure_that_overtakes_the_report_of_a_step_has_the_last_word(tmp_path: Path) -> None:
-    """Until the next epoch: a step may be agreed on for groups, and go over links where its group has failed since."""
+    """Nothing more is logged until the next epoch.
+
+    A step may be agreed on for groups, and go over links where its group has failed since.
+    """
     with open_observer(tmp_path) as observer:
         made = GroupLog(observer)
         made.lost(GroupLost(0, 1, "timed out"), 0)

@@ -1,4 +1,4 @@
-"""What the controller makes of measured times, with a made-up protocol: whom it tells what, and when."""
+"""The rescheduler's decisions by measured times, with a made-up protocol: goals, drains and events, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's bits depend on, as checkpoints say it."""
+"""The identity of a run: all that its bits depend on, as it stands in checkpoints."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> Con
 
 
 def started(*stages: int, **options: Any) -> ControllerProtocol:
-    """All members listen and have their places."""
+    """All members are ready and have entered the first epoch."""
     protocol = make(*stages, **options)
     effects: list[Action] = []
     for rank in protocol.placement.mesh.members:
         effects = protocol.ready(Ready(rank, f"at {rank}"))
-    assert places(effects).keys() == set(protocol.placement.mesh.members)
+    assert reconfigures(effects).keys() == set(protocol.placement.mesh.members)
     return protocol
 
 
@@ -53,7 +53,7 @@ def messages(effects: Iterable[Action]) -> list[tuple[int, Message]]:
     return found
 
 
-def places(effects: Iterable[Action]) -> dict[int, Reconfigure]:
+def reconfigures(effects: Iterable[Action]) -> dict[int, Reconfigure]:
     """Rank -> the Reconfigure message that is sent to it."""
     return {rank: message for rank, message in messages(effects) if isinstance(message, Reconfigure)}
 
@@ -67,7 +67,7 @@ def answer(protocol: ControllerProtocol, version: int = 0, *held: PartialStep) -
     """All members answer the Prepare under way, with the same; the effects of the last answer."""
     effects: list[Action] = []
     for rank in protocol.changing:
-        assert not places(effects)
+        assert not reconfigures(effects)
         effects = protocol.report_received(StepReport(protocol._last_epoch, rank, version, held))
     return effects
 

@@ -61,7 +61,7 @@ class Sum:
 
 @dataclass
 class Task:
-    """What is to be done of one micro-batch: `layers` are those whose backward is still ahead, last one first."""
+    """The rest of one micro-batch: `layers` are those whose backward is still ahead, last one first."""
 
     forward: bool
     backward: int
@@ -85,7 +85,7 @@ class Worker:
         self.sums: list[Sum] = []
         self.final: dict[int, tuple[Node, ...]] = {}
         self.trees: dict[tuple[Page, int], Reduction] = {}
-        self.entries: set[Page] = set()
+        self.reduced: set[Page] = set()
         self.early: list[tuple[Page, int, Node]] = []
         self.asked = False
         self.forward_since: set[int] = set()  # StepReport
@@ -133,7 +133,7 @@ class Worker:
         self.assigned |= {line.microbatch for line in lines}
 
     def _hand_over(self) -> None:
-        """Trees, sums and entries go to those who need them in the new map."""
+        """Trees, sums and reduced gradients go to the workers that need them in the new map."""
         for (page, use), tree in list(self.trees.items()):
             if self.world.primary(self.placement, page) != self.rank:
                 del self.trees[page, use]
@@ -144,7 +144,7 @@ class Worker:
         early, self.early = self.early, []
         for page, use, node in early:
             self.node_received(page, use, node)
-        for page in self.entries:
+        for page in self.reduced:
             self._send_entry(page)
 
     # ---- computing
@@ -226,7 +226,7 @@ class Worker:
             self._emit(mine.pop(node))
 
     def _emit_what_is_final(self) -> None:
-        """From now on the largest nodes that its sums and lines make; those that are there already go."""
+        """Send from now on the largest nodes that its sums and lines make; those that are there already go."""
         for layer in {*self.open, *self.layers}:
             mine = self.open.setdefault(layer, {})
             microbatches = {u for lo, hi in mine for u in range(lo, hi)}
@@ -259,7 +259,7 @@ class Worker:
             self.early.append((page, use, node))
 
     def _add(self, page: Page, use: int, node: Node) -> None:
-        if page in self.entries:
+        if page in self.reduced:
             return
         self.trees.setdefault((page, use), Reduction(self.placement.num_microbatches)).add(node)
         if all((page, each) in self.trees and self.trees[page, each].done for each in self.world.uses[page]):
@@ -267,9 +267,9 @@ class Worker:
 
     def entry_known(self, page: Page) -> None:
         """A primary passes the entry on, also one that comes from the primary of an older epoch."""
-        if page not in self.entries and self.world.primary(self.placement, page) == self.rank:
+        if page not in self.reduced and self.world.primary(self.placement, page) == self.rank:
             self._send_entry(page)
-        self.entries.add(page)
+        self.reduced.add(page)
         for use in self.world.uses[page]:
             self.trees.pop((page, use), None)
 
@@ -287,13 +287,13 @@ class Worker:
         forwarded = {u for u in self.saved if u in self.tasks and self.tasks[u].backward == 2}
         nodes: dict[int, list[Node]] = {}
         for held in (*self.sums, *(s for mine in self.open.values() for s in mine.values())):
-            if all(p in self.entries or (p, held.layer) in self.trees for p in held.consumed):
+            if all(p in self.reduced or (p, held.layer) in self.trees for p in held.consumed):
                 nodes.setdefault(held.layer, []).append(held.node)
-        trees, entries = [], []
+        trees, reduced = [], []
         for run in (run for runs in runs_of(self.placement).values() for run in runs):
-            missing = [p for p in pages_of(run) if p not in self.entries]
+            missing = [p for p in pages_of(run) if p not in self.reduced]
             if not missing:
-                entries.append(run.key)
+                reduced.append(run.key)
             elif run.primary == self.rank:
                 for use in sorted(self.world.uses[missing[0]]):
                     own = set(self.open.get(use, ()))
@@ -311,7 +311,7 @@ class Worker:
             tuple(sorted((layer, u) for kind, layer, u in self.outputs if kind == "G")),
             {layer: tuple(sorted(found)) for layer, found in nodes.items()},
             tuple(trees),
-            tuple(entries),
+            tuple(reduced),
         )
 
 
@@ -371,7 +371,7 @@ class World:
                 worker.inputs.add(boundary)
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """What they have is gone; some of what they sent still arrives. Between the living nothing is lost."""
+        """Workers are lost with all that they have. Some of what they sent arrives; nothing between others is lost."""
         for rank in ranks:
             del self.workers[rank]
         self.flying = [m for m in self.flying if m[0] in self.workers or self.draw.random() < 0.5]
@@ -387,7 +387,7 @@ class World:
             (rank, page)
             for page in self.uses
             for rank in self.run_of(placement, page).replicas
-            if page not in self.workers[rank].entries
+            if page not in self.workers[rank].reduced
         ]
 
 

@@ -58,7 +58,7 @@ def test_pairs_are_counted_apart() -> None:
 
 
 def test_who_has_lost_the_link_to_the_controller_goes_at_once() -> None:
-    """What the controller has said to it, or it to the controller, cannot be asked for again."""
+    """A message between it and the controller may be lost, and cannot be asked for again."""
     links = BrokenLinks()
     links.closed(3)
     (verdict,) = beats(links, 0, 3, 3)

@@ -27,8 +27,8 @@ from tests.unit.recovery.controller_cases import (
     STEPS,
     answer,
     make,
-    places,
     prepares,
+    reconfigures,
     replicas_of,
     started,
 )
@@ -68,7 +68,7 @@ def test_the_place_after_a_loss_says_everything() -> None:
     protocol = started()
     protocol.lost(1, "killed")
     effects = answer(protocol, 3)
-    found = places(effects)
+    found = reconfigures(effects)
     assert sorted(found) == [0, 2] and found[0] == found[2]
     place = found[0]
     assert (place.epoch, place.stages, place.layer_cuts, place.microbatch_counts) == (
@@ -90,9 +90,9 @@ def test_the_highest_version_counts_and_what_was_begun_is_planned() -> None:
     protocol.lost(1, "killed")
     protocol.report_received(StepReport(1, 0, 3, (PartialStep(4, assigned=(0, 1, 2), computed=(0,)),)))
     effects = protocol.report_received(StepReport(1, 2, 4, (PartialStep(5),)))
-    place = places(effects)[0]
+    place = reconfigures(effects)[0]
     assert place.version == 4 and place.recovery_plan is not None, (
-        "a worker behind has entries of a step that is decided"
+        "a worker behind has gradients of a step that is decided"
     )
     assert {(w.stage, w.microbatch) for w in place.recovery_plan} == {(s, u) for s in (0, 1) for u in range(5)}, (
         "all of step 5"
@@ -126,7 +126,7 @@ def test_a_loss_while_the_mesh_changes_begins_again_with_the_next_number() -> No
     assert protocol.changing == (0, 3), "whoever had answered answers again"
     assert protocol.report_received(StepReport(1, 3, 0)) == []
     effects = answer(protocol)
-    assert places(effects)[0].stages == ((0,), (3,)) and begun(effects).kinds == {1: "fail", 2: "fail"}
+    assert reconfigures(effects)[0].stages == ((0,), (3,)) and begun(effects).kinds == {1: "fail", 2: "fail"}
 
 
 def test_a_planned_change_does_not_make_a_loss_less_urgent() -> None:
@@ -145,7 +145,7 @@ def test_pages_without_a_replica_end_the_run() -> None:
     effects = answer(protocol)
     (end,) = effects
     assert isinstance(end, Unrecoverable) and {run.layer for run in end.lost} == {1, 2}
-    assert "all replicas" in end.reason and not places(effects)
+    assert "all replicas" in end.reason and not reconfigures(effects)
 
 
 def test_the_last_worker_ends_the_run() -> None:
@@ -164,7 +164,7 @@ def test_a_worker_that_leaves_does_so_between_two_steps() -> None:
     assert {rank: p.after for rank, p in prepares(effects).items()} == {0: 4, 1: 4, 2: 4}, "the leaver answers too"
     assert protocol.drain(1, "again") == [] and protocol.drain(9, "no member") == []
     effects = answer(protocol, 4)
-    assert sorted(places(effects)) == [0, 2] and effects[-2:] == [Send(1, Stop()), RemoveMember(1, lost=False)]
+    assert sorted(reconfigures(effects)) == [0, 2] and effects[-2:] == [Send(1, Stop()), RemoveMember(1, lost=False)]
     assert begun(effects).kinds == {1: "leave"} and 1 not in protocol.addresses
 
 
@@ -188,7 +188,7 @@ def test_a_newcomer_gets_its_place_between_two_steps() -> None:
     effects = protocol.ready(Ready(3, "at 3"))
     assert {rank: p.after for rank, p in prepares(effects).items()} == {0: 4, 1: 4, 2: 4}, "it has nothing to say yet"
     effects = answer(protocol, 4)
-    place = places(effects)[3]
+    place = reconfigures(effects)[3]
     assert place.stages == ((0, 1), (2, 3)) and place.addresses[3] == "at 3" and begun(effects).kinds == {3: "join"}
     replicas = from_rows(place.replicas)
     assert all(3 in run.learners and 3 not in run.replicas for run in (*replicas[1], *replicas[2])), (
@@ -201,7 +201,7 @@ def test_a_newcomer_that_dies_before_it_has_its_place_changes_nothing() -> None:
     protocol = started()
     protocol.ready(Ready(3, "at 3"))
     assert protocol.lost(3, "killed") == [RemoveMember(3, lost=True)]
-    assert places(answer(protocol))[0].stages == ((0, 1), (2,))
+    assert reconfigures(answer(protocol))[0].stages == ((0, 1), (2,))
 
 
 def test_a_newcomer_is_in_the_failure_domain_that_the_launcher_knows() -> None:
@@ -273,7 +273,7 @@ def test_a_validation_that_was_not_complete_is_run_again(reported: tuple[int, ..
     commit(protocol, 2)
     protocol.validation(ValidationLoss(2, 2, reported, (1.0,) * len(reported)))
     protocol.lost(1, "killed")
-    assert places(answer(protocol, 2))[0].validate == again
+    assert reconfigures(answer(protocol, 2))[0].validate == again
 
 
 def test_a_run_that_lost_a_worker_after_its_last_step_is_finished_by_the_others() -> None:
@@ -301,14 +301,14 @@ def test_a_move_is_made_once_its_learners_have_the_state() -> None:
     goal = Goal(((0, 1), (2,)), (0, 2, 3), protocol.placement.microbatch_counts, "a test")
     assert {p.after for p in prepares(protocol.rebalance(goal)).values()} == {4}
     effects = answer(protocol, 4)
-    assert all(place.layer_cuts == (0, 1, 3) for place in places(effects).values()), "training goes on as it was"
+    assert all(place.layer_cuts == (0, 1, 3) for place in reconfigures(effects).values()), "training goes on as it was"
     learners = {rank for run in replicas_of(protocol) for rank in run.learners}
     assert learners and not prepares(effects)
     for rank in learners:
         commit(protocol, 4)
         effects = protocol.caught_up(CaughtUp(rank, protocol.placement.mesh.epoch))
     assert {p.after for p in prepares(effects).values()} == {5}, "the next step was begun"
-    assert all(place.layer_cuts == (0, 2, 3) for place in places(answer(protocol, 5)).values())
+    assert all(place.layer_cuts == (0, 2, 3) for place in reconfigures(answer(protocol, 5)).values())
 
 
 def test_a_loss_is_answered_at_once_while_a_move_waits_for_its_learners() -> None:
@@ -328,22 +328,22 @@ def test_a_worker_that_lost_what_it_had_is_named_in_the_next_place_alone(runs: o
     own = tuple(run.key for run in replicas_of(protocol) if run.primary == 1)
     effects = protocol.damaged(Damaged(1, 0, 4, own if runs == "all" else (), "UCE ERROR"))
     assert {p.after for p in prepares(effects).values()} == {AT_ONCE} and len(prepares(effects)) == 3
-    found = places(answer(protocol, 3))
+    found = reconfigures(answer(protocol, 3))
     assert {place.recovered for place in found.values()} == {(1,)}
     if runs == "all":
         assert not any(1 in run.replicas for run in replicas_of(protocol) if run.key in own)
     protocol.lost(2, "killed")
-    assert {place.recovered for place in places(answer(protocol, 3)).values()} == {()}
+    assert {place.recovered for place in reconfigures(answer(protocol, 3)).values()} == {()}
 
 
 def test_who_forgot_and_is_lost_before_the_place_is_not_named() -> None:
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, (), "FORCE STOP"))
     protocol.lost(1, "killed")
-    assert {place.recovered for place in places(answer(protocol)).values()} == {()}
+    assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {()}
 
 
 def test_copies_that_are_damaged_are_no_reason_to_send_again() -> None:
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, ()))
-    assert {place.recovered for place in places(answer(protocol)).values()} == {()}
+    assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {()}

@@ -1,4 +1,4 @@
-"""The controller's half between changes of the mesh: places once, believes nobody, adds up validations."""
+"""The controller's half between changes of the mesh: the first epoch, contradicting reports, validations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Broadcast, Committed, Done, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Finished, Ready, Reconfigure, Validated, ValidationLoss
-from tests.unit.recovery.controller_cases import make, messages, places, started
+from tests.unit.recovery.controller_cases import make, messages, reconfigures, started
 
 
 def applied(rank: int, step: int = 1, loss: float = 1.5, norm: float = 0.5) -> Applied:
@@ -22,8 +22,8 @@ def test_the_place_comes_with_the_last_member_and_says_everything() -> None:
     assert protocol.ready(Ready(0, "a")) == [], "one member twice is one member"
     effects = protocol.ready(Ready(1, "b"))
     assert [rank for rank, _ in messages(effects)] == [0, 1, 2] and len(effects) == 1, "encoded once"
-    assert places(effects)[0] == places(effects)[1] == places(effects)[2]
-    assert places(effects)[0] == Reconfigure(
+    assert reconfigures(effects)[0] == reconfigures(effects)[1] == reconfigures(effects)[2]
+    assert reconfigures(effects)[0] == Reconfigure(
         0,
         ((0, 1), (2,)),
         (0, 1, 3),

@@ -20,7 +20,7 @@ from elaswave_spmd.recovery.messages import (
     ValidationLoss,
 )
 from elaswave_spmd.sharding.replicas import from_rows
-from tests.unit.recovery.controller_cases import STEPS, answer, places, prepares, replicas_of, started
+from tests.unit.recovery.controller_cases import STEPS, answer, prepares, reconfigures, replicas_of, started
 
 TWO = Policy(mirror_count=1, min_workers=2)
 HALF_DONE = PartialStep(5, assigned=(0, 1, 2), computed=(0,))
@@ -53,7 +53,7 @@ def test_with_too_few_left_the_newest_version_is_saved_and_nothing_is_computed()
     effects = answer(protocol, 4, HALF_DONE)
     (save,) = saves(effects)
     assert save == Save(4, protocol.placement.mesh.epoch, "1 workers are left, elastic.min_workers is 2")
-    place = places(effects)[2]
+    place = reconfigures(effects)[2]
     assert place.save and (place.version, place.recovery_plan, place.stages) == (4, (), ((2,),))
     assert {row[3] for row in place.replicas} == {2} and not any(row[5] for row in place.replicas)
     assert begun(effects).kinds == {1: "fail"} and begun(effects).microbatches_redone == 0
@@ -66,7 +66,7 @@ def test_the_newest_version_is_that_of_any_member() -> None:
     protocol.lost(0, "killed")
     protocol.report_received(StepReport(1, 1, 6, ()))
     effects = protocol.report_received(StepReport(1, 2, 5, (PartialStep(6),)))
-    assert saves(effects)[0].version == 6 and places(effects)[1].version == 6
+    assert saves(effects)[0].version == 6 and reconfigures(effects)[1].version == 6
 
 
 def test_who_is_lost_while_the_others_save_begins_it_again() -> None:
@@ -77,7 +77,7 @@ def test_who_is_lost_while_the_others_save_begins_it_again() -> None:
     protocol.lost(1, "killed too")
     effects = answer(protocol, 4)
     assert saves(effects) == [Save(4, first.epoch + 1, "1 workers are left, elastic.min_workers is 3")]
-    assert places(effects)[2].save
+    assert reconfigures(effects)[2].save
 
 
 def test_state_that_nobody_has_cannot_be_saved() -> None:
@@ -101,7 +101,7 @@ def test_after_the_last_step_nothing_is_left_to_stop_for() -> None:
     commit(protocol, STEPS)
     protocol.lost(0, "killed")
     effects = answer(protocol, STEPS)
-    assert not saves(effects) and not places(effects)[1].save
+    assert not saves(effects) and not reconfigures(effects)[1].save
     assert protocol.finished(Finished(1, protocol.placement.mesh.epoch, {}, {})), "the run is done"
 
 
@@ -111,7 +111,7 @@ def test_a_newcomer_that_is_ready_counts() -> None:
     protocol.ready(Ready(2, "at 2"))
     protocol.lost(0, "killed")
     effects = answer(protocol, 4)
-    assert not saves(effects) and places(effects)[2].stages == ((1, 2),)
+    assert not saves(effects) and reconfigures(effects)[2].stages == ((1, 2),)
 
 
 def test_while_the_state_is_saved_nothing_else_changes() -> None:
@@ -123,14 +123,14 @@ def test_while_the_state_is_saved_nothing_else_changes() -> None:
     assert protocol.caught_up(CaughtUp(1, epoch)) == [] and protocol.free_to_leave == ()
     protocol.lost(2, "killed")
     effects = answer(protocol, 4)
-    assert saves(effects) and places(effects).keys() == {1}, "a newcomer has nothing to save"
+    assert saves(effects) and reconfigures(effects).keys() == {1}, "a newcomer has nothing to save"
 
 
 def test_a_validation_is_left_to_whoever_goes_on() -> None:
     protocol = started(2, policy=TWO, num_validation_microbatches=2, validates_at=lambda step: step == 4)
     commit(protocol, 4)
     protocol.lost(0, "killed")
-    assert places(answer(protocol, 4))[1].validate is None
+    assert reconfigures(answer(protocol, 4))[1].validate is None
 
 
 def test_the_last_worker_that_leaves_saves_the_run_and_stays_for_it() -> None:
@@ -140,7 +140,7 @@ def test_the_last_worker_that_leaves_saves_the_run_and_stays_for_it() -> None:
     assert prepares(effects)[0].after == 5, "between two steps"
     effects = answer(protocol, 5)
     assert saves(effects)[0].reason == "worker 0 leaves, 0 stay, elastic.min_workers is 1"
-    assert places(effects)[0].save and Send(0, Stop()) not in effects
+    assert reconfigures(effects)[0].save and Send(0, Stop()) not in effects
     assert not any(isinstance(effect, EpochBegun | RemoveMember) for effect in effects)
 
 
@@ -151,7 +151,7 @@ def test_all_that_leave_at_once_save_the_run() -> None:
         protocol.drain(rank, "asked to leave")
     effects = answer(protocol, 5)
     assert saves(effects)[0].reason == "workers 0, 1, 2 leave, 0 stay, elastic.min_workers is 1"
-    assert places(effects).keys() == {0, 1, 2}
+    assert reconfigures(effects).keys() == {0, 1, 2}
 
 
 # ---- a link
@@ -163,7 +163,7 @@ def test_a_link_is_made_again_by_an_epoch_with_the_same_members() -> None:
     effects = protocol.relink(frozenset((0, 2)), "the link was lost")
     assert {rank: p.after for rank, p in prepares(effects).items()} == dict.fromkeys((0, 1, 2, 3), AT_ONCE)
     effects = answer(protocol, 4, HALF_DONE)
-    place = places(effects)[0]
+    place = reconfigures(effects)[0]
     assert (place.epoch, place.stages) == (1, ((0, 1, 2), (3,))) and place.recovery_plan, (
         "what is under way is recovered"
     )
@@ -246,5 +246,5 @@ def test_the_rows_of_a_place_that_saves_name_every_page() -> None:
     commit(protocol, 4)
     before = {run.key for run in replicas_of(protocol)}
     protocol.lost(0, "killed")
-    place: Reconfigure = places(answer(protocol, 4))[1]
+    place: Reconfigure = reconfigures(answer(protocol, 4))[1]
     assert {run.key for runs in from_rows(place.replicas).values() for run in runs} == before

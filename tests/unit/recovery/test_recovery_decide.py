@@ -1,4 +1,4 @@
-"""What the mesh becomes: properties of `next_stages` over any mesh and any event, and its choices by example."""
+"""The next mesh: properties of `next_stages` over any mesh and any event, and its choices by example."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import from_rows
-from tests.unit.recovery.controller_cases import places, prepares
+from tests.unit.recovery.controller_cases import prepares, reconfigures
 
 LAYOUT = lay_out([LayerUse(f"l{i}", (ParameterInfo(f"l{i}.w", (600,)),)) for i in range(2)], page_size=64)
 
@@ -33,7 +33,7 @@ def protocol_of(hosts: str, newcomers: str = "") -> ControllerProtocol:
 
 def start(protocol: ControllerProtocol) -> Reconfigure:
     sent = [it for rank in protocol.placement.mesh.members for it in protocol.ready(Ready(rank, f"at {rank}"))]
-    message, *_ = places(sent).values()
+    message, *_ = reconfigures(sent).values()
     return message
 
 
@@ -59,6 +59,6 @@ def test_a_newcomer_stands_where_it_was_started(host: str) -> None:
     (epoch,) = {prepare.epoch for prepare in prepares(effects).values()}
     for rank in (0, 1):
         effects = protocol.report_received(StepReport(epoch, rank, 0, ()))
-    assert places(effects)
+    assert reconfigures(effects)
     assert protocol.placement.mesh.members == (0, 1, 2)
     assert protocol.placement.mesh.topology.path(2) == (host,)

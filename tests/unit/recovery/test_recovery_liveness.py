@@ -1,4 +1,4 @@
-"""Who is taken to hang: silence, no progress, and what must never count as either."""
+"""Workers that are taken to hang: silence, no progress, and what must never count as either."""
 
 from __future__ import annotations
 

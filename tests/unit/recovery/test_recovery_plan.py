@@ -336,7 +336,7 @@ def test_an_activation_on_its_way_is_not_made_again() -> None:
 
 
 def test_a_stage_goes_to_its_neighbour() -> None:
-    """Of the new stage of two layers nobody claims a micro-batch; sums and boundaries of single layers still count."""
+    """No worker claims a micro-batch of a new stage of two layers; sums and boundaries of single layers count."""
     p = placed(((0, 1),), (0, 2), ((2, 2),), {0: (run(0, 0, 2, 0, 1),), 1: (run(1, 0, 2, 1), run(1, 2, 3, 0))})
     old = {0: (0, 1), 1: (0, 1)}
     held = {

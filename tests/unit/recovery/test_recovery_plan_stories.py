@@ -91,7 +91,7 @@ class Story:
 
 @dataclass
 class Need:
-    """What members said, and what of a plan follows from it by definition, page by page."""
+    """The reports of members, and what of a plan follows from it by definition, page by page."""
 
     placement: Placement
     layout: ModelLayout
@@ -158,7 +158,7 @@ class Need:
 def lacks(
     placement: Placement, layout: ModelLayout, said: Mapping[int, PartialStep], stage: int, microbatch: int
 ) -> bool:
-    """Whether the micro-batch's contribution to some page of the stage's layers is nowhere."""
+    """True if the micro-batch's contribution to some page of the stage's layers is nowhere."""
     return any(
         not covered(placement, said, page, use, microbatch)
         for page, uses in uses_of_page(layout).items()

@@ -25,7 +25,7 @@ def worker(version: int = 0) -> WorkerProtocol:
     return WorkerProtocol(ME, OLD, (OTHER, ME, THIRD), [OWN, MIRRORED, THIRDS, LOSS], LOSS.key, version)
 
 
-def entries(protocol: WorkerProtocol, step: int, *runs: ReplicaSet) -> list[Effect]:
+def complete_gradients(protocol: WorkerProtocol, step: int, *runs: ReplicaSet) -> list[Effect]:
     effects: list[Effect] = []
     for run in runs or tuple(NORMS):
         effects += protocol.gradient_complete(step, run.key, NORMS[run], 2.5 if run is LOSS else None)
@@ -39,7 +39,7 @@ def vote(step: int, sender: int, epoch: int, *norm: float, loss: float | None = 
 def ready_to_vote(step: int = 1) -> WorkerProtocol:
     """It has everything of the step but its own micro-batches."""
     protocol = worker(step - 1)
-    entries(protocol, step)
+    complete_gradients(protocol, step)
     return protocol
 
 
@@ -97,7 +97,7 @@ def test_data_is_taken_after_the_promise_too() -> None:
     """Content is valid in any epoch: what comes between StepReport and Reconfigure is not lost."""
     protocol = worker()
     protocol.promise(NEW)
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     assert protocol.has_gradient(1, OWN.key) and protocol.publish_received(Publish(0, 0, 5, 6)) != []
     enter(protocol, 0)
     assert [v.step for v in sent(protocol.computed(1))] == [1]
@@ -157,7 +157,7 @@ def test_it_computes_again_before_it_votes_for_a_step_that_nobody_has_applied() 
 
 
 def test_whoever_is_behind_completes_the_step_by_the_votes_of_the_new_epoch() -> None:
-    """Another one has applied it, so all had voted: its entries are here, and the step is not computed again."""
+    """Another one has applied it, so all had voted. Its gradients are here, and the step is not computed again."""
     protocol = voted()
     assert sent(enter(protocol, 1)) == [vote(1, ME, NEW, 16.0, loss=2.5)]
     assert protocol.vote_received(vote(1, OTHER, NEW, 9.0)) == [Apply(1, 2.5, 5.0)]
@@ -205,19 +205,21 @@ def test_norms_follow_a_run_that_was_cut() -> None:
 
 def test_entries_of_a_step_under_way_stay_and_new_ones_are_missing() -> None:
     protocol = worker()
-    entries(protocol, 1, OWN, LOSS)
+    complete_gradients(protocol, 1, OWN, LOSS)
     new = ReplicaSet(0, 7, 9, OTHER, frozenset({OTHER}), frozenset({ME}))
     enter(protocol, 0, [OWN, MIRRORED, LOSS, new])
     assert protocol.has_gradient(1, OWN.key) and protocol.has_gradient(1, LOSS.key)
     assert not protocol.has_gradient(1, MIRRORED.key) and not protocol.has_gradient(1, new.key)
     protocol.computed(1)
-    assert protocol.gradient_complete(1, MIRRORED.key, [5.0]) == [], "a learner waits for the entries of what it learns"
+    assert protocol.gradient_complete(1, MIRRORED.key, [5.0]) == [], (
+        "a learner waits for the gradients of what it learns"
+    )
     assert len(sent(protocol.gradient_complete(1, new.key, [1.0, 1.0]))) == 1
 
 
 def test_entries_of_what_it_does_not_hold_any_more_are_not_waited_for() -> None:
     protocol = worker()
-    entries(protocol, 1, OWN, MIRRORED, LOSS)
+    complete_gradients(protocol, 1, OWN, MIRRORED, LOSS)
     enter(protocol, 0, [OWN, MIRRORED, LOSS])
     assert len(sent(protocol.computed(1))) == 1
 

@@ -26,8 +26,10 @@ def worker(
     return WorkerProtocol(ME, epoch, members, held, LOSS.key if loss else None, version)
 
 
-def entries(protocol: WorkerProtocol, step: int, runs: Sequence[ReplicaSet] = (OWN, MIRRORED, LOSS)) -> list[object]:
-    """Completes the entries of these runs; returns all effects."""
+def complete_gradients(
+    protocol: WorkerProtocol, step: int, runs: Sequence[ReplicaSet] = (OWN, MIRRORED, LOSS)
+) -> list[object]:
+    """Complete the reduced gradients of these page ranges; returns all effects."""
     norms = {OWN: OWN_NORMS, MIRRORED: MIRRORED_NORMS, LOSS: [99.0]}  # the loss page is no part of the norm
     effects: list[object] = []
     for run in runs:
@@ -41,7 +43,7 @@ def vote(step: int, sender: int = OTHER, epoch: int = 3, norm: tuple[float, ...]
 
 def test_a_vote_waits_for_the_own_microbatches() -> None:
     protocol = worker()
-    assert entries(protocol, 1) == []
+    assert complete_gradients(protocol, 1) == []
     (sent,) = protocol.computed(1)
     assert sent == SendVote(Vote(1, 3, ME, (16.0,), 2.5)), "norm values of primary pages only, without the loss page"
 
@@ -50,23 +52,25 @@ def test_a_vote_waits_for_the_own_microbatches() -> None:
 def test_a_vote_waits_for_the_entry_of_every_held_run(late: ReplicaSet) -> None:
     protocol = worker()
     protocol.computed(1)
-    assert entries(protocol, 1, [run for run in (OWN, MIRRORED, LOSS) if run is not late]) == []
-    assert [type(e) for e in entries(protocol, 1, [late])] == [SendVote]
+    assert complete_gradients(protocol, 1, [run for run in (OWN, MIRRORED, LOSS) if run is not late]) == []
+    assert [type(e) for e in complete_gradients(protocol, 1, [late])] == [SendVote]
 
 
 def test_a_worker_votes_once() -> None:
     protocol = worker()
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     assert len(protocol.computed(1)) == 1
-    assert protocol.computed(1) == [] and entries(protocol, 1) == []
+    assert protocol.computed(1) == [] and complete_gradients(protocol, 1) == []
 
 
 def test_entries_of_the_next_step_do_not_make_a_vote_early() -> None:
     protocol = worker()
-    assert entries(protocol, 2) == []  # a worker without micro-batches may have them before it has applied step 1
+    assert (
+        complete_gradients(protocol, 2) == []
+    )  # a worker without micro-batches may have them before it has applied step 1
     protocol.computed(1)
-    assert entries(protocol, 1, [OWN, MIRRORED]) == []
-    entries(protocol, 1, [LOSS])
+    assert complete_gradients(protocol, 1, [OWN, MIRRORED]) == []
+    complete_gradients(protocol, 1, [LOSS])
     assert protocol.vote_received(vote(1)) == [Apply(1, 2.5, 5.0)]
     assert protocol.computed(2) == [SendVote(Vote(2, 3, ME, (16.0,), 2.5))]
 
@@ -74,8 +78,8 @@ def test_entries_of_the_next_step_do_not_make_a_vote_early() -> None:
 def test_entries_of_the_next_step_do_not_make_its_vote_while_this_one_is_open() -> None:
     protocol = worker()
     protocol.computed(1)
-    assert entries(protocol, 2) == [] and protocol.version == 0
-    assert [type(e) for e in entries(protocol, 1)] == [SendVote]
+    assert complete_gradients(protocol, 2) == [] and protocol.version == 0
+    assert [type(e) for e in complete_gradients(protocol, 1)] == [SendVote]
 
 
 def test_computing_ahead_of_the_version_is_a_bug() -> None:
@@ -90,7 +94,7 @@ def test_an_entry_that_is_not_held_is_a_bug() -> None:
 
 def test_all_votes_decide_and_the_version_advances_in_the_same_call() -> None:
     protocol = worker(members=(OTHER, ME, THIRD))
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     assert protocol.vote_received(vote(1, OTHER)) == [] and protocol.version == 0
     assert protocol.vote_received(vote(1, OTHER)) == [], "the same vote twice is one vote"
@@ -103,22 +107,22 @@ def test_the_own_vote_is_needed_too() -> None:
     protocol = worker()
     assert protocol.vote_received(vote(1)) == []
     protocol.computed(1)
-    sent, apply = entries(protocol, 1)
+    sent, apply = complete_gradients(protocol, 1)
     assert isinstance(sent, SendVote) and apply == Apply(1, 2.5, 5.0)
 
 
 def test_a_step_is_applied_once() -> None:
     protocol = worker()
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     assert len(protocol.vote_received(vote(1))) == 1
-    assert protocol.vote_received(vote(1)) == [] and entries(protocol, 1) == [] and protocol.version == 1
+    assert protocol.vote_received(vote(1)) == [] and complete_gradients(protocol, 1) == [] and protocol.version == 1
     assert 1 not in protocol._votes and 1 not in protocol._missing, "what comes late leaves no trace"
 
 
 def test_votes_of_an_older_epoch_are_void() -> None:
     protocol = worker()
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     assert protocol.vote_received(vote(1, epoch=2)) == [] and protocol.version == 0
     assert protocol.vote_received(vote(1)) != []
@@ -126,7 +130,7 @@ def test_votes_of_an_older_epoch_are_void() -> None:
 
 def test_votes_of_a_future_epoch_do_not_count_in_this_one_and_are_kept() -> None:
     protocol = worker()
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     early = vote(1, epoch=4)
     assert protocol.vote_received(early) == [] and protocol.version == 0
@@ -141,12 +145,12 @@ def test_a_vote_of_a_stranger_is_a_bug() -> None:
 def test_a_vote_may_come_one_step_early() -> None:
     """Another worker that has all votes of step 1 may have voted for 2 before this one has them."""
     protocol = worker(members=(OTHER, ME, THIRD))
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     protocol.vote_received(vote(1, OTHER))
     assert protocol.vote_received(vote(2, OTHER)) == []
     assert protocol.vote_received(vote(1, THIRD)) == [Apply(1, 2.5, math.sqrt(34.0))]
-    entries(protocol, 2)
+    complete_gradients(protocol, 2)
     protocol.computed(2)
     assert [type(e) for e in protocol.vote_received(vote(2, THIRD))] == [Apply]
 
@@ -155,7 +159,7 @@ def test_a_published_page_is_filed_until_its_step_is_applied() -> None:
     protocol = worker()
     early = Publish(1, 0, 5, 6)
     assert protocol.publish_received(early) == []
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     assert protocol.vote_received(vote(1)) == [Apply(1, 2.5, 5.0), Install(early)], "installed after the own Apply"
     late, stale = Publish(1, 0, 6, 7), Publish(0, 0, 6, 7)
@@ -165,7 +169,7 @@ def test_a_published_page_is_filed_until_its_step_is_applied() -> None:
 
 def test_a_norm_that_is_not_finite_is_seen_by_all_and_advances_the_version() -> None:
     protocol = worker()
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     (apply,) = protocol.vote_received(vote(1, norm=(math.nan,)))
     assert isinstance(apply, Apply) and math.isnan(apply.norm) and not apply.finite and protocol.version == 1
@@ -176,7 +180,7 @@ def test_a_page_that_is_not_finite_travels_in_the_vote(value: float) -> None:
     protocol = worker()
     protocol.computed(1)
     protocol.gradient_complete(1, OWN.key, [1.0, value])
-    (sent,) = entries(protocol, 1, [MIRRORED, LOSS])
+    (sent,) = complete_gradients(protocol, 1, [MIRRORED, LOSS])
     assert isinstance(sent, SendVote) and len(sent.vote.norm) == 1 and not math.isfinite(sent.vote.norm[0])
 
 
@@ -228,12 +232,12 @@ def test_a_worker_that_holds_nothing_votes_too() -> None:
 def test_norm_values_are_kept_for_two_versions() -> None:
     protocol = worker()
     for step in (1, 2, 3):
-        entries(protocol, step)
+        complete_gradients(protocol, step)
         protocol.computed(step)
         protocol.vote_received(vote(step))
         assert sorted(protocol._norms) == sorted(protocol._losses) == [step], "a promoted mirror votes with them"
         assert protocol.norms_at(step, OWN.key) == (9.0, 7.0) and protocol.loss_at(step) == 2.5
-    entries(protocol, 4)
+    complete_gradients(protocol, 4)
     assert sorted(protocol._norms) == [3, 4]
 
 
@@ -261,7 +265,7 @@ class Offer:
 @pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
 def test_an_extension_takes_effect_if_all_votes_carry_it(here: bool, there: bool) -> None:
     protocol = replace(worker(), extension=Offer("grouped" if here else ""))
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     sent, *_ = protocol.computed(1)
     assert isinstance(sent, SendVote) and sent.vote.extension == ("grouped" if here else "")
     found = protocol.vote_received(Vote(1, 3, OTHER, (9.0,), None, "grouped") if there else vote(1))
@@ -269,21 +273,21 @@ def test_an_extension_takes_effect_if_all_votes_carry_it(here: bool, there: bool
 
 
 def test_a_step_that_a_member_has_applied_in_an_older_epoch_is_not_extended() -> None:
-    """That member has published it, and does not again: a group would wait for it."""
+    """The member that has applied it has published it, and does not again: a group would wait for it."""
     protocol = replace(worker(), extension=Offer("grouped"))
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     protocol.computed(1)
     protocol.vote_received(vote(1))
     protocol.promise(4)
     protocol.enter(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 1)
     assert [effect.vote.extension for effect in protocol.votes_again() if isinstance(effect, SendVote)] == [""]
-    entries(protocol, 2)
+    complete_gradients(protocol, 2)
     sent, *_ = protocol.computed(2)
     assert isinstance(sent, SendVote) and sent.vote.extension == "grouped", "the first step that nobody had applied"
 
 
 def test_without_the_option_votes_carry_nothing() -> None:
     protocol = worker()
-    entries(protocol, 1)
+    complete_gradients(protocol, 1)
     sent, *_ = protocol.computed(1)
     assert isinstance(sent, SendVote) and sent.vote.extension == ""

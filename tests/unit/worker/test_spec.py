@@ -1,4 +1,4 @@
-"""What a worker process is given: one typed value that survives the pipe, and refuses what no worker can have."""
+"""The specification of a worker: one typed value that survives the pipe, and refuses what no worker can have."""
 
 from __future__ import annotations
 
