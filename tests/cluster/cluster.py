@@ -432,9 +432,9 @@ class SimulatedCluster:
         if fault is None:
             return False
         members = {r: self._workers[r] for r in self.protocol.members if r in self._workers and r not in self._lost}
-        runs = self.protocol.placement.replica_map(self._description.layout)
+        replicas = self.protocol.placement.replica_map(self._description.layout)
         newest = self._workers.get(self._newest)
-        able = victims(fault, members, all_replica_sets(runs), self._lost, newest)
+        able = victims(fault, members, all_replica_sets(replicas), self._lost, newest)
         if not able:
             return False
         self.plan.remove_due()

@@ -48,12 +48,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class MessageFault:
-    """Something that happens to whoever sends, or takes, the `count`-th message of a kind in the whole run.
+    """Something that happens to the sender, or the receiver, of the `count`-th message of a kind in the whole run.
 
     Args:
         message: name of the class in recovery.messages.
         side: "sender" or "receiver".
-        after: the message is out, whatever becomes of the sender; or the receiver has done all that it asks for.
+        after: the message arrives, whatever becomes of its sender; or its receiver has done all that it asks for.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""A simulated cluster whose stages publish through groups: made-up ones, with the failures that real ones have."""
+"""A simulated cluster whose stages publish through made-up process groups, with the failures of real ones."""
 
 from __future__ import annotations
 
@@ -13,32 +13,45 @@ from torch import Tensor
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.processes import Worker
 
-_MEETS, _COMPLETES = 0.5, 0.3  # chances, at a look
+# The chance that a group is complete, or a broadcast has ended, when a worker looks whether it is.
+_MEETS = 0.5
+_COMPLETES = 0.3
 
 
 @dataclass
 class _Made:
-    """One group: what its members have called, in the order of each."""
+    """One group, and the broadcasts that its members have called. Each member numbers its calls from 0.
+
+    Args:
+        waits_for_all: a root's broadcast ends only when all other members have called it too.
+        met: members that have opened the group.
+        calls: rank -> the tensors of its calls.
+        sent: number of a call -> the values of the root at the time of its call.
+        issued: (root, elements) of each call, which has to be the same for all members.
+        complete: numbers of the calls that have ended at their roots, which may use that memory again.
+    """
 
     members: tuple[int, ...]
-    patient: bool  # a root's broadcast ends only when all others have called it
+    waits_for_all: bool
     met: set[int] = field(default_factory=set)
     calls: dict[int, list[Tensor]] = field(default_factory=dict)
-    sent: dict[int, Tensor] = field(default_factory=dict)  # by number: the root's values when it called
-    alike: list[tuple[int, int]] = field(default_factory=list)  # (root, elements) of each call
-    complete: set[int] = field(default_factory=set)  # numbers that are so at their roots: whose memory is free then
+    sent: dict[int, Tensor] = field(default_factory=dict)
+    issued: list[tuple[int, int]] = field(default_factory=list)
+    complete: set[int] = field(default_factory=set)
 
 
 class Hub:
     """All groups of a cluster.
 
     Args:
-        lost: workers that are gone or stand still; of what they have called, anything may still arrive, or nothing.
+        lost: workers that have ended or are stopped; a broadcast that they have called may still arrive, or not.
         failing: how often a broadcast fails though nobody is lost.
     """
 
     def __init__(self, seed: int, lost: Sequence[int], failing: float) -> None:
-        self.draw, self.lost, self.failing = random.Random(f"groups {seed}"), lost, failing
+        self.draw = random.Random(f"groups {seed}")
+        self.lost = lost
+        self.failing = failing
         self.made: dict[tuple[int, int, tuple[int, ...]], _Made] = {}  # by incarnation, mesh epoch and members
         self.ended: Counter[str] = Counter()
         """How broadcasts have ended: "received", "sent", "failed", or were "refused"."""
@@ -48,13 +61,19 @@ class MadeUpGroup:
     """A worker's end of its group."""
 
     def __init__(self, rank: int, hub: Hub, incarnation: int) -> None:
-        self._rank, self._hub, self._incarnation = rank, hub, incarnation
-        self._epoch, self._met, self._fails = -1, False, False
+        self._rank = rank
+        self._hub = hub
+        self._incarnation = incarnation
+        self._epoch = -1
+        self._met = False
+        self._fails = False
         self._works: list[MadeUpWork] = []
 
     def change(self, epoch: int, members: Sequence[int], rank: int) -> None:
         assert epoch > self._epoch and rank == self._rank and rank in members
-        self._epoch, self._met, self._works = epoch, False, []
+        self._epoch = epoch
+        self._met = False
+        self._works = []
         self._fails = self._hub.draw.random() < self._hub.failing
         made = _Made(tuple(members), self._hub.draw.random() < 0.5)
         self._made = self._hub.made.setdefault((self._incarnation, epoch, tuple(members)), made)
@@ -80,38 +99,43 @@ class MadeUpGroup:
         calls.append(values)
         if root == self._rank:
             self._made.sent[number] = values.clone()
-        if number == len(self._made.alike):
-            self._made.alike.append(what)
-        assert self._made.alike[number] == what, "all members issue the same broadcasts in the same order"
+        if number == len(self._made.issued):
+            self._made.issued.append(what)
+        assert self._made.issued[number] == what, "all members issue the same broadcasts in the same order"
         work = MadeUpWork(self._hub, self._made, number, root, self._rank)
         self._works.append(work)
         return work
 
     def give_up(self) -> None:
-        self._met, self._fails = False, True
+        self._met = False
+        self._fails = True
 
     @property
     def can_move(self) -> bool:
-        """Whether the oldest broadcast under way may end."""
+        """True if the oldest broadcast under way may end."""
         self._works = [work for work in self._works if not work.how]
         return bool(self._works) and self._works[0].may_end
 
 
 class MadeUpWork:
-    """A broadcast; the root's memory is read as late as can be: when it, or the receiver, completes."""
+    """A broadcast on one member. The memory of the root is read as late as possible: when either of the two ends."""
 
     def __init__(self, hub: Hub, made: _Made, number: int, root: int, rank: int) -> None:
-        self._hub, self._made, self._number, self._root, self._rank = hub, made, number, root, rank
-        self.how = ""
+        self._hub = hub
+        self._made = made
+        self._number = number
+        self._root = root
+        self._rank = rank
+        self.how = ""  # how it has ended (Hub.ended)
         self._fails = hub.draw.random() < hub.failing
-        self._arrives: bool | None = None  # of a lost root's: drawn once
+        self._arrives: bool | None = None  # the broadcast of a lost root: drawn once
         self._hangs = hub.draw.random() < 0.5
 
     @property
     def may_end(self) -> bool:
         if self._root == self._rank and not self._fails:
             calls = self._made.calls
-            return not self._made.patient or all(len(calls.get(r, ())) > self._number for r in self._made.members)
+            return not self._made.waits_for_all or all(len(calls.get(r, ())) > self._number for r in self._made.members)
         if self._fails:
             return True
         if len(self._made.calls.get(self._root, ())) <= self._number:

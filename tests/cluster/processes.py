@@ -69,7 +69,7 @@ class Worker:
 def victims(
     fault: ThenFault,
     members: Mapping[int, Worker],
-    runs: Iterable[ReplicaSet],
+    replica_sets: Iterable[ReplicaSet],
     lost: Sequence[int],
     newest: Worker | None,
 ) -> list[int]:
@@ -77,13 +77,13 @@ def victims(
 
     Args:
         members: by rank, without those that are lost.
-        runs: the replicas of all pages.
+        replica_sets: the replicas of all pages.
         lost: ranks, in the order of their losses.
         newest: the last worker that was started, if it is not lost.
     """
     able = list(members)
     if fault.target == "mirror" and lost:
-        peers = {rank for run in runs if lost[-1] in run.replicas for rank in run.replicas}
+        peers = {rank for pages in replica_sets if lost[-1] in pages.replicas for rank in pages.replicas}
         return [rank for rank in able if rank in peers] or able
     if fault.target == "newcomer" and newest is not None:
         return [newest.rank]

@@ -139,19 +139,19 @@ def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[
 
 
 def _drawn_replicas(draw: random.Random, replicas: ReplicaMap, members: Sequence[int], mirror_count: int) -> ReplicaMap:
-    """The same pages in other runs, held by anybody."""
+    """The same pages in other page ranges, with their replicas on any workers."""
     held = min(mirror_count + 1, len(members))
 
-    def cut(run: ReplicaSet) -> list[ReplicaSet]:
-        inside = range(run.first + 1, run.stop)
-        at = [run.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), run.stop]
+    def cut(pages: ReplicaSet) -> list[ReplicaSet]:
+        inside = range(pages.first + 1, pages.stop)
+        at = [pages.first, *sorted(draw.sample(inside, draw.randint(0, min(2, len(inside))))), pages.stop]
         pieces = []
         for first, stop in itertools.pairwise(at):
             ranks = draw.sample(list(members), held)
-            pieces.append(ReplicaSet(run.layer, first, stop, ranks[0], frozenset(ranks)))
+            pieces.append(ReplicaSet(pages.layer, first, stop, ranks[0], frozenset(ranks)))
         return pieces
 
-    return {layer: tuple(piece for run in runs for piece in cut(run)) for layer, runs in replicas.items()}
+    return {layer: tuple(piece for pages in some for piece in cut(pages)) for layer, some in replicas.items()}
 
 
 # ---- running
