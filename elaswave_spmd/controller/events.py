@@ -38,7 +38,8 @@ class WorkerEnded:
 
     Args:
         at: when that was seen, by the clock of `ControllerIO.now`.
-        exited: how the process ended, once it is reaped; a death watch reports the end before that is known.
+        exited: how the process ended, once it is reaped; a death watch reports the end before that is known. So there
+            may be two of these events about one worker, and the second one tells how it ended.
     """
 
     rank: int

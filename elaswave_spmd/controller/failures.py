@@ -185,6 +185,7 @@ class FailureHandler:
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
             return []
         if event.rank in self._protocol.placement.mesh:
+            # Filed under the step that was under way: two crashes in one step are taken for a bug.
             self._unexplained[event.rank] = self._protocol.version + 1
             if end := self._explain(event):
                 return end
@@ -257,6 +258,7 @@ class FailureHandler:
         first = self._crashes.get(message.step, (message.rank, message.report))
         if self._survives_losses and first[0] == message.rank:
             return None
+        # A worker may have failed because another one was killed: then that is the cause, and its exit is known by now.
         self._ending = _AwaitExits(WorkerError(*first))
         return [ReportExits()]
 

@@ -125,9 +125,10 @@ class Controller:
             self._log.started()
             self.execute(self.start())
             while self.outcome is None:
+                # A Tick comes at the failure detector's next deadline at the latest: nothing else polls.
                 event = self._io.next_event(self._supervision.next_tick)
                 now = self._io.now()
-                self._log.event(event, now)
+                self._log.event(event, now)  # before the decision, which may end the run
                 self.execute(self.decide(event, now))
             if isinstance(self.outcome, Finished):
                 self._finish()
@@ -150,7 +151,8 @@ class Controller:
     # ---- events in, actions out
 
     def decide(self, event: Event, now: float) -> Iterable[Action]:
-        """The actions that follow from an event."""
+        """The actions that follow from an event. Every event comes through here, in the order in which it happened."""
+        # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten):
             return [*self._checkpoints.written(event, now), *self._stopping.check(now)]
         if self._failures.is_ending:
@@ -177,7 +179,7 @@ class Controller:
     def _decide_message(self, message: m.AnyMessage, now: float) -> Iterable[Action]:
         protocol, failures = self.protocol, self._failures
         match message:
-            case m.Ready() if message.rank in self._roster:
+            case m.Ready() if message.rank in self._roster:  # else it was lost while it started
                 self._supervision.watch(message.rank, now)
                 return [Connect(message.rank, message.address, message.holds_mutex), *protocol.ready(message)]
             case m.Heartbeat():
@@ -207,7 +209,7 @@ class Controller:
                 return failures.fingerprints(message, now)
             case m.Damaged():
                 return protocol.damaged(message)
-            case m.LinkClosed():
+            case m.LinkClosed():  # between two workers; the controller's own links end as LinkEnded
                 failures.link_closed(message.rank, message.peer)
             case m.Failed():
                 return failures.failed(message, now)
@@ -229,6 +231,7 @@ class Controller:
 
     def execute(self, actions: Iterable[Action]) -> None:
         """Carry actions out, and those that follow from them, from one queue: consequences come after their causes."""
+        # A queue, no recursion: the actions of a decision are all carried out before those that follow from them.
         queue = deque(actions)
         while queue and self.outcome is None:
             action = queue.popleft()
@@ -288,7 +291,7 @@ class Controller:
 
     def _spawn(self, ranks: Iterable[int], newcomers: bool) -> None:
         for rank in ranks:
-            if newcomers:
+            if newcomers:  # the first workers have a deadline of their own (StartDeadline)
                 self._supervision.expect(rank)
             spawned = self._io.spawn(rank)
             self._roster.add(rank, spawned.pid)
@@ -306,6 +309,7 @@ class Controller:
 
     def _finish(self) -> None:
         """The end of a run that has trained to its last step: all workers may go, the result is written."""
+        # The loop has ended, so what is written now is no event any more.
         for written in self._io.finish_writing():
             for action in self._checkpoints.written(written, self._io.now()):
                 self._log.action(action, self._io.now())

@@ -181,6 +181,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
     path = Path(resume).expanduser()
     where = checks.override("train.resume", resume)
     with contextlib.ExitStack() as undo:
+        # Before anything is read: a controller that still lives would write on.
         lock = lock_run_dir(path)
         undo.callback(lock.close)
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
@@ -192,7 +193,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
                 exists=SUMMARY,
                 fix="run.dir=DIR to go on from its newest checkpoint in another directory",
             )
-        complete(path, plan)
+        complete(path, plan)  # first: the newest checkpoint may be one that the workers wrote on their own
         checkpoint, bad = load_newest_good(path)
         check_identity(checkpoint.manifest.identity, identity, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
@@ -265,7 +266,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
             return None
         shards, _ = find_shards(path)
         if not shards:
-            continue
+            continue  # every worker was killed before it had written its own
         # Shards of an earlier incarnation may be of another attempt at the same step, which wrote other pages.
         newest = max(shard.ballot.incarnation for shard in shards)
         shards = [shard for shard in shards if shard.ballot.incarnation == newest]
@@ -273,6 +274,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
         manifest = _manifest(run_dir, shards) if lines is not None else None
         if manifest is None or lines is None:
             continue
+        # Metrics before the manifest: a checkpoint whose step has no line could not be resumed from.
         reopened = RunDir.reopen(run_dir)
         try:
             for line in lines:
@@ -282,7 +284,7 @@ def complete(run_dir: Path, plan: RunPlan) -> Path | None:
         try:
             write_manifest(path, manifest)
         except CheckpointError:
-            continue
+            continue  # a shard is damaged: an older checkpoint will do
         return path
     return None
 

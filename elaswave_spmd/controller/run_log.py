@@ -298,7 +298,7 @@ class RunLog:
         self._committed_at = 0.0
         self._placed = False  # the first mesh has its configuration: steps are timed from then on
         self._record = RunRecord(plan.description.layout)
-        if start.step == plan.job.steps:  # nothing is left to do but to collect the weights
+        if start.step == plan.job.steps:  # resumed at its last step: nothing is left but to collect the weights
             self._record.last = start.last_line
         kinds_of_state = 1 + len(plan.job.optimizer.state_names)
         self._epochs = EpochEvents(observer, 4 * kinds_of_state)
@@ -349,6 +349,7 @@ class RunLog:
         match action:
             case Broadcast(message=m.Prepare()):
                 self._epochs.preparing(now)
+            # The first step is timed from the first Reconfigure: before it, workers import and compile.
             case Broadcast(message=m.Reconfigure()) if not self._placed:
                 self._placed = True
                 self._committed_at = now
@@ -361,7 +362,7 @@ class RunLog:
             case EpochBegun():
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
-            case RemoveMember(rank):
+            case RemoveMember(rank):  # its report of bytes is no part of the summary
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
                 self.observer.on_event(kind, **fields)

@@ -83,6 +83,7 @@ class Supervision:
             free_to_leave: workers that asked to leave and whose pages all have another replica.
         """
         self._liveness.expect_answers(*unanswered)
+        # The detector has no clock: it counts the seconds between ticks, each as one heartbeat period at most.
         suspects = self._liveness.tick(now - self._ticked, free_to_leave)
         self._ticked = now
         return suspects

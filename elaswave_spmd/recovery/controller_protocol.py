@@ -572,6 +572,7 @@ class ControllerProtocol:
             RunError: two workers applied different steps under one number.
         """
         first = self._first_reports.setdefault(message.step, message)
+        # By their hex digits: equal bits, not equal up to a tolerance.
         pairs = [(a.loss.hex(), a.grad_norm.hex()) for a in (first, message)]
         if pairs[0] != pairs[1]:
             raise RunError(
@@ -579,6 +580,7 @@ class ControllerProtocol:
                 f"loss and gradient norm {pairs[0]} and {pairs[1]}"
             )
         self._applied[message.rank] = message.step
+        # Members are at most two steps apart, so no report of an older step is to come.
         for old in [s for s in self._first_reports if s < message.step - 2]:
             del self._first_reports[old]
         if message.step <= self.version:

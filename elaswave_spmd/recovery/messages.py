@@ -191,6 +191,10 @@ class Need(Message, frozen=True):
 # ---- control: fenced by the mesh epoch -------------------------------------------------------------------------------
 
 
+# A vote carries everything that deciding needs: the parts of the gradient's norm, and the loss. So the last vote
+# decides the step on every worker, and there is no round trip to a coordinator.
+
+
 class Vote(Message, frozen=True):
     """Worker -> all other members of the epoch, once for a step: everything is there to apply it.
 
@@ -524,7 +528,7 @@ AnyMessage: TypeAlias = (
 )
 
 
-# Immutable. To make a decoder of so many types takes 30 us, to decode with it 0.2 us.
+# Immutable, so one serves all threads. To make a decoder of so many types takes 30 us, to decode with it 0.2 us.
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 

@@ -44,6 +44,7 @@ def next_stages(stages: Stages, removed: Collection[int], newcomers: Sequence[in
     gone = frozenset(removed)
     left = [[rank for rank in members if rank not in gone] for members in stages]
     free = list(newcomers)
+    # Empty stages first: without a worker the pipeline has a hole. Only then are others made larger.
     for number, members in enumerate(left):
         if not members and free:
             members.append(free.pop(0))
@@ -99,6 +100,7 @@ def next_placement(
     ranks = [rank for members in stages for rank in members if rank not in old.mesh.topology]
     domains = {rank: path for rank in ranks if (path := domain_of(rank)) is not None}
     mesh = replace(old.mesh.with_stages(stages, domains or None), epoch=epoch)
+    # Layers that stay need no state to be moved before the step goes on. The rescheduler improves on it later.
     cuts = old.layer_cuts
     if len(stages) != old.num_stages:
         costs = [max(1.0, float(layer.num_value_elements)) for layer in layout.layers]

@@ -97,6 +97,7 @@ class SocketChannel:
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         header = m.encode(message)
+        # While a payload to this peer is being copied, whatever follows it waits too: messages arrive in order.
         if peer in self._leaving or (self._copies and payload is not None):
             copy = None if payload is None else self._device.copy_to_host(payload)
             self._leaving.setdefault(peer, deque()).append((header, copy))
@@ -129,9 +130,9 @@ class SocketChannel:
         for item in items:
             if isinstance(item, ControllerLost):
                 found.append(Incoming(self._links.me, m.LinkClosed(self._links.me, CONTROLLER)))
-            if isinstance(item, Interrupted):
+            if isinstance(item, Interrupted):  # by the handler of SIGTERM
                 self.send(CONTROLLER, m.Leaving(self._links.me))
-            if isinstance(item, PeerClosed):
+            if isinstance(item, PeerClosed):  # the controller finds out whether the peer is lost, or the link alone
                 closed = m.LinkClosed(self._links.me, item.peer)
                 self.send(CONTROLLER, closed)
                 found.append(Incoming(self._links.me, closed))

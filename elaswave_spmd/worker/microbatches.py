@@ -160,7 +160,7 @@ class MicrobatchRunner:
             alone: its weight gradients are sent by themselves, not added to those of other micro-batches here.
             drop: the parameters are not needed any more in this step, and their memory is freed layer by layer.
         """
-        dy: Tensor | None = None
+        dy: Tensor | None = None  # the last stage begins with the loss, which its program has saved
         if not self._is_last:
             dy = yield from self._receive(BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1))
         self._hooks.on_point(FaultPoint.BACKWARD, step)
@@ -187,7 +187,7 @@ class MicrobatchRunner:
         if not self._is_first:
             assert dy is not None
             message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dy.shape))
-            self._boundaries.send(peer(), message, dy.contiguous())
+            self._boundaries.send(peer(), message, dy.contiguous())  # it is sent from where it lies
 
     def validate(self, version: int, microbatch: int) -> Generator[Reason, None, Tensor]:
         """Run a validation micro-batch at a version.
@@ -229,6 +229,7 @@ class MicrobatchRunner:
         if self._unasked is None:
             self._measured(step, microbatch, layer, backward, started, ended)
         else:
+            # On a device with streams the program has only been queued: to ask for its times now would wait for it.
             self._unasked.append(((step, microbatch, layer, backward), started, ended))
 
     def _measured(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:

@@ -59,9 +59,9 @@ class Boundaries:
             peer: the worker; None: no worker needs it now, but after a loss one may.
         """
         key = _key(message)
-        if key.kind != VALIDATION:
+        if key.kind != VALIDATION:  # a validation that is broken off is run again as a whole
             self._kept[key] = tensor
-        if peer == self._rank:
+        if peer == self._rank:  # it has changed its stage, and now needs what it had sent
             self._received[key] = tensor
         elif peer is not None:
             self._send(peer, message, tensor)

@@ -112,6 +112,7 @@ class StepRunner:
         self._commit.vote(step)
         yield from self._until_applied(step)
         self._boundaries.forget(step)
+        # After the step, not in it: on a device with streams, to read the times waits until their programs have run.
         times, memory = self._microbatches.pop_times(), self._microbatches.programs.memory.pop_rows()
         self._context.hooks.step_measured(step, times, memory)
 
@@ -182,6 +183,7 @@ class StepRunner:
             yield from self._microbatches.forward(step, microbatch, peer, saves=action.saves)
         else:
             full = action.level == FULL
+            # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
             drop = action.last and self._replica.drops_params
             yield from self._microbatches.backward(step, microbatch, peer, weights=full, alone=action.alone, drop=drop)
             if full:
