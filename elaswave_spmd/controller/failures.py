@@ -204,7 +204,7 @@ class FailureHandler:
             fields = {"ranks": list(found.minority), "step": found.step, "message": what}
             actions.append(Record("corruption", fields))
             for rank in found.minority:
-                actions += self._protocol.lost(rank, "its copies of state differ from those of all others")
+                actions += self._declare_lost(rank, "its copies of state differ from those of all others", now)
         return actions
 
     def committed(self, applied: m.Applied) -> list[Action]:

@@ -1,6 +1,6 @@
 """The controller of a run: it takes one event at a time, decides, and carries out the actions that were decided.
 
-It decides membership, never the outcome of a step (protocol.md, rule 2). One thread. Everything outside is behind
+It decides membership, never the outcome of a step (docs/protocol.md, S2). One thread. Everything outside is behind
 `ControllerIO`: real processes and links (io.py), or the simulated cluster of the tests.
 
 To follow an event: `decide` says which collaborator handles it, and `_execute` what becomes of the actions that it

@@ -1,4 +1,4 @@
-"""The controller's half of the step protocol: it decides membership, never the outcome of a step (protocol.md, rule 2).
+"""The controller's half of the step protocol: it decides membership, never the outcome of a step (protocol.md, S2).
 
 A state machine without I/O and without a clock: facts and messages in, actions out. The controller's loop carries the
 actions out (controller/loop.py); the simulated cluster and the benchmarks drive the same class.

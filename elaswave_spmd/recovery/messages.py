@@ -36,7 +36,7 @@ class PartialStep(msgspec.Struct, frozen=True, array_like=True):
         step: the step.
         assigned: micro-batches that the worker regards as its own on its stage.
         computed: micro-batches whose backward it has done, through all layers of its stage.
-        forwarded: micro-batches with a saved forward whose backward is not done.
+        forwarded: micro-batches with a saved forward whose backward has not begun.
         activations: (layer, micro-batch): outgoing activations that it keeps; `layer` is the consumer's first.
         gradients: (layer, micro-batch): outgoing activation gradients that it keeps; `layer` is the consumer's last.
         layer_sums: layer -> tree nodes whose partial sum it keeps for the whole layer, except for pages that it is the
@@ -160,7 +160,10 @@ class Publish(Message, frozen=True):
 
 
 class PageState(Message, frozen=True):
-    """Primary -> learner, between two steps: the state of pages [first, stop) of `layer` at version `step`.
+    """Primary -> learner: the state of pages [first, stop) of `layer` at version `step`.
+
+    The primary picks the pages between two steps, and sends them in the background of the next step, before it votes.
+
 
     Payload, fp32: the master parameters, then each optimizer state in turn. Of the loss page: whether there is a loss
     yet (0 or 1), and the loss.

@@ -17,14 +17,15 @@ the primary of r, whose own sums of these pages are overwritten as its trees are
 reports neither, and uses its own sums. A mirror that has the reduced gradient is excluded without need only if it is no
 replica any more.
 
-**What workers do for it.** A StepReport is given between two actions, and from then until the next Reconfigure nothing
-is dropped: sums, boundary tensors sent, those received and used. `trees` name also the sums of its own that a primary
-has not filed yet. A worker that hands trees to another primary goes on reporting them, or reports no sum that went into
-them. `forwarded` leaves out micro-batches that are run for their input's gradient only. At Reconfigure all workers send
-what they have kept to where the new replica map and the plan want it: sums to primaries, including those that no line
-completes, reduced gradients to replicas, boundary tensors to the workers whose lines take them. A primary passes on a
-reduced gradient that reaches it late. `forward` in the line of a micro-batch whose forward was reported means that its
-output is needed again.
+**What workers do for it.** A StepReport is given between two layers, which may be in the middle of a micro-batch's
+backward. From then until the next Reconfigure nothing is dropped: sums, boundary tensors sent, those received and used.
+The report's `page_sums` are the tree nodes of a primary, its own sums that it has not filed yet among them; its
+`layer_sums` are the partial sums of the others. A worker that hands page sums to another primary goes on reporting
+them, or reports no layer sum that went into them. `forwarded` leaves out micro-batches that are run for their input's
+gradient only. At Reconfigure all workers send what they have kept to where the new replica map and the plan want it:
+sums to primaries, including those that no line completes, reduced gradients to replicas, boundary tensors to the
+workers whose lines take them. A primary passes on a reduced gradient that reaches it late. `forward` in the line of a
+micro-batch whose forward was reported means that its output is needed again.
 
 **Recomputed.** A micro-batch that is not covered for some range and use of a stage is run there in full, by the member
 that claims it: one that regards it as its own, and whose stage has the layers that it had. Micro-batches that no member

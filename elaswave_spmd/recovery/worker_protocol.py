@@ -2,9 +2,10 @@
 
 It is given facts ("this reduced gradient is complete") and messages (votes, published pages), and returns effects for
 the caller to carry out, in order, before it gives the protocol anything else. It knows ids and norm values, never
-tensors. Its one caller is `worker.step_commit.StepCommit`, on the training thread. The rules of docs/protocol.md are
-the asserts and the conditions of this file; those marked [m] have a mutant in tests/simulated that breaks just this
-rule.
+tensors. `worker.step_commit.StepCommit` carries out its effects; the executor asks it about epochs, and other parts of
+the worker read it or give it the norms that they received. All of them run on the training thread. The rules of
+docs/protocol.md are the asserts and the conditions of this file; those marked [m] have a mutant in tests/simulated that
+breaks just this rule.
 
 One step, as this half sees it: `computed` and `gradient_complete` until nothing is missing, then SendVote; votes of the
 others come in by `vote_received`, and with the last one Apply.
@@ -246,9 +247,11 @@ class WorkerProtocol:
         self._computed = self._entered_at = highest_version
 
     def votes_again(self) -> list[Effect]:
-        """Vote in this epoch for the step last applied and the step last voted for, and count votes that came early.
+        """Vote in this epoch for the step last applied, and count votes that came early.
 
-        A member that has not applied that step completes it by the normal rule. There is no roll-forward message.
+        A member that is behind completes that step by the normal rule, and votes for it here as well: there is no
+        roll-forward message. A vote for a step that no member had applied was void with its epoch; the worker votes for
+        that step anew when it has done its part of the recovery plan.
         """
         effects: list[Effect] = []
         if self.version > self.restored and not self._is_ahead():

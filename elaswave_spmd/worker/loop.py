@@ -135,7 +135,7 @@ class Executor:
 
     @property
     def _may_not_begin(self) -> bool:
-        """True if this worker has reported that it has nothing of the next step."""
+        """True if a newer Prepare was answered: no step begins until its Reconfigure."""
         return self.commit.protocol.promised > self.configuration.epoch
 
     def _between_steps(self) -> None:
@@ -185,7 +185,7 @@ class Executor:
     def _answer(self, prepare: m.Prepare) -> None:
         """Report everything that this worker has of steps that are not decided.
 
-        From now on nothing is decided in this epoch (docs/protocol.md, "A change of the mesh", rule 2): the report
+        From now on nothing is decided in this epoch (docs/protocol.md, C2): the report
         stays true. Work goes on.
         """
         if not self.commit.protocol.promise(prepare.epoch):

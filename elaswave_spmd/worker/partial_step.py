@@ -54,7 +54,8 @@ class StepUnderWay:
             allows.
         alone: no micro-batch is added to others here. Sums of the layers of another stage are in the way.
         computed: micro-batches whose backward is done.
-        reported: the micro-batches in `computed` when the last StepReport was sent: the recovery plan counts with them.
+        reported: the micro-batches in `computed` when the last StepReport was sent, and one in the middle of its
+            backward if sums of it have left already: the recovery plan counts with them.
         summed: micro-batches whose gradients were added up here.
     """
 

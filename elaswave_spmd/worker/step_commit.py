@@ -3,7 +3,7 @@
 `recovery.WorkerProtocol` knows ids and norms and never a tensor; `StateReplica` has the tensors and decides nothing.
 `StepCommit` is between them. Facts ("the reduced gradient of these pages is complete") and messages (votes, published
 pages) go into the protocol; the effects that it returns are carried out before the next message is handled. So deciding
-a step and applying it are one transition (rule 2 of docs/protocol.md), whichever message happens to be the last one
+a step and applying it are one transition (docs/protocol.md, S2), whichever message happens to be the last one
 that was missing: mostly the last vote, sometimes this worker's own last gradient.
 
 All of it runs on the training thread, inside `Executor.handle_messages` or inside `StepRunner.train_step`.

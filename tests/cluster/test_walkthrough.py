@@ -220,7 +220,7 @@ def test_every_zero_level_has_the_same_bits(zero: int, order: int) -> None:
     assert bool(run.messages(m.Publish)) == publishes
 
 
-def test_rules_1_and_2_nobody_updates_before_everybody_has_voted(order: int) -> None:
+def test_s1_s2_nobody_updates_before_everybody_has_voted(order: int) -> None:
     """A vote says: I have done my part of the step, and hold all reduced gradients that my pages need."""
     run = training("dp3").run(order)
     for step in range(1, 5):
@@ -234,7 +234,7 @@ def is_vote_for(message: m.Message, step: int) -> bool:
     return isinstance(message, m.Vote) and message.step == step
 
 
-def test_rules_3_to_5_parameters_follow_the_decision(order: int) -> None:
+def test_s3_to_s5_parameters_follow_the_decision(order: int) -> None:
     """Parameters of a version are sent only after that step is decided, and no micro-batch computes with older ones.
 
     That nobody did is shown by the bits: the simulated links read a payload as late as a real link may, so that memory
@@ -246,7 +246,7 @@ def test_rules_3_to_5_parameters_follow_the_decision(order: int) -> None:
         assert voted == {0, 1, 2}
 
 
-def test_rule_6_a_step_without_a_finite_gradient_is_skipped(order: int) -> None:
+def test_s6_a_step_without_a_finite_gradient_is_skipped(order: int) -> None:
     """The step counts and changes no state, and all workers see it alike: also one that is killed in its course."""
     run = training("dp3", steps=8).worker(1, "kill", step=2, at="norm").run(order, overflows=True)
     skipped = {report.step for report in run.messages(m.Applied) if not report.updated}
@@ -254,7 +254,7 @@ def test_rule_6_a_step_without_a_finite_gradient_is_skipped(order: int) -> None:
     assert all(report.updated == (report.step not in skipped) for report in run.messages(m.Applied))
 
 
-def test_rule_7_validation_holds_the_next_step_back(order: int) -> None:
+def test_s7_validation_holds_the_next_step_back(order: int) -> None:
     """Nobody begins step 3 before the controller has all validation losses at version 2: later, the parameters of
     version 2 would be gone, and a loss that died with its worker could not be computed again."""
     run = training("dp3").run(order)
@@ -303,7 +303,7 @@ def test_killed_while_it_updates(point: str, order: int) -> None:
     assert run.messages(m.Need), "parameters that it would have sent are asked for"
 
 
-def test_rule_4_a_mirror_of_a_lost_primary_is_promoted(order: int) -> None:
+def test_c4_a_mirror_of_a_lost_primary_is_promoted(order: int) -> None:
     """The new primary held the page all along: nothing is moved before the step goes on."""
     run = training("dp3").worker(1, "kill", step=2, at="norm").run(order)
     before, after = replicas_by_page(run.before), replicas_by_page(run.changes[0].placement)
@@ -320,13 +320,13 @@ def replicas_by_page(placement: Placement) -> dict[tuple[int, int], Any]:
     return {(pages.layer, page): pages for pages in held for page in range(pages.first, pages.stop)}
 
 
-def test_rule_5_the_only_worker_of_a_stage_is_lost(order: int) -> None:
+def test_c5_the_only_worker_of_a_stage_is_lost(order: int) -> None:
     """A worker of the nearest stage that has two takes its layers; the state comes from mirrors in other stages."""
     run = training("stages1-3").worker(0, "kill", step=2, at="forward").run(order)
     assert [len(stage) for stage in run.changes[0].placement.mesh.stages] == [1, 2]
 
 
-def test_rule_5_no_stage_has_a_worker_to_spare(order: int) -> None:
+def test_c5_no_stage_has_a_worker_to_spare(order: int) -> None:
     """The layers go to the neighbouring stages, and there is one stage less."""
     run = training("pp3").worker(1, "kill", step=2, at="forward").run(order)
     assert run.changes[0].placement.mesh.stages == ((0,), (2,))
@@ -334,7 +334,7 @@ def test_rule_5_no_stage_has_a_worker_to_spare(order: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_rule_6_only_what_is_missing_is_computed_again(zero: int, order: int) -> None:
+def test_c6_only_what_is_missing_is_computed_again(zero: int, order: int) -> None:
     """All micro-batches of step 2 are computed, and some of the sums have reached their primaries, when a worker dies.
 
     Survivors that keep their sums (ZeRO-0 and 1) send them again to the new primaries; sharded gradients (ZeRO-2 and 3)
@@ -347,7 +347,7 @@ def test_rule_6_only_what_is_missing_is_computed_again(zero: int, order: int) ->
     assert loss.version == 1 and loss.microbatches_redone <= (its_own if zero == 1 else all_of_them)
 
 
-def test_rule_9_learners_catch_up_while_training_goes_on(order: int) -> None:
+def test_c9_learners_catch_up_while_training_goes_on(order: int) -> None:
     """After a loss each page lacks a replica. Learners get the state from primaries; one more epoch makes them mirrors.
 
     No vote waits for state: learners get the updates of each step as mirrors do.
@@ -361,7 +361,7 @@ def test_rule_9_learners_catch_up_while_training_goes_on(order: int) -> None:
     assert caught_up.version > loss.version, "steps were committed meanwhile"
 
 
-def test_rule_10_too_few_workers_are_left(order: int) -> None:
+def test_c10_too_few_workers_are_left(order: int) -> None:
     """Below elastic.min_workers the run saves its newest version and stops; resuming from it loses nothing."""
     run = training("dp3").worker(1, "kill", step=2, at="backward")
     with pytest.raises(LostStateError, match="2 workers are left"):
@@ -369,7 +369,7 @@ def test_rule_10_too_few_workers_are_left(order: int) -> None:
 
 
 @pytest.mark.parametrize("message", ["PartialSum", "ReducedGradient", "Vote"])
-def test_rule_11_a_link_is_lost_and_both_ends_live(message: str, order: int) -> None:
+def test_c11_a_link_is_lost_and_both_ends_live(message: str, order: int) -> None:
     """Nobody knows what has arrived. The link is made again by a change of the mesh in which nobody is lost, and what
     the receiver may lack is sent again; receivers ignore what they have already."""
     run = training("dp3").whoever_sends(message, "unlink", number=3, after=False).run(order)
@@ -381,7 +381,7 @@ def test_rule_11_a_link_is_lost_and_both_ends_live(message: str, order: int) -> 
 
 
 @pytest.mark.parametrize("at", ["forward", "backward", "reduce"])
-def test_rule_12_a_device_fails_and_is_reset(at: str, order: int) -> None:
+def test_c12_a_device_fails_and_is_reset(at: str, order: int) -> None:
     """What the worker had of the step is gone, its state is not. It reports that, answers the Prepare without its own
     work, and the others send it everything again: the same step goes on with the same members."""
     run = training("dp3").worker(1, "device", step=2, at=at).run(order)

@@ -82,7 +82,7 @@ class Mailbox:
 
     Args:
         tap: sees every item first, in the thread that puts it; returning True keeps the item out of the queue. It
-            serves messages that must be answered while the consuming thread computes (Prepare). It must be short and
+            serves messages that are answered while the consuming thread computes (LinkProbe's). It must be short and
             must not block.
     """
 
