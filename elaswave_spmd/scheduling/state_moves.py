@@ -106,9 +106,11 @@ class StateMoves:
         changed = self._changed_stages(stages, cuts)
         if not changed:
             return NO_MOVE
-        if len(changed) == len(stages) or self.before.mesh.num_workers <= _SMALL:
-            return self._figures(*self._plan_at_once(stages, cuts))
-        return self._part_at_once(changed, stages, cuts)
+        if len(changed) < len(stages) and self.before.mesh.num_workers > _SMALL:
+            found = self._part_at_once(changed, stages, cuts)
+            if not found.from_checkpoint:  # else all stages go back to the checkpoint, the unchanged ones as well
+                return found
+        return self._figures(*self._plan_at_once(stages, cuts))
 
     def _part_at_once(self, changed: Sequence[int], stages: Stages, cuts: Cuts) -> Move:
         """The figures of the plan for these stages alone."""

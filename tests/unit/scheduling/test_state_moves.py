@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
+from elaswave_spmd.scheduling import state_moves
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.stage_search import MoveEstimates, old_stages_of
 from elaswave_spmd.scheduling.state_moves import NO_MOVE, StateMoves, layout_of_costs
@@ -118,3 +119,14 @@ def test_layouts_of_costs_have_the_state_of_each_layer():
     costs = CostModel((LayerCost("a", 1, 1, state_bytes=1200), LayerCost("b", 1, 1), LayerCost("c", 1, 1)), 1.0)
     layers = layout_of_costs(costs, 64).layers
     assert [layer.num_state_pages for layer in layers] == [2, 0, 0] and layers[0].num_state_elements == 128
+
+
+def test_on_a_large_mesh_all_stages_go_back_to_the_checkpoint_together(monkeypatch):
+    mesh = Mesh.initial(MeshShape.of(dp=4, pp=2))
+    costs = costs_of([1.0, 1.0], bandwidth=1e6, state_bytes=PAGE_BYTES * 40)
+    moves = StateMoves(StateSharding(mesh, (0, 1, 2), P("dp"), 1), layout_of_costs(costs, 64), costs)
+    one, many = ((0, 1, 2), (4, 5, 6, 7)), ((0, 3), (4, 5, 6, 7))
+    whole = [moves.at_once(stages, (0, 1, 2)) for stages in (one, many)]
+    monkeypatch.setattr(state_moves, "_SMALL", 0)
+    assert [moves.at_once(stages, (0, 1, 2)) for stages in (one, many)] == whole
+    assert not whole[0].from_checkpoint and whole[1].from_checkpoint and whole[1].bytes == 4 * PAGE_BYTES * 40
