@@ -254,7 +254,7 @@ class SimulatedCluster:
             self._io.events.append(notice[1])
         if self.turn % HEARTBEAT_TURNS == 0:
             for rank, worker in self._workers.items():
-                if not worker.stopped_for:
+                if not worker.stopped_for and not worker.silent:
                     self._io.events.append(Received(m.Heartbeat(rank, 0, True)))
 
     def _exits_later(self, rank: int) -> None:
@@ -416,8 +416,9 @@ class SimulatedCluster:
             raise Killed(out)
         if kind == "device":
             raise RuntimeError(DEVICE_FAULT)
-        if kind == "stop":  # until the failure detector finds it, it is a worker as any other
+        if kind in ("stop", "silent"):  # until the failure detector finds it, it is a worker as any other
             self._workers[rank].stopped_for = max(1, fault.turns)
+            self._workers[rank].silent = kind == "silent"
             self._wires.freeze(rank)
 
     def drawn_move(self) -> MoveRequested:
@@ -451,15 +452,15 @@ class SimulatedCluster:
         self._wires.cut(rank, out)
 
     def kill_for_certain(self, rank: int) -> None:
-        """The controller has evicted a worker, and ends its process: which is not reached while it is stopped, as on a
-        machine that is cut off. It comes back later, and must harm nobody."""
+        """The controller has removed a worker, and ends its process. A worker that is stopped or silent is not reached,
+        as on a machine that is cut off: it goes on, now or later, and must harm nobody."""
         if rank in self._lost:
             return
         self._lost.append(rank)
         self._window.append(rank)
         if (worker := self._workers.get(rank)) is None:
             return
-        if not worker.stopped_for:
+        if not worker.stopped_for and not worker.silent:
             self._absent.append(rank)
             self._kill(rank)
         self._exits_later(rank)
@@ -526,7 +527,7 @@ class SimulatedCluster:
     def _is_settled(self) -> bool:
         """No change of the mesh is under way or about to come, and every page has all its mirrors."""
         # A worker that is stopped may be found to hang at any time.
-        is_stopped = any(worker.stopped_for for rank, worker in self._workers.items() if rank not in self._lost)
+        is_stopped = any(w.stopped_for or w.silent for rank, w in self._workers.items() if rank not in self._lost)
         # Events that the controller has not taken yet may begin a change. Messages of a step change nothing.
         nothing_comes = all(isinstance(it, Received) and not isinstance(it.message, _CHANGES) for it in self._io.events)
         return self.protocol.settled and nothing_comes and not self._notices and not is_stopped

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.fault_points import FaultPoint
 
-KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "device", "unlink")
-LOSSES = ("kill", "replace", "stop")
+KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "device", "unlink", "silent")
+LOSSES = ("kill", "replace", "stop", "silent")
 """Kinds that take a worker, and the state that it holds, away without notice."""
 
 SENDER, RECEIVER = "sender", "receiver"
@@ -27,8 +27,10 @@ class Fault:
         kind: kill (the process is gone), stop (it stands still and comes back later), term (it asks to leave), join
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
             corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
-            drawn), device (its device fails, and is reset). unlink (the link that a message is sent on is lost, with
-            what is on it, and both ends live) happens at messages only, on the side of the sender.
+            drawn), device (its device fails, and is reset), silent (a stop, and its heartbeats do not arrive any more:
+            it is taken for lost and goes on all the same, as on a machine that the controller cannot reach). unlink
+            (the link that a message is sent on is lost, with what is on it, and both ends live) happens at messages
+            only, on the side of the sender.
         rank: the worker that it happens to; of a join or a pause: the worker whose passing of the point begins it.
         point: a FaultPoint by name.
         count: at which passage of this point in this step it happens, from 1.

@@ -30,7 +30,7 @@ from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError, Trained
-from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens
+from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens, silenced
 from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
@@ -67,12 +67,15 @@ class Schedule:
     checkpoint_every: int = 0
 
     @classmethod
-    def draw(cls, seed: int, *, moving: bool = False, grouped: bool = False, checkpoints: bool = False) -> Schedule:
+    def draw(
+        cls, seed: int, *, moving: bool = False, grouped: bool = False, checkpoints: bool = False, silent: bool = False
+    ) -> Schedule:
         """The schedule of a seed.
 
         Args:
             moving: the same, and micro-batches, layers and workers are moved meanwhile.
             grouped, checkpoints: the same, with process groups, or with checkpoints.
+            silent: the same, and workers that stop are taken for lost however soon they go on.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -98,7 +101,7 @@ class Schedule:
             hosts=r.choice((1, 1, 1, 2)),
             planned=r.random() < 0.5,
             uneven=r.random() < 0.5,
-            faults=draw_ahead(r, faults),
+            faults=tuple(map(silenced, draw_ahead(r, faults))) if silent else draw_ahead(r, faults),
             grouped=grouped,
         )
         if not checkpoints:
@@ -328,11 +331,17 @@ class Tally:
 
 
 def run_many(
-    seeds: Iterable[int], jobs: int = 1, *, moving: bool = False, grouped: bool = False, checkpoints: bool = False
+    seeds: Iterable[int],
+    jobs: int = 1,
+    *,
+    moving: bool = False,
+    grouped: bool = False,
+    checkpoints: bool = False,
+    silent: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
-    run_seed = partial(_run_seed, moving, grouped, checkpoints)
+    run_seed = partial(_run_seed, moving, grouped, checkpoints, silent)
     if jobs == 1:
         for seed in seeds:
             tally.add(*run_seed(seed))
@@ -343,8 +352,8 @@ def run_many(
     return tally
 
 
-def _run_seed(moving: bool, grouped: bool, checkpoints: bool, seed: int) -> tuple[int, Ended]:
-    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped, checkpoints=checkpoints))
+def _run_seed(moving: bool, grouped: bool, checkpoints: bool, silent: bool, seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped, checkpoints=checkpoints, silent=silent))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -356,9 +365,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--moving", action="store_true", help="micro-batches, layers and workers are moved meanwhile")
     parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
     parser.add_argument("--checkpoints", action="store_true", help="a run that has lost state begins again from one")
+    parser.add_argument("--silent", action="store_true", help="workers that stop are lost however soon they go on")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
-    kind = {"moving": options.moving, "grouped": options.grouped, "checkpoints": options.checkpoints}
+    kind = {name: getattr(options, name) for name in ("moving", "grouped", "checkpoints", "silent")}
     if options.seed is not None:
         schedule = Schedule.draw(options.seed, **kind)
         print(schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from elaswave_spmd.recovery.reconfiguration import Goal
@@ -106,6 +107,11 @@ def draw_ahead(r: random.Random, faults: tuple[AnyFault, ...]) -> tuple[AnyFault
         return faults
     kind = r.choice(("kill", "kill", "stop"))
     return (*faults[:1], ThenFault(kind, "ahead", r.choice((0, 0, 10, 40, 80)), turns=_turns(r)), *faults[1:])
+
+
+def silenced(fault: AnyFault) -> AnyFault:
+    """The same fault; a worker that stops is taken for lost, however soon it goes on."""
+    return replace(fault, kind="silent") if fault.kind == "stop" else fault
 
 
 def _turns(r: random.Random) -> int:

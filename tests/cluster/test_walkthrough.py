@@ -445,6 +445,14 @@ def test_a_stopped_worker_that_comes_back(order: int) -> None:
     assert all(1 not in change.placement.mesh.members for change in run.changes)
 
 
+def test_a_living_worker_is_taken_for_lost(order: int) -> None:
+    """Its heartbeats do not arrive, and nor does the signal that should end it. It goes on in an epoch that is over:
+    alone, it can decide nothing."""
+    run = training("dp3").worker(1, "silent", step=2, at="backward", turns=1).run(order)
+    assert run.changes[0].kinds == {1: "fail"} and "no heartbeat for" in run.changes[0].reasons[1]
+    assert all(1 not in change.placement.mesh.members for change in run.changes)
+
+
 def test_the_controller_stands_still(order: int) -> None:
     """Steps are decided by votes among workers: without the controller they go on until they need it."""
     pause = Fault(1, "pause", 0, "forward", turns=200)

@@ -36,6 +36,9 @@ CASES: dict[str, tuple[str, int, int, tuple[AnyFault, ...]]] = {  # name -> mesh
     "3 dies with one page published": ("dp4", 3, 1, (kill("Publish", SENDER, 14, after=True),)),
     "3 dies before it reports that it has applied": ("dp4", 1, 1, (kill("Applied", SENDER, 5, after=False),)),
     "4 stands still before its vote": ("dp3", 1, 1, (MessageFault("stop", "Vote", SENDER, False, 4, turns=2),)),
+    "4 taken for lost before its vote": ("dp3", 1, 1, (MessageFault("silent", "Vote", SENDER, False, 4, turns=2),)),
+    "4 taken for lost after its vote": ("dp3", 2, 1, (MessageFault("silent", "Vote", SENDER, True, 5, turns=20),)),
+    "4 taken for lost at its last vote": ("dp2_pp2", 2, 1, (MessageFault("silent", "Vote", SENDER, False, 16, 2),)),
     "4 wakes when the next epoch has committed": ("dp3", 2, 1, (MessageFault("stop", "Vote", SENDER, False, 4),)),
     "4 stands still before its last vote": ("dp2_pp2", 2, 1, (MessageFault("stop", "Vote", SENDER, False, 16, 40),)),
     "5 the mirror dies while it is promoted": ("dp4", 1, 2, (Fault(2, "kill", 0, "norm"), ThenFault("kill", "mirror"))),
@@ -63,7 +66,7 @@ CASES: dict[str, tuple[str, int, int, tuple[AnyFault, ...]]] = {  # name -> mesh
         2,
         (Fault(2, "term", 0, "forward"), Fault(2, "kill", 1, "backward")),
     ),
-    "10 a contribution twice": ("dp3", 2, 1, (MessageFault("stop", "PartialSum", SENDER, True, 10, turns=3),)),
+    "10 a contribution twice": ("dp3", 2, 1, (MessageFault("silent", "PartialSum", SENDER, True, 10, turns=3),)),
     "11 the controller pauses": (
         "dp4",
         1,

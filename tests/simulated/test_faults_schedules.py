@@ -52,6 +52,13 @@ def test_a_run_that_has_lost_state_begins_again_from_a_checkpoint(moving: bool, 
     assert tally.restarts > CHUNK // 10, f"{tally.restarts} restarts"
 
 
+@pytest.mark.parametrize("moving", [False, True])
+def test_workers_that_live_are_taken_for_lost(moving: bool) -> None:
+    tally = run_many(range(CHUNK), moving=moving, silent=True)
+    assert tally.failures == {}
+    assert tally.ends["bits"] > CHUNK // 2
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     ended = run(FAILED_ONCE[name])
