@@ -165,7 +165,7 @@ class TrainSettings(Section, group="train"):
     )
     seq_len: int = setting(128, "tokens per sequence", at_least=1)
     validate_every: int = setting(100, "validate every so many steps, and after the last one; 0: never", at_least=0)
-    validate_microbatches: int = setting(32, "micro-batches of a validation", at_least=1)
+    validate_microbatches: int = setting(32, "micro-batches of a validation, if it has so many", at_least=1)
     resume: str | None = setting(None, "directory of a run to go on with, from its newest good checkpoint")
 
     def check_rules(self) -> None:

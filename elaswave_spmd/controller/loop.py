@@ -97,7 +97,7 @@ class Controller:
             plan.placement,
             plan.description.layout,
             plan.job.steps,
-            plan.job.validation_microbatches,
+            plan.job.num_validation_microbatches,
             plan.job.validates_at,
             Policy(settings.mirror.count, settings.mirror.scatter, settings.elastic.min_workers),
             version=checkpoints.step,

@@ -47,7 +47,7 @@ class ResumePoint:
         checkpoint: that it goes on from; None: it begins with initial values.
         bad: newer checkpoints that are not whole, and why.
         lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
-        validations: step -> loss_hex of validations that are known.
+        validations: (step, micro-batches) -> loss_hex of validations that are known.
         locks: held as long as the run lasts.
     """
 
@@ -56,7 +56,7 @@ class ResumePoint:
     checkpoint: Checkpoint | None = None
     bad: tuple[tuple[Path, str], ...] = ()
     lines: Mapping[int, MetricsLine] = field(default_factory=dict)
-    validations: Mapping[int, str] = field(default_factory=dict)
+    validations: Mapping[tuple[int, int], str] = field(default_factory=dict)
     locks: tuple[RunLock, ...] = ()
 
     @classmethod
@@ -125,7 +125,7 @@ class _Source:
     checkpoint: Checkpoint
     bad: tuple[tuple[Path, str], ...]
     lines: Mapping[int, MetricsLine]
-    validations: Mapping[int, str]
+    validations: Mapping[tuple[int, int], str]
 
 
 def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
@@ -236,8 +236,9 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
     return lines
 
 
-def _validations(run_dir: Path) -> dict[int, str]:
-    return {e["step"]: e["loss_hex"] for e in read_events(run_dir) if e["event"] == "validation"}
+def _validations(run_dir: Path) -> dict[tuple[int, int], str]:
+    events = [event for event in read_events(run_dir) if event["event"] == "validation"]
+    return {(event["step"], event["microbatches"]): event["loss_hex"] for event in events}
 
 
 def _new_id() -> str:

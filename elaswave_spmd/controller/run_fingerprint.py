@@ -24,7 +24,7 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     """The identity of a run but for its layout (`manifest.layout_fingerprint`): settings, data, versions, hardware.
 
     The mesh of workers, the sharding, mirrors and transports are no part of it; nor is activation checkpointing, which
-    computes the same numbers twice; nor validations, which only read.
+    computes the same numbers twice; nor how often and on how much of the held-out split is validated, which only reads.
     """
     model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
     del model["name"], optim["max_skipped"]

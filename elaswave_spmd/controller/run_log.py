@@ -358,7 +358,7 @@ class RunLog:
             case ValidationDone(step, total):
                 loss = mean_loss(self._plan, total)
                 self._record.validation_loss = loss
-                self.observer.on_validation(step, loss)
+                self.observer.on_validation(step, loss, self._plan.job.num_validation_microbatches)
             case EpochBegun():
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
@@ -401,7 +401,7 @@ class RunLog:
         self._epochs.committed(line, now)
         # The report that commits a step is also that of a member which has applied it.
         self._epochs.applied(applied.rank, applied.step, now)
-        self._record.add_step(line, after_validation=job.validates_at(applied.step - 1))
+        self._record.add_step(line, after_validation=applied.step > 1 and job.validates_at(applied.step - 1))
         self.observer.on_step(line)
         if not applied.updated:
             message = f"step {applied.step}: gradient not finite, no update"
@@ -411,4 +411,4 @@ class RunLog:
 def mean_loss(plan: RunPlan, total: float) -> float:
     """The mean loss per token of a validation; `total`: the sum over all of its tokens."""
     job = plan.job
-    return total / (job.validation_microbatches * job.microbatch_size * job.seq_len)
+    return total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)

@@ -257,8 +257,9 @@ class ControllerProtocol:
     def unanswered(self) -> tuple[int, tuple[int, ...]]:
         """The epoch of the last Prepare, and the members that can answer it by now and have not.
 
-        For the failure detector. A Prepare of a planned change can be answered by a member that has applied its step,
-        once the validation of that step is complete; before that, silence proves nothing.
+        For the failure detector. A Prepare of a planned change can be answered by a member that has applied the step
+        after which the change is to come, and not before the validation of the newest step is complete. Until then
+        silence proves nothing.
         """
         change = self._change
         validating = self._validates_at(self.version) and self._validated < self.version

@@ -93,7 +93,7 @@ class Manifest:
         layout: see `layout_fingerprint`.
         kinds: kinds of state: "master" and those of the optimizer.
         shards: the shards. A page range may be in several of them; it is read from the first.
-        validation: results of the validation after this step as far as they were known, or None.
+        validation: step and loss of the newest validation since this controller started, or None.
 
     Raises:
         CheckpointError: a shard of another run, step or incarnation, or of a later epoch; pages that are missing, or

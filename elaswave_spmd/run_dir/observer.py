@@ -56,13 +56,18 @@ class RunObserver:
         self.last: MetricsLine | None = None
         self.pace = Pace(1)
         self._known: dict[int, MetricsLine] = {}
-        self._known_validations: dict[int, str] = {}
+        self._known_validations: dict[tuple[int, int], str] = {}
         self._written = 0  # the last step whose line is in this directory already
-        self._written_validations = False
+        self._validations_are_written = False  # those known are in this directory already
         self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
 
     def expect(
-        self, lines: Mapping[int, MetricsLine], validations: Mapping[int, str], *, first: int, same: bool
+        self,
+        lines: Mapping[int, MetricsLine],
+        validations: Mapping[tuple[int, int], str],
+        *,
+        first: int,
+        same: bool,
     ) -> None:
         """Remember the steps and validations that a resumed run will repeat: they must come out equal, bit for bit.
 
@@ -71,14 +76,15 @@ class RunObserver:
 
         Args:
             lines: step -> its line in metrics.jsonl.
-            validations: step -> `loss_hex` of its validation.
+            validations: (step, micro-batches) -> `loss_hex` of the validation. One over other micro-batches, since the
+                resumed run has another train.validate_microbatches, is another number and is not compared.
             first: the first step that is computed again.
             same: the run goes on in the directory that it began in, so that all lines are in its files already;
                 otherwise only the lines before `first` are.
         """
         self._known = {step: line for step, line in lines.items() if step >= first}
         self._known_validations = dict(validations)
-        self._written_validations = same
+        self._validations_are_written = same
         self._written = max(lines, default=0) if same else first - 1
 
     def on_start(self, info: RunInfo) -> None:
@@ -113,14 +119,22 @@ class RunObserver:
         self.recent_events.append({"event": kind, "time": round(now, 6), "text": text})
         self._display.show_line(text)
 
-    def on_validation(self, step: int, loss: float) -> None:
-        """Report the validation loss after `step`: event `validation`, a line of the display, a scalar."""
+    def on_validation(self, step: int, loss: float, num_microbatches: int) -> None:
+        """Report the validation loss after `step`: event `validation`, a line of the display, a scalar.
+
+        Args:
+            num_microbatches: the loss is the mean over so many micro-batches, the first ones of the held-out split.
+
+        Raises:
+            RunError: the run is resumed, and the loss has other bits than the first time.
+        """
         loss = float(loss)
-        if (known := self._known_validations.pop(step, None)) is not None:
+        if (known := self._known_validations.pop((step, num_microbatches), None)) is not None:
             _compare(step, "validation loss", known, loss.hex())
-            if self._written_validations:
+            if self._validations_are_written:
                 return
-        self.run_dir.write_event("validation", self._now(), {"step": step, "loss": loss, "loss_hex": loss.hex()})
+        fields = {"step": step, "loss": loss, "loss_hex": loss.hex(), "microbatches": num_microbatches}
+        self.run_dir.write_event("validation", self._now(), fields)
         if self._board is not None:
             with writing(self.run_dir.board_path):
                 self._board.validation(step, loss)
@@ -177,8 +191,8 @@ def _compare(step: int, what: str, known: str, found: str) -> None:
     """Compare a value of a repeated step with the value of the first time; both are hexadecimal floats."""
     if known != found:
         raise RunError(
-            f"the {what} of step {step} is {found}, and was {known} before the run was resumed. "
-            "This machine computes other bits, or something of the run has changed that its checkpoints do not name"
+            f"the {what} of step {step} is {found}, and was {known} before the run was resumed. This machine computes "
+            "other bits than the one before, or a file has changed that the run reads: its model, its dataset"
         )
 
 

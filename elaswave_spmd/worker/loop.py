@@ -35,7 +35,7 @@ class Executor:
     Args:
         context: what does not change: rank, job, model, data, device, channel, hooks.
         first: the configuration in which it becomes a member.
-        saved: the state that a run begins with which goes on from a checkpoint.
+        saved: the state to begin with, if the run resumes from a checkpoint.
     """
 
     def __init__(self, context: WorkerContext, first: Configuration, saved: Saved | None = None) -> None:
@@ -80,7 +80,8 @@ class Executor:
         self._initialize_or_restore()
         while True:
             try:
-                # The order matters: each case is only reached if those above it do not hold.
+                # The order matters: a step that a device fault ended waits for a new mesh, a validation that is due
+                # comes before a new configuration is entered, and only the last cases exclude each other.
                 if self._failed_step:
                     yield from self._until_reconfigured("the mesh epoch after a fault of the device in step")
                 if self._validation_due == self.version:

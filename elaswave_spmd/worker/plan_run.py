@@ -190,9 +190,10 @@ def _job(settings: Settings, data: PreparedData) -> Job:
         optimizer=make_optimizer(o.name, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, momentum=o.momentum),
         learning_rate=rate,
         clip=o.clip,
-        checkpointing=settings.runtime.activation_checkpointing,
+        activation_checkpointing=settings.runtime.activation_checkpointing,
         validate_every=t.validate_every,
-        validation_microbatches=min(
+        # A held-out split with less than one micro-batch: the run does not validate.
+        num_validation_microbatches=min(
             t.validate_microbatches, data.num_validation_samples // settings.train.microbatch_size
         ),
         verify_every=settings.mirror.verify_every,

@@ -19,9 +19,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Job:
-    """The arithmetic of a run, and the steps after which it validates and compares replicas.
+    """What a run computes, and the steps after which it validates and compares replicas.
 
-    A resumed run must have most of it again (`run_fingerprint.identity_of`): else its bits would be others.
+    Workers and controller read it.
+
+    All fields but activation_checkpointing, validate_every, num_validation_microbatches and verify_every change the
+    bits of a run, so a resumed run must have them again (`run_fingerprint.identity_of`).
 
     Args:
         seed: of every random number.
@@ -32,9 +35,10 @@ class Job:
         dtype: "fp32" or "bf16": of parameters and activations in layer programs; master state is fp32.
         optimizer, learning_rate: the update.
         clip: largest gradient norm; 0 for none.
-        checkpointing: keep only the inputs of layers, and run each layer forward again in its backward.
+        activation_checkpointing: keep only the inputs of layers, and run each layer forward again in its backward.
         validate_every: steps between validations; 0 for none. The last step validates too.
-        validation_microbatches: micro-batches of a validation.
+        num_validation_microbatches: micro-batches of a validation: train.validate_microbatches, or as many as the
+            held-out split has. 0: the run does not validate.
         verify_every: steps between two comparisons of the copies of state by their hashes; 0 for none.
     """
 
@@ -47,9 +51,9 @@ class Job:
     optimizer: PageOptimizer
     learning_rate: LearningRate
     clip: float = 0.0
-    checkpointing: bool = False
+    activation_checkpointing: bool = False
     validate_every: int = 0
-    validation_microbatches: int = 0
+    num_validation_microbatches: int = 0
     verify_every: int = 0
 
     def __post_init__(self) -> None:
@@ -71,14 +75,14 @@ class Job:
     @property
     def validates(self) -> bool:
         """True if the run validates at all."""
-        return self.validate_every > 0 and self.validation_microbatches > 0
+        return self.validate_every > 0 and self.num_validation_microbatches > 0
 
     def validates_at(self, step: int) -> bool:
         """True if the state after this step is validated.
 
-        Workers ask it at the end of each step (Executor._train_step), and the controller waits for the losses of just
-        these steps (ControllerProtocol). They must agree without a message, also after a recovery or a restart, so it
-        is a function of the step alone.
+        Workers ask it at the end of each step (`worker/loop.py:Executor._train_step`), and the controller waits for the
+        losses of just these steps (ControllerProtocol). They must agree without a message, also after a recovery or a
+        restart, so it is a function of the step alone.
         """
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
 

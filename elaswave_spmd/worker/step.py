@@ -241,7 +241,7 @@ class StepRunner:
         Micro-batches are assigned in turn to each stage's workers. The last stage sends the losses to the controller.
         """
         members, microbatches, losses = self._placement.mesh.stages[self._stage], [], []
-        number, first = self._context.job.validation_microbatches, members.index(self._context.rank)
+        number, first = self._context.job.num_validation_microbatches, members.index(self._context.rank)
         self._microbatches.programs.set_training(False)
         try:
             for microbatch in range(first, number, len(members)):

@@ -276,7 +276,7 @@ class SimulatedCluster:
         """The controller has written down the mean loss of a validation."""
         total = math.fsum(self._validation_losses[step].values())
         job = self._job
-        assert loss == total / (job.validation_microbatches * job.microbatch_size * job.seq_len)
+        assert loss == total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)
         self.result.validation[step] = total
 
     def cannot_go_on(self, action: Save | Unrecoverable) -> None:

@@ -119,7 +119,7 @@ class MemoryObserver(RunObserver):
         self._cluster.note("EVENT", kind, fields.get("message", ""))
         assert kind != "corruption" or "differ after" not in str(fields["message"]), fields["message"]
 
-    def on_validation(self, step: int, loss: float) -> None:
+    def on_validation(self, step: int, loss: float, num_microbatches: int) -> None:
         self._cluster.validated(step, loss)
 
     def on_finish(self, summary: object, weights: Any) -> None:

@@ -170,7 +170,7 @@ class Training:
 
 
 def training(mesh: str, *, zero: int = 1, mirrors: int = 1, steps: int = 4) -> Training:
-    """A run on a mesh such as "dp3" or "dp2_pp2", in which nothing happens yet. Its validation is after step 2."""
+    """A run on a mesh such as "dp3" or "dp2_pp2", in which nothing happens yet. Of 4 steps it validates 2 and 4."""
     return Training(mesh, zero, mirrors, steps)
 
 

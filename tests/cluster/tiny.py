@@ -117,9 +117,9 @@ class TinyRun:
             optimizer=AdamW(),
             learning_rate=LearningRate(2e-2, "cosine", warmup_steps=1, num_steps=20),
             clip=1.0,
-            checkpointing=self.checkpointing,
+            activation_checkpointing=self.checkpointing,
             validate_every=max(2, self.steps // 2),
-            validation_microbatches=VALIDATION_MICROBATCHES,
+            num_validation_microbatches=VALIDATION_MICROBATCHES,
         )
 
     @property

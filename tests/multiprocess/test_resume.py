@@ -178,6 +178,18 @@ def test_steps_that_are_computed_again_are_compared(shared: Path, killed: Path) 
     assert f"of step {before + 1} is " in event(killed, "stop")["message"]
 
 
+def test_validations_over_other_samples_are_not_compared(shared: Path, killed: Path) -> None:
+    """Validations only read: a resumed run may validate on fewer micro-batches, and then has other losses of them."""
+    newest = checkpoints(killed)[-1]
+    done = train(shared, f"train.resume={killed.name}", "mesh=single", "train.validate_microbatches=1")
+    assert done.code == 0, done.err
+    assert bits(killed) == bits(shared / "undisturbed")
+    found = [(e["step"], e["microbatches"]) for e in read_events(killed) if e["event"] == "validation"]
+    assert (newest, 2) in found and (30, 1) in found
+    losses = {(e["step"], e["microbatches"]): e["loss_hex"] for e in read_events(killed) if e["event"] == "validation"}
+    assert len(set(losses.values())) == len(found) == len(losses), "each is written once, and its samples with it"
+
+
 def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
     arguments = [*SETTINGS, "mesh=dp4", "sharding=zero2", "checkpoint.every=2", "run.dir=again"]
     done = train(shared, *arguments, "chaos.events=[{step: 19, kind: kill, rank: [0, 1, 2]}]")

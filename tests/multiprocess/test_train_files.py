@@ -36,7 +36,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run with everything on, on ragged stages."""
+    """One run with TensorBoard, bf16 and ZeRO-1, on ragged stages."""
     folder = tmp_path_factory.mktemp("files")
     write_text(folder)
     done = train(folder, *SMALL, "mesh.stages=[2,1]", "sharding=zero1", "run.tensorboard=true", "runtime.dtype=bf16")

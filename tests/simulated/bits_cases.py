@@ -105,9 +105,9 @@ class Run:
             optimizer=SGD(weight_decay=0.1) if self.optimizer == "sgd" else AdamW(),
             learning_rate=self.learning_rate,
             clip=self.clip,
-            checkpointing=self.checkpointing,
+            activation_checkpointing=self.checkpointing,
             validate_every=self.validate_every,
-            validation_microbatches=VALIDATION_MICROBATCHES,
+            num_validation_microbatches=VALIDATION_MICROBATCHES,
         )
 
 

@@ -53,7 +53,12 @@ def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
     """Returns the constructor arguments for the layers of a run."""
     # The mean over the global batch, not over the micro-batch: then the sum of all micro-batches is the step's loss.
     scale = 1.0 / job.tokens_per_step
-    return {"num_layers": len(layout.layers), "loss": loss, "loss_scale": scale, "checkpointing": job.checkpointing}
+    return {
+        "num_layers": len(layout.layers),
+        "loss": loss,
+        "loss_scale": scale,
+        "checkpointing": job.activation_checkpointing,
+    }
 
 
 @dataclass

@@ -87,7 +87,7 @@ def test_closing_reports_that_the_tensorboard_file_did_not_fit(tmp_path: Path, m
     monkeypatch.setattr(observer.RunDir, "write_event", lambda *_: None)
     with room_for(200), pytest.raises(FilesError, match="tensorboard"), _observer(tmp_path, board=True) as run:
         for step in range(20):
-            run.on_validation(step, 1.0)
+            run.on_validation(step, 1.0, 2)
 
 
 def test_a_board_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_the_observer_writes_shows_and_plots(tmp_path: Path) -> None:
         observer.on_step(_line(1, loss=3.0))
         observer.on_event("fail", rank=1, message="worker 1 lost [bold]")
         observer.on_step(_line(2, loss=2.0, workers=1))
-        observer.on_validation(2, np.float32(1.75))  # type: ignore[arg-type]
+        observer.on_validation(2, np.float32(1.75), 3)  # type: ignore[arg-type]
         observer.on_finish({"validation_loss": 1.75}, {"w": np.ones(2, np.float32)})
         observer.on_stop(OSError("the terminal is closed"))  # it has finished: no event
     observer.close()

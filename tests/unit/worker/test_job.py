@@ -26,6 +26,6 @@ def test_a_run_validates_every_so_many_steps_and_after_the_last_one(
         optimizer=AdamW(),
         learning_rate=LearningRate(1e-3),
         validate_every=every,
-        validation_microbatches=microbatches,
+        num_validation_microbatches=microbatches,
     )
     assert [step for step in range(1, steps + 1) if job.validates_at(step)] == wanted
