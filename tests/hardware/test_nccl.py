@@ -6,7 +6,7 @@ import pytest
 
 from elaswave_spmd.runtime.devices import Island, device_of
 from elaswave_spmd.runtime.devices.group_store import GroupStore
-from elaswave_spmd.runtime.devices.process_group import group_of
+from elaswave_spmd.runtime.devices.process_group import DeviceGroups, GroupInBackground
 from tests.hardware.devices import join, marks_of, passes_on
 
 KIND = device_of("cuda")
@@ -17,9 +17,9 @@ def _member(rank: int, address: str, shrinks: bool) -> None:
     import torch
 
     device = KIND.open(rank, Island())
-    group = group_of(device, address, "127.0.0.1", 60.0)
-    if not shrinks:
-        group._shrink = None
+    library = DeviceGroups(device, address, "127.0.0.1", 60.0)
+    library.shrinks = shrinks
+    group = GroupInBackground(library, timeout_s=60.0)
     join(group, 0, [0, 1, 2], rank)
     if rank == 1:  # it takes no part in the broadcast, and is gone
         return
