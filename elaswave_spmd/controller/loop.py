@@ -158,6 +158,10 @@ class Controller:
         if self._failures.is_ending:
             if isinstance(event, Tick):
                 self._supervision.postpone(now)  # the run ends anyway: no worker is suspected any more
+            # The end of a process may overtake what its worker has sent. A step that was committed has its line,
+            # whatever ends the run.
+            if isinstance(event, Received) and isinstance(event.message, m.Applied):
+                return self.protocol.applied(event.message)
             return self._failures.decide_while_ending(event, now)
         match event:
             case Received(message):
@@ -266,6 +270,8 @@ class Controller:
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case Committed(applied):
                 self._checkpoints.committed(applied.step)
+                if self._failures.is_ending:
+                    return []
                 return [*self._rescheduler.committed(applied.step), *self._failures.committed(applied)]
             case ValidationDone(step, total):
                 self._checkpoints.validated(step, mean_loss(self._plan, total))

@@ -408,3 +408,19 @@ def test_a_run_that_is_not_elastic_ends_with_its_first_loss(told: Callable[..., 
     run = told(tell, enabled=False)
     assert str(run.error) == "worker 1 (pid 71) was ended by signal 9 (SIGKILL)"
     assert "fail" not in run.kinds and not run.story.prepares(0)
+
+
+def test_a_step_that_is_reported_after_the_end_of_a_process_is_recorded(told: Callable[..., Told]) -> None:
+    """The controller hears of a process's end at once, and reads what its workers had sent before only then."""
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        one_step(story)
+        story.workers.end(Exited(rank=1, pid=71, code=1, signal=None))
+        story.until(lambda: not story.workers.ended)
+        story.apply(2, 0)
+        story.fail(1, 3, "ValueError: a bug")
+        story.until(lambda: False)
+
+    run = told(tell, enabled=False)
+    assert isinstance(run.error, WorkerError) and run.error.rank == 1
+    assert [line.step for line in read_metrics(run.folder)] == [1, 2]
