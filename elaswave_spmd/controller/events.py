@@ -156,7 +156,7 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class RecordLoss:
+class RecordLostWorker:
     """A member of the mesh was found to be lost at time `at`. For the run log; what follows are other actions."""
 
     rank: int
@@ -221,7 +221,7 @@ Action: TypeAlias = (
     protocol_actions.Action
     | Spawn
     | Connect
-    | RecordLoss
+    | RecordLostWorker
     | Kill
     | Record
     | WriteCosts

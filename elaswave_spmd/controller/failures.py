@@ -29,7 +29,7 @@ from elaswave_spmd.controller.events import (
     Kill,
     Received,
     Record,
-    RecordLoss,
+    RecordLostWorker,
     ReportExits,
     RestartFrom,
     SavedState,
@@ -239,7 +239,7 @@ class FailureHandler:
         change = self._protocol.lost(rank, reason)
         if rank in mesh:
             replacement = [Spawn(self._roster.allocate(1))] if self._policy.replaces else []
-            return [RecordLoss(rank, at), *change, *replacement]
+            return [RecordLostWorker(rank, at), *change, *replacement]
         fields = {
             "ranks": [rank],
             "mesh_epoch": mesh.epoch,

@@ -32,7 +32,7 @@ from elaswave_spmd.controller.events import (
     Outcome,
     Received,
     Record,
-    RecordLoss,
+    RecordLostWorker,
     Reply,
     ReportExits,
     Spawn,
@@ -266,7 +266,7 @@ class Controller:
             case Kill(rank):
                 self._supervision.forget(rank)
                 io.kill(rank)
-            case RecordLoss(rank, at):
+            case RecordLostWorker(rank, at):
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case Committed(applied):
                 self._checkpoints.committed(applied.step)

@@ -301,7 +301,8 @@ class Reconfigure(Message, frozen=True):
         replicas: rows of the replica map; empty: as the mesh without losses has them.
         version: the highest of any member.
         recovery_plan: the recovery plan of step version + 1. None: nothing of it was begun, and it runs as placed.
-        validate: the version whose validation is to be run again, None if none is.
+        validate: the version whose validation losses the controller does not have, not yet or not any more; None if
+            it has all. A run that resumes at a validated step validates it again.
         save: the run is about to stop: write the state of `version` and begin no other step.
         recovered: members whose device failed and was brought back, which lost everything that they had of undecided
             steps: the others send it again.

@@ -19,7 +19,7 @@ class Configuration:
         version: the highest version of any member when the epoch began.
         recovery_plan: who recomputes what of step version + 1. None: nothing of that step was begun, so that it runs as
             placed. Empty: everything of it is done.
-        validate: the version whose validation has to be run again; None if none has.
+        validate: the version whose validation is to be run, since the controller lacks losses of it; None if none is.
         save: write the state of `version` and begin no other step.
     """
 

@@ -78,7 +78,7 @@ class DeviceRecovery:
         replica, version = executor.replica, executor.version
         complete = all(part.version == version for part in replica.state)
         entered = version >= executor.configuration.version
-        updated = self._complete_version == version and entered and replica.reducer.decided == version
+        updated = self._complete_version == version and entered and replica.reducer.applied_step == version
         return complete and updated and executor.commit.protocol.may_forget
 
     def _give_up_state(self, executor: Executor) -> list[PageRange]:

@@ -102,7 +102,7 @@ class GradientReducer:
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
         self._kept: dict[int, list[tuple[Node, GradientBuffer]]] = {}
         self._keeps_all = False
-        self.decided = 0
+        self.applied_step = 0
         """The step last applied: nodes of it, or of earlier steps, are ignored."""
         self._sum_bytes = 0
         self._peak_sum_bytes = 0
@@ -269,7 +269,7 @@ class GradientReducer:
         It may be cut as in an older configuration. Parts for pages that this worker is not the primary of wait for the
         configuration in which it is: the sender may have entered that one already.
         """
-        if message.step <= self.decided:
+        if message.step <= self.applied_step:
             return
         layout = self._layout.layers[message.layer]
         ranges = [(a, a + pages.stop - pages.first, pages) for a, pages in self._ranges_by_use.get(message.layer, ())]
@@ -307,7 +307,7 @@ class GradientReducer:
 
     def step_decided(self, step: int) -> None:
         """The step is applied: every vote said that its sender has received, so the buffers may be used again."""
-        self.decided = step
+        self.applied_step = step
         self._steps.pop(step, None)
         self._early = [(message, payload) for message, payload in self._early if message.step > step]
         self._sum_bytes = sum(trees.num_bytes for later in self._steps.values() for trees in later.values())

@@ -207,8 +207,8 @@ class Executor:
         the step.
         """
         self.replica.background.finish()  # copies read and write the buffers that there are now
-        if (recovery := self._context.hooks.device_recovery) is not None:
-            for rank in recovery.pop_recovered() - {self.rank}:
+        if (device_recovery := self._context.hooks.device_recovery) is not None:
+            for rank in device_recovery.pop_recovered() - {self.rank}:
                 # What was sent to a device that failed may not be there: as after a lost link, it is sent again.
                 self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
         self.configuration = configuration
@@ -265,8 +265,8 @@ class Executor:
 
     def _reconfigure(self, message: m.Reconfigure) -> None:
         """Note a new configuration; it is entered at the next wait, or after the action that runs."""
-        recovery = self._context.hooks.device_recovery
-        if recovery is not None and not recovery.accepts(message):
+        device_recovery = self._context.hooks.device_recovery
+        if device_recovery is not None and not device_recovery.accepts(message):
             return
         pending = self._next.epoch if self._next is not None else -1
         # Not entered here: this is called in the middle of an action, whose buffers `enter` would change.
@@ -301,8 +301,8 @@ class Executor:
 
     def _recovers_from(self, error: RuntimeError) -> bool:
         """True if the device caused the error and was brought back: what was on its way through it is given up."""
-        recovery = self._context.hooks.device_recovery
-        if recovery is None or self._failed_step or (damage := recovery.recover(error, self)) is None:
+        device_recovery = self._context.hooks.device_recovery
+        if device_recovery is None or self._failed_step or (damage := device_recovery.recover(error, self)) is None:
             return False
         self._failed_step = damage.step
         self._next = None  # planned with what is lost

@@ -88,7 +88,9 @@ class StateReplica:
         self.background = BackgroundCopies()
         """Copies of state that is sent and received, done in small pieces whenever this worker waits."""
         self._gradients: dict[int, dict[PageRange, Tensor]] = {}  # step -> reduced gradients that are here
-        self._forwarded: set[tuple[int, PageRange, int]] = set()  # (step, pages, receiver) of reduced gradients sent
+        self._gradients_sent: set[tuple[int, PageRange, int]] = (
+            set()
+        )  # (step, pages, receiver) of reduced gradients sent
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
         self._early: list[tuple[int, m.Message, Tensor]] = []
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
@@ -130,8 +132,8 @@ class StateReplica:
         learning = {(key, rank) for key, pages in self._held.items() for rank in pages.learners - self._unsure}
         self._sent_state = learning.intersection(known)
         # A worker that ceased to hold or learn a range has dropped its gradients, and may learn the range again later.
-        sure = (sent for sent in self._forwarded if sent[2] not in self._unsure)
-        self._forwarded = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
+        sure = (sent for sent in self._gradients_sent if sent[2] not in self._unsure)
+        self._gradients_sent = {sent for sent in sure if (pages := self._held.get(sent[1])) and pages.reaches(sent[2])}
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
         self.parameters.bind(placement, replica_map)
@@ -142,7 +144,7 @@ class StateReplica:
                 self.reducer.gradient_known(step, key)
                 pages, was = self._held[key], next((r.primary for k, r in before.items() if contains(k, key)), None)
                 was = self.rank if pages.primary in self._unsure else was
-                self._forward(step, pages, gradient, self.protocol.norms_at(step, key), was)
+                self._relay_gradient(step, pages, gradient, self.protocol.norms_at(step, key), was)
         self._unsure.clear()
 
     def _since_when(self, key: PageRange, now: int) -> int:
@@ -227,7 +229,7 @@ class StateReplica:
         loss = self._loss_in(key, gradient)
         norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
         self._context.hooks.on_point(FaultPoint.NORM, step)
-        self._forward(step, pages, gradient, norms)
+        self._relay_gradient(step, pages, gradient, norms)
         self._commit.gradient_complete(step, key, norms, loss)
 
     def _gradient_received(self, sender: int, message: m.ReducedGradient, payload: Tensor) -> None:
@@ -245,10 +247,10 @@ class StateReplica:
                 own = norms[key[1] - message.first : key[2] - message.first]
                 self.reducer.gradient_known(message.step, key)
                 # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
-                self._forward(message.step, self._held[key], gradient, own)
+                self._relay_gradient(message.step, self._held[key], gradient, own)
                 self._commit.gradient_complete(message.step, key, own, self._loss_in(key, gradient))
 
-    def _forward(
+    def _relay_gradient(
         self, step: int, pages: ReplicaSet, gradient: Tensor, norms: Sequence[float], was: int | None = None
     ) -> None:
         """Send a reduced gradient to the other replicas and learners; a mirror sends it to a primary that is new.
@@ -261,8 +263,8 @@ class StateReplica:
         else:
             receivers = () if was in (None, pages.primary) else (pages.primary,)
         for receiver in receivers:
-            if (step, pages.key, receiver) not in self._forwarded:
-                self._forwarded.add((step, pages.key, receiver))
+            if (step, pages.key, receiver) not in self._gradients_sent:
+                self._gradients_sent.add((step, pages.key, receiver))
                 self._send(receiver, m.ReducedGradient(step, *pages.key, np.array(norms, "<f4").tobytes()), gradient)
 
     def _loss_in(self, key: PageRange, gradient: Tensor) -> float | None:
@@ -294,7 +296,7 @@ class StateReplica:
         self.parameters.published(step, extension=decided.extension)
         self._fingerprint(step)
         self.reducer.step_decided(step)
-        self._forwarded = {sent for sent in self._forwarded if sent[0] > step}
+        self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
         self._early = [early for early in self._early if getattr(early[1], "step", 0) >= step]
 
     def _fingerprint(self, version: int) -> None:
@@ -312,7 +314,7 @@ class StateReplica:
         self.reducer.forget()
         self._gradients.clear()
         self._early.clear()
-        self._forwarded = {sent for sent in self._forwarded if sent[0] <= self.protocol.version}
+        self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}
 
     # ---- state transfer
 

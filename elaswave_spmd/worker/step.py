@@ -1,4 +1,4 @@
-"""A training step on one worker: micro-batches through its stage, parameters, the vote, the commit.
+"""A training step on one worker: micro-batches through its stage, parameters, the vote, the update.
 
 `StepRunner.train_step` is the step from top to bottom. A step runs as the placement has it, or, after the mesh has
 changed in the middle of it, what is left of it (`docs/protocol.md`, "A change of the mesh").

@@ -20,7 +20,7 @@ from elaswave_spmd.controller.events import (
     Kill,
     Received,
     Record,
-    RecordLoss,
+    RecordLostWorker,
     ReportExits,
     Spawn,
     Stopped,
@@ -115,7 +115,7 @@ class World:
 
     @property
     def reported(self) -> list[int]:
-        return [action.rank for action in self.actions if isinstance(action, RecordLoss)]
+        return [action.rank for action in self.actions if isinstance(action, RecordLostWorker)]
 
     @property
     def ended(self) -> list[int]:
