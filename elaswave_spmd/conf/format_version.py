@@ -8,7 +8,7 @@ that an older reader would misunderstand.
 
 from __future__ import annotations
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FORMAT_FIELD = "format"
 """The name under which the number is written, in config.yaml and in manifests."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.controller.admin_client import SOCKET
@@ -161,7 +162,8 @@ class Controller:
             # The end of a process may overtake what its worker has sent. A step that was committed has its line,
             # whatever ends the run.
             if isinstance(event, Received) and isinstance(event.message, m.Applied):
-                return self.protocol.applied(event.message)
+                with suppress(RunError):  # of a disagreement: the run ends by what came first
+                    return self.protocol.applied(event.message)
             return self._failures.decide_while_ending(event, now)
         match event:
             case Received(message):

@@ -1,9 +1,9 @@
 """The worker's side of durable checkpoints.
 
-At a due step each page range is copied to host memory by one of its replicas, its writer (`writers_of`), and written to
-the run's directory by a thread beside training. The controller gathers the reports (`ShardWritten`) of all writers and
-then commits the checkpoint by its manifest; without a manifest the shards do not count. At the start of a resumed run
-the worker reads the state that it holds from a committed checkpoint.
+At a due step each page range is copied to host memory by one of its replicas, its writer (`assign_writers`), and
+written to the run's directory by a thread beside training. The controller gathers the reports (`ShardWritten`) of all
+writers and then commits the checkpoint by its manifest; without a manifest the shards do not count. At the start of a
+resumed run the worker reads the state that it holds from a committed checkpoint.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import CheckpointError, ConfigError
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, write_shard
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint, write_manifest
@@ -109,10 +110,13 @@ def test_values_that_are_not_json_are_refused() -> None:
 
 def test_another_format_version_is_refused() -> None:
     text = manifest_of(small_layout(), [_info(*WHOLE)], 4).to_json()
-    for other, named in (('"format": 2', "format version 2,"), ('"version": 1', "no format version,")):
+    for other, named in (
+        (f'"format": {FORMAT_VERSION + 1}', f"format version {FORMAT_VERSION + 1},"),
+        ('"version": 1', "no format version,"),
+    ):
         with pytest.raises(CheckpointError) as caught:
-            Manifest.from_json(text.replace('"format": 1', other))
-        assert named in caught.value.what and caught.value.what.endswith("format version 1")
+            Manifest.from_json(text.replace(f'"format": {FORMAT_VERSION}', other))
+        assert named in caught.value.what and caught.value.what.endswith(f"format version {FORMAT_VERSION}")
     for none in ("", "[]", "3", '"sha256"', "{}", b"\xff"):
         with pytest.raises(CheckpointError, match="torn, or is not a manifest"):
             Manifest.from_json(none)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.run_dir import (
     MetricsLine,
@@ -57,7 +58,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     run_dir.close()
     path = tmp_path / "new" / "run"
     assert _tree(path) == ["config.yaml", "events.jsonl", "metrics.jsonl", "summary.json", "weights.safetensors"]
-    assert (path / "config.yaml").read_text() == "format: 1\nseed: 1\n"
+    assert (path / "config.yaml").read_text() == f"format: {FORMAT_VERSION}\nseed: 1\n"
     first, second = read_metrics(path)
     assert first == _line(1)
     assert (second.step, second.loss_hex) == (2, "nan")
