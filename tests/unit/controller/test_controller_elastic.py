@@ -417,7 +417,7 @@ def test_a_step_that_is_reported_after_the_end_of_a_process_is_recorded(told: Ca
         one_step(story)
         story.workers.end(Exited(rank=1, pid=71, code=1, signal=None))
         story.until(lambda: not story.workers.ended)
-        story.apply(2, 0)
+        story.apply(2, 1)  # on the link of what follows, so that it comes first
         story.fail(1, 3, "ValueError: a bug")
         story.until(lambda: False)
 
