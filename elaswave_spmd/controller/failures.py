@@ -231,6 +231,7 @@ class FailureHandler:
         """Go on without a worker. A worker is lost once, whichever of its detectors is the first."""
         if rank not in self._roster:
             return []
+        # Now, not with RemoveMember, which carries the decision out: what comes in between is of a lost worker already.
         self._roster.remove(rank)
         self._links.forget(rank)
         mesh = self._protocol.placement.mesh

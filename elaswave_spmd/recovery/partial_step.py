@@ -7,7 +7,7 @@ once for each change of the mesh that finds a step under way; the simulator call
 gradient includes l: those of layer l itself, and those of parameters that l reads (ties). It is covered for r if, and
 only if,
 
-1. a member that holds r under the new replica map reports the reduced gradient of r; or
+1. a member that is a replica of r (no learner) under the new replica map reports the reduced gradient of r; or
 2. a member, replica or not, reports a tree node with u, of use l, of r; or
 3. a member that reports neither a tree nor a reduced gradient of r keeps a partial sum of layer l with u.
 

@@ -94,8 +94,8 @@ class GradientReducer:
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
         self._primary: list[ReplicaSet] = []  # the ranges that this worker is the primary of
-        # Step -> trees of primary ranges. More than one step: others may be ahead of this worker.
-        self._steps: dict[int, dict[PageRange, PrimaryRange]] = {}
+        # Step -> reductions of the ranges that this worker is the primary of. More than one step: others may be ahead.
+        self._steps: dict[int, dict[PageRange, RangeReduction]] = {}
         self._early: list[tuple[PartialSum, Tensor]] = []  # for pages that this worker is not the primary of yet
         self._final: frozenset[Node] = frozenset()  # the largest tree nodes that this worker can complete alone
         # Layer -> sums that still grow here, and (below) sums that were sent, kept for another primary.
@@ -123,7 +123,7 @@ class GradientReducer:
         self._primary = [pages for sets in replica_map.values() for pages in sets if pages.primary == self.rank]
         self._uses = {pages.key: uses_of(self._layout, pages) for pages in self._primary}
         self._ranges_by_use = _by_use(self._layout, self._primary)
-        handed_over = self._split_trees(replica_map)
+        handed_over = self._split_reductions(replica_map)
         for layer, kept in self._kept.items():
             before = {(route.first, route.stop): route.pages.primary for route in old_routes.get(layer, ())}
             for route in self._routes.get(layer, ()):
@@ -144,33 +144,33 @@ class GradientReducer:
         """Give up no sum until the next `bind`: a StepReport has named those that are here."""
         self._keeps_all = True
 
-    def _split_trees(self, replica_map: ReplicaMap) -> set[int]:
-        """Cut trees as page ranges were cut, and send those that have another primary now.
+    def _split_reductions(self, replica_map: ReplicaMap) -> set[int]:
+        """Cut the reductions of this primary as page ranges were cut, and send those that have another primary now.
 
         Returns:
             The layers whose sums went into trees that were sent.
         """
         handed_over: set[int] = set()
         by_layer = {layer: list(ranges) for layer, ranges in replica_map.items()}
-        for step, trees in self._steps.items():
-            for key, tree in list(trees.items()):
+        for step, reductions in self._steps.items():
+            for key, reduction in list(reductions.items()):
                 parts = [r for r in by_layer.get(key[0], ()) if key[1] <= r.first and r.stop <= key[2]]
                 if [r.key for r in parts if r.primary == self.rank] == [key]:
                     continue
-                del trees[key]
+                del reductions[key]
                 whole_start, _ = self._layout.layers[key[0]].span(key[1], key[2])
                 for pages in parts:
                     start, stop = self._layout.layers[pages.layer].span(pages.first, pages.stop)
-                    part = tree.part(start - whole_start, stop - whole_start)
+                    part = reduction.part(start - whole_start, stop - whole_start)
                     if pages.primary == self.rank:
-                        trees[pages.key] = part
+                        reductions[pages.key] = part
                     else:
-                        self._send_tree(step, pages, part)
+                        self._send_reduction(step, pages, part)
                         handed_over.update(uses_of(self._layout, pages))
         return handed_over
 
-    def _send_tree(self, step: int, pages: ReplicaSet, tree: PrimaryRange) -> None:
-        for use, node, value in tree.sums():
+    def _send_reduction(self, step: int, pages: ReplicaSet, reduction: RangeReduction) -> None:
+        for use, node, value in reduction.sums():
             first = _first_page_of_use(self._layout, pages, use)
             message = PartialSum(step, use, first, first + pages.stop - pages.first, *node)
             self._send(pages.primary, message, value)
@@ -284,15 +284,15 @@ class GradientReducer:
             self._add(message.step, pages, message.layer, (message.lo, message.hi), part, owned=False)
 
     def _add(self, step: int, pages: ReplicaSet, use: int, node: Node, value: Tensor, *, owned: bool) -> None:
-        ranges = self._steps.setdefault(step, {})
-        if pages.key not in ranges:
-            ranges[pages.key] = PrimaryRange(self._uses[pages.key], self.num_microbatches)
-        trees = ranges[pages.key]
-        if trees.done:
+        reductions = self._steps.setdefault(step, {})
+        if pages.key not in reductions:
+            reductions[pages.key] = RangeReduction(self._uses[pages.key], self.num_microbatches)
+        reduction = reductions[pages.key]
+        if reduction.done:
             return
-        before = trees.num_bytes
-        gradient = trees.add(use, node, value, owned=owned)
-        self._sum_bytes += (trees.num_bytes if gradient is None else 4 * gradient.numel()) - before
+        before = reduction.num_bytes
+        gradient = reduction.add(use, node, value, owned=owned)
+        self._sum_bytes += (reduction.num_bytes if gradient is None else 4 * gradient.numel()) - before
         self._peak_sum_bytes = max(self._peak_sum_bytes, self._sum_bytes)
         if gradient is not None:
             self._gradient_done(step, pages, gradient)
@@ -300,17 +300,17 @@ class GradientReducer:
     def gradient_known(self, step: int, pages: PageRange) -> None:
         """The reduced gradient of primary pages came from a mirror: no node of it is needed any more."""
         if pages in self._uses:
-            tree = self._steps.setdefault(step, {}).setdefault(
-                pages, PrimaryRange(self._uses[pages], self.num_microbatches)
+            reduction = self._steps.setdefault(step, {}).setdefault(
+                pages, RangeReduction(self._uses[pages], self.num_microbatches)
             )
-            tree.finish()
+            reduction.finish()
 
     def step_decided(self, step: int) -> None:
         """The step is applied: every vote said that its sender has received, so the buffers may be used again."""
         self.applied_step = step
         self._steps.pop(step, None)
         self._early = [(message, payload) for message, payload in self._early if message.step > step]
-        self._sum_bytes = sum(trees.num_bytes for later in self._steps.values() for trees in later.values())
+        self._sum_bytes = sum(reduction.num_bytes for later in self._steps.values() for reduction in later.values())
         self._local.clear()
         self._kept.clear()
         for pool in self._pools.values():
@@ -348,11 +348,11 @@ class GradientReducer:
         """
         found = []
         for pages in self._primary:
-            tree = self._steps.get(step, {}).get(pages.key)
-            if tree is not None and tree.done:
+            reduction = self._steps.get(step, {}).get(pages.key)
+            if reduction is not None and reduction.done:
                 continue
             for use in self._uses[pages.key]:
-                nodes = list(tree.nodes_of(use)) if tree is not None else []
+                nodes = list(reduction.nodes_of(use)) if reduction is not None else []
                 if current and use in self._local:
                     nodes += self._local[use][1]
                 if nodes:
@@ -440,7 +440,7 @@ def add_sums(left: Tensor, right: Tensor, left_owned: bool, right_owned: bool) -
     return right.add_(left) if right_owned else left + right
 
 
-class PrimaryRange:
+class RangeReduction:
     """The trees of one page range at its primary: one per use of the parameters (two for a tie), in layer order."""
 
     def __init__(self, uses: Sequence[int], num_microbatches: int) -> None:
@@ -482,9 +482,9 @@ class PrimaryRange:
             for node, value in tree.sums.items():
                 yield use, node, value
 
-    def part(self, start: int, stop: int) -> PrimaryRange:
+    def part(self, start: int, stop: int) -> RangeReduction:
         """The trees of elements [start, stop) alone, in the same memory."""
-        found = PrimaryRange(tuple(self._trees), self._root[1])
+        found = RangeReduction(tuple(self._trees), self._root[1])
         found.done = self.done
         for use, tree in self._trees.items():
             sums = {node: value[start:stop] for node, value in tree.sums.items()}

@@ -219,6 +219,10 @@ class Executor:
         self._validation_due = configuration.validate
         # The order matters: stage and buffers; then pages and sums, which refer to them; then what is left of the step,
         # which refers to both; votes last, since a vote may apply the step at once.
+        #   StepRunner.enter     the stage, its buffers and programs
+        #   StepCommit.enter     WorkerProtocol; StateReplica (reduced gradients again), GradientReducer (sums again)
+        #   StepRunner.resume    the remaining work; Boundaries (tensors again), Parameters (Need)
+        #   StepCommit.resume    messages that came early, and the votes again
         self._steps.enter(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
         self.commit.enter(self.placement, replica_map, configuration.version)

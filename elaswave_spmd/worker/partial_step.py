@@ -50,7 +50,7 @@ class StepUnderWay:
     Args:
         number: of the step.
         assigned: micro-batches that the worker regards as its own.
-        first: the micro-batches that it began the step with: their gradients are added up here, as far as the tree
+        begun_with: the micro-batches that it began the step with: their gradients are added up here, as far as the tree
             allows.
         alone: no micro-batch is added to others here. Sums of the layers of another stage are in the way.
         computed: micro-batches whose backward is done.
@@ -61,7 +61,7 @@ class StepUnderWay:
 
     number: int
     assigned: set[int]
-    first: frozenset[int] = frozenset()
+    begun_with: frozenset[int] = frozenset()
     alone: bool = False
     computed: set[int] = field(default_factory=set)
     reported: frozenset[int] = frozenset()
@@ -98,7 +98,7 @@ def remaining_of_begun_step(
             continue  # done since, and kept
         # The reduction was told which micro-batches it will get (`first`), and sends a sum when these are complete. One
         # that it does not expect, or has had, would be added twice or never sent: its gradient goes by itself.
-        alone = step.alone or line.microbatch not in step.first or line.microbatch in step.summed
+        alone = step.alone or line.microbatch not in step.begun_with or line.microbatch in step.summed
         left = RemainingWork(line.forward and line.microbatch not in forwarded, line.backward, alone)
         if left.backward == FULL:
             step.assigned.add(line.microbatch)

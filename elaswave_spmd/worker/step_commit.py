@@ -1,4 +1,6 @@
-"""The commit of a step: drives the worker's half of the step protocol, and carries out what the protocol decides.
+"""A worker's part in the commit of a step: drives its half of the step protocol, and carries out what that decides.
+
+Here a step is voted for, decided and applied. For the run it is committed once the controller has the first Applied.
 
 `recovery.WorkerProtocol` knows ids and norms and never a tensor; `StateReplica` has the tensors and decides nothing.
 `StepCommit` is between them. Facts ("the reduced gradient of these pages is complete") and messages (votes, published

@@ -7,9 +7,9 @@ the losses, gradient norms, validation losses and weights of the run with those 
 for bit, so that no test has to.
 
 Words, in brief. Parameters, gradients and optimizer state are cut into pages. Each page has a *primary*, which updates
-it, and *mirrors*, which hold the same state and apply the same updates; all of them are its replicas. A *learner* is a
-replica that gets the updates and does not have the state yet. A *mesh epoch* is a period in which the members, and what
-they hold and compute, stay the same.
+it, and *mirrors*, which hold the same state and apply the same updates; all of them are its replicas. A *learner* is to
+become a replica: it gets the updates and does not have the state yet. A *mesh epoch* is a period in which the members,
+and what they hold and compute, stay the same.
 """
 
 from __future__ import annotations
