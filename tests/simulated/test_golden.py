@@ -37,7 +37,8 @@ def assert_as_recorded(part: str, cases: Sequence[AnyCase]) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_simulated_runs_have_the_recorded_bits(model: str) -> None:
-    assert_as_recorded("runs", [case for case in QUICK_SIMULATED if case.model == model])
+    # Every fifth: still all meshes, levels and events. `make golden` runs the whole set.
+    assert_as_recorded("runs", [case for case in QUICK_SIMULATED if case.model == model][::5])
 
 
 @pytest.mark.processes
