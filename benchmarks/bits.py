@@ -178,7 +178,7 @@ class Runner:
             RunError: the run failed.
         """
         from elaswave_spmd.conf.schema import Settings
-        from elaswave_spmd.controller.events import Stopped
+        from elaswave_spmd.controller.events import RunStopped
         from elaswave_spmd.controller.startup import data_spec, make_controller
         from elaswave_spmd.data import prepare_data
         from elaswave_spmd.run_dir import RunDir, RunObserver
@@ -193,7 +193,7 @@ class Runner:
             files = RunDir.create(settings.run.dir, settings.to_yaml(), model="bits", mesh=settings.mesh.shape.name)
             with RunObserver(files, display=_Silent(), board=False) as observer:
                 outcome = make_controller(plan, self._fork_server, observer, scratch).run()
-            if isinstance(outcome, Stopped):
+            if isinstance(outcome, RunStopped):
                 raise outcome.error
             self._wait_for_exits(settings.mesh.shape.num_workers)
             return read(run_dir)

@@ -39,7 +39,7 @@ from benchmarks.members import Members
 from benchmarks.processes import new_directory, stop_on_signals
 from benchmarks.redistribute_members import KINDS, LAYERS, elements_of, healthy, layout_of, tile_changes
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Action, Broadcast, EpochBegun, Send, Unrecoverable
+from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, ProtocolAction, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
@@ -115,7 +115,7 @@ class Controller:
                 case message:
                     raise RuntimeError(f"unexpected: {message}")
 
-    def _perform(self, effects: Sequence[Action]) -> None:
+    def _perform(self, effects: Sequence[ProtocolAction]) -> None:
         for effect in effects:
             match effect:
                 case Send(rank, message):

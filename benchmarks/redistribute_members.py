@@ -36,7 +36,7 @@ from elaswave_spmd.sharding import P, Shardings, TileMap
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import PageRange
-from elaswave_spmd.worker.channel import Incoming, SocketChannel, Stopped
+from elaswave_spmd.worker.channel import Incoming, SocketChannel, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -151,7 +151,7 @@ class Worker:
                     continue
                 if not self._mailbox.wait(_TIMEOUT_S):
                     raise RuntimeError("no message")
-        except Stopped:
+        except WorkerStopped:
             pass
         assert self._links is not None
         sent = sum(self._links.bytes_sent(peer) for peer in range(8))
@@ -179,7 +179,7 @@ class Worker:
                 if protocol.promise(epoch):
                     self._port.send(CONTROLLER, m.StepReport(epoch, self._rank, protocol.version))
             case m.LinkClosed(peer=peer) if peer == CONTROLLER:
-                raise Stopped
+                raise WorkerStopped
             case _ if self._commit is None:
                 self._early.append(incoming)
             case message:
@@ -206,7 +206,7 @@ class Worker:
             context = WorkerContext(self._rank, job, self._healthy, model, data, _HOST, self._port)
             self._commit = StepCommit(context, {}, configuration)
         placement = configuration.placement
-        self._commit.enter(placement, placement.replica_map(self._layout), configuration.version)
+        self._commit.enter_epoch(placement, placement.replica_map(self._layout), configuration.version)
         if first and not configuration.epoch:
             self._commit.replica.state.restore(self._saved, 0)
             self._port.send(CONTROLLER, m.Heartbeat(self._rank, 0, True, "has its state"))

@@ -144,7 +144,7 @@ class Agent:
         if not isinstance(item, Envelope):
             return False
         match am.decode(item.header):
-            case am.Prepare(num_workers, settings, data):
+            case am.PrepareRun(num_workers, settings, data):
                 self._prepare(num_workers, Settings.from_dict(settings), PreparedData.from_dict(data))
             case am.Spawn(rank, spec):
                 self._fork_server.spawn(rank, spec | self._own)

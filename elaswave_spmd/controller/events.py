@@ -113,12 +113,12 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class Finished:
+class RunFinished:
     """All steps are committed, and the trained weights are collected."""
 
 
 @dataclass(frozen=True)
-class Stopped:
+class RunStopped:
     """The run has ended before its last step. `error` says why and, where its state is saved, how to go on."""
 
     error: RunError
@@ -133,7 +133,7 @@ class RestartFrom:
     step: int
 
 
-Outcome: TypeAlias = Finished | Stopped | RestartFrom
+Outcome: TypeAlias = RunFinished | RunStopped | RestartFrom
 
 # ---- actions
 
@@ -218,7 +218,7 @@ class End:
 
 
 Action: TypeAlias = (
-    protocol_actions.Action
+    protocol_actions.ProtocolAction
     | Spawn
     | Connect
     | RecordLostWorker

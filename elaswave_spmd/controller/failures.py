@@ -32,9 +32,9 @@ from elaswave_spmd.controller.events import (
     RecordLostWorker,
     ReportExits,
     RestartFrom,
+    RunStopped,
     SavedState,
     Spawn,
-    Stopped,
     Tick,
     WorkerEnded,
 )
@@ -181,7 +181,7 @@ class FailureHandler:
             return self._explain(event)
         if not self._survives_losses:
             if event.exited is not None and event.exited.signal is not None:
-                return [End(Stopped(RunError(str(event.exited))))]
+                return [End(RunStopped(RunError(str(event.exited))))]
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
             return []
         if event.rank in self._protocol.placement.mesh:
@@ -200,7 +200,7 @@ class FailureHandler:
             what = f"layer {layer} pages [{first}, {stop}) of workers {ranks} differ after step {found.step}"
             if not found.minority:
                 error = RunError(f"{what}, and each is what its worker wrote: nothing shows which is right")
-                return [*actions, End(Stopped(error))]
+                return [*actions, End(RunStopped(error))]
             fields = {"ranks": list(found.minority), "step": found.step, "message": what}
             actions.append(Record("corruption", fields))
             for rank in found.minority:
@@ -215,7 +215,7 @@ class FailureHandler:
                 f"the gradient was not finite in {self._num_skipped} steps in a row (optim.max_skipped); "
                 f"last: step {applied.step}, loss {applied.loss}. A lower optim.lr, or optim.warmup_steps, may help"
             )
-            return [End(Stopped(error))]
+            return [End(RunStopped(error))]
         return []
 
     def worker_removed(self, rank: int) -> None:
@@ -274,7 +274,7 @@ class FailureHandler:
             rank, _ = self._crashes.setdefault(step, (event.rank, str(event.exited)))
             if rank != event.rank:
                 error = RunError(f"{event.exited}, as worker {rank} did in the same step {step}")
-                return [End(Stopped(error))]
+                return [End(RunStopped(error))]
         return []
 
     # ---- links
@@ -291,7 +291,7 @@ class FailureHandler:
             if verdict.lost is None:
                 actions += self._protocol.relink(verdict.ends, verdict.reason)
             elif not self._survives_losses:
-                return [*actions, End(Stopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
+                return [*actions, End(RunStopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
             else:
                 actions += self._declare_lost(verdict.lost, verdict.reason, now)
         return actions
@@ -311,7 +311,7 @@ class FailureHandler:
             case _AwaitExits(error):
                 if isinstance(event, WorkerEnded) and (killed := self._killed(event)):
                     return killed
-                return [End(Stopped(error))] if isinstance(event, ExitsReported) else []
+                return [End(RunStopped(error))] if isinstance(event, ExitsReported) else []
             case _AwaitCauses():
                 return self._await_causes(event, now)
             case _AwaitCheckpoint(end):
@@ -329,7 +329,7 @@ class FailureHandler:
                 self._ending = _AwaitReport(event, state.until)
             case Tick() if now >= state.until:
                 gone = state.gone
-                return [End(Stopped(RunError(str(gone.exited or f"worker {gone.rank}: {gone.reason}"))))]
+                return [End(RunStopped(RunError(str(gone.exited or f"worker {gone.rank}: {gone.reason}"))))]
         return []
 
     def _await_causes(self, event: Event, now: float) -> list[Action]:
@@ -352,7 +352,7 @@ class FailureHandler:
         newest = max(self._crashes, default=0)
         match state.end:
             case Unrecoverable() if self._crashes:
-                return [End(Stopped(WorkerError(*self._crashes[newest])))]
+                return [End(RunStopped(WorkerError(*self._crashes[newest])))]
             case SaveEnded(save, ""):
                 where = checkpoint_path(self._run_dir, save.version)
                 return self._stop(
@@ -374,7 +374,7 @@ class FailureHandler:
         if restart := self._restart(end, checkpoint):
             return restart
         error = RunError(f"the run cannot go on: {end.reason}. {_advice(self._run_dir, checkpoint)}".strip())
-        return [End(Stopped(error))]
+        return [End(RunStopped(error))]
 
     def _stop(self, save: Save, message: str) -> list[Action]:
         """The end; an exception after the saved version, which brought it to that, is shown."""
@@ -382,7 +382,7 @@ class FailureHandler:
         if newest > save.version:
             rank, report = self._crashes[newest]
             message += f"\n\nworker {rank} failed:\n{report}"
-        return [End(Stopped(RunError(message)))]
+        return [End(RunStopped(RunError(message)))]
 
     def _restart(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
         """The run begins again with the workers that are left, if there is a good checkpoint and they are enough."""
@@ -413,7 +413,7 @@ class FailureHandler:
         """
         if event.exited is None or event.exited.signal is None or event.rank not in self._roster:
             return []
-        return [End(Stopped(RunError(str(event.exited))))]
+        return [End(RunStopped(RunError(str(event.exited))))]
 
 
 def _is_crash(exited: Exited) -> bool:
@@ -496,4 +496,4 @@ class StartDeadline:
             return []
         protocol = self._protocol
         missing = [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]
-        return [End(Stopped(RunError(f"workers {missing} did not start within {self._seconds:g} s")))]
+        return [End(RunStopped(RunError(f"workers {missing} did not start within {self._seconds:g} s")))]

@@ -25,7 +25,6 @@ from elaswave_spmd.controller.events import (
     End,
     Event,
     FindCheckpoint,
-    Finished,
     Kill,
     LinkEnded,
     ManifestWritten,
@@ -36,8 +35,9 @@ from elaswave_spmd.controller.events import (
     RecordLostWorker,
     Reply,
     ReportExits,
+    RunFinished,
+    RunStopped,
     Spawn,
-    Stopped,
     Tick,
     WorkerEnded,
     WriteManifest,
@@ -131,9 +131,9 @@ class Controller:
                 now = self._io.now()
                 self._log.event(event, now)  # before the decision, which may end the run
                 self.execute(self.decide(event, now))
-            if isinstance(self.outcome, Finished):
+            if isinstance(self.outcome, RunFinished):
                 self._finish()
-            elif isinstance(self.outcome, Stopped):
+            elif isinstance(self.outcome, RunStopped):
                 self._log.stopped(self.outcome.error)
         except BaseException as error:
             self._log.stopped(error)
@@ -284,7 +284,7 @@ class Controller:
             case Unrecoverable():
                 return self._failures.end(action, now)
             case Done():
-                self.outcome = Finished()
+                self.outcome = RunFinished()
             case End(outcome):
                 self.outcome = outcome
             case WriteManifest(manifest):

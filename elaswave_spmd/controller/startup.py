@@ -15,7 +15,7 @@ from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.events import Finished, Outcome, RestartFrom, Stopped
+from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO, listen_host
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.resume import ResumePoint, open_run
@@ -65,7 +65,7 @@ def run(settings: Settings, *, here: bool = False) -> int:
                     run=replace(settings.run, dir=None),
                 )
                 here = False  # by now this process has had threads, and must not fork
-            case Stopped(error):
+            case RunStopped(error):
                 raise error
             case _:
                 return 0
@@ -128,7 +128,7 @@ def run_once(settings: Settings, *, here: bool = False) -> Outcome:
             ended.callback(launcher.stop, 0.0)
             outcome = controller.run()
             launcher.stop(grace_s=0.0)
-            if isinstance(outcome, Finished):
+            if isinstance(outcome, RunFinished):
                 # Else the next controller may still complete what the workers have written.
                 remove_unfinished(run_dir.path)
     finally:

@@ -111,6 +111,6 @@ class Unrecoverable:
     reason: str
 
 
-Action: TypeAlias = (
+ProtocolAction: TypeAlias = (
     Send | Broadcast | RemoveMember | Committed | ValidationDone | EpochBegun | Save | Done | Unrecoverable
 )

@@ -19,11 +19,11 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery import reconfiguration
 from elaswave_spmd.recovery.actions import (
-    Action,
     Broadcast,
     Committed,
     Done,
     EpochBegun,
+    ProtocolAction,
     RemoveMember,
     Save,
     Send,
@@ -288,7 +288,7 @@ class ControllerProtocol:
         """A newcomer has been started in this failure domain; None: in that of all the others."""
         self._domains[rank] = domain
 
-    def ready(self, message: Ready) -> list[Action]:
+    def ready(self, message: Ready) -> list[ProtocolAction]:
         """A worker listens. When all of the first mesh do, they get their places; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
         if self._started:
@@ -300,7 +300,7 @@ class ControllerProtocol:
         self._started = True
         return self._send_all(self._reconfigure_message(self.version, None))
 
-    def lost(self, rank: int, reason: str) -> list[Action]:
+    def lost(self, rank: int, reason: str) -> list[ProtocolAction]:
         """A worker is lost for good. The mesh changes at once: the others may be waiting for it in this very step.
 
         Losses of workers that are no members, or of the same worker again, change nothing.
@@ -315,14 +315,14 @@ class ControllerProtocol:
         self._pending.leaving.pop(rank, None)
         return [RemoveMember(rank, lost=True), *self._begin(after=AT_ONCE)]
 
-    def drain(self, rank: int, reason: str) -> list[Action]:
+    def drain(self, rank: int, reason: str) -> list[ProtocolAction]:
         """A member is asked to leave: at the next boundary between two steps, so that nothing is computed again."""
         if rank not in self.members or rank in self._pending.leaving:
             return []
         self._pending.leaving[rank] = reason
         return self._begin(after=self._next_boundary())
 
-    def relink(self, ends: frozenset[int], reason: str) -> list[Action]:
+    def relink(self, ends: frozenset[int], reason: str) -> list[ProtocolAction]:
         """A link between two living members is lost, and perhaps what was on its way.
 
         Both open it again when they enter the next epoch, and send what the other may lack. So this is handled as a
@@ -333,7 +333,7 @@ class ControllerProtocol:
         self._pending.relinked[ends] = reason
         return self._begin(after=AT_ONCE)
 
-    def caught_up(self, message: CaughtUp) -> list[Action]:
+    def caught_up(self, message: CaughtUp) -> list[ProtocolAction]:
         """A learner has all of its state. When all have, they become replicas by a planned change."""
         if message.epoch != self.placement.mesh.epoch:
             return []
@@ -343,7 +343,7 @@ class ControllerProtocol:
         learners = {rank for sets in self._replicas().values() for pages in sets for rank in pages.learners}
         return self._begin(after=self._next_boundary()) if learners <= self._pending.caught_up else []
 
-    def rebalance(self, goal: Goal) -> list[Action]:
+    def rebalance(self, goal: Goal) -> list[ProtocolAction]:
         """Micro-batches, layers or workers are to be moved, while training goes on.
 
         Micro-batches change at the next boundary. Where layers or workers change their stage, state is copied there
@@ -357,7 +357,7 @@ class ControllerProtocol:
         self._goal = goal
         return self._begin(after=self._next_boundary())
 
-    def damaged(self, message: Damaged) -> list[Action]:
+    def damaged(self, message: Damaged) -> list[ProtocolAction]:
         """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
         if message.rank not in self.members:
             return []
@@ -366,7 +366,7 @@ class ControllerProtocol:
             self._pending.recovered.add(message.rank)
         return self._begin(after=AT_ONCE)
 
-    def report_received(self, message: StepReport) -> list[Action]:
+    def report_received(self, message: StepReport) -> list[ProtocolAction]:
         """An answer to Prepare; one for another epoch is void (a mutant in tests/simulated breaks this rule).
 
         A report of an older epoch is out of date: its sender has gone on since, and may have applied a step.
@@ -385,7 +385,7 @@ class ControllerProtocol:
         """The step after which a planned change is made: the one under way, or the last."""
         return min(self.version + 1, self.steps)
 
-    def _begin(self, after: int) -> list[Action]:
+    def _begin(self, after: int) -> list[ProtocolAction]:
         """Prepare of the next epoch number.
 
         A change that is under way is overtaken: its epoch is never entered, and its reports are void. The new one is at
@@ -407,7 +407,7 @@ class ControllerProtocol:
     def _replicas(self) -> ReplicaMap:
         return self.placement.replica_map(self.layout)
 
-    def _finish_change(self) -> list[Action]:
+    def _finish_change(self) -> list[ProtocolAction]:
         """All living members have answered: decide the new epoch, and send each of its members a Reconfigure.
 
         In this order: who is a member, whether all state is still there, where everything runs, which state is copied,
@@ -435,7 +435,7 @@ class ControllerProtocol:
         else:
             placement, plan = self._with_state(placement, membership, standing)
             recovery = self._recovery_plan(placement, standing)
-        num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps)
+        num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
         begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan)
         reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops)
         if stops:
@@ -538,9 +538,9 @@ class ControllerProtocol:
         self._pending = self._pending.after(leaving)
         return Broadcast(placement.mesh.members, message)
 
-    def _release(self, leaving: Collection[int]) -> list[Action]:
+    def _release(self, leaving: Collection[int]) -> list[ProtocolAction]:
         """Let workers end that have left the mesh."""
-        actions: list[Action] = []
+        actions: list[ProtocolAction] = []
         for rank in leaving:
             self.addresses.pop(rank, None)
             actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
@@ -561,12 +561,12 @@ class ControllerProtocol:
             recovered=recovered,
         )
 
-    def _send_all(self, message: Message) -> list[Action]:
+    def _send_all(self, message: Message) -> list[ProtocolAction]:
         return [Broadcast(self.placement.mesh.members, message)]
 
     # ---- reports
 
-    def applied(self, message: Applied) -> list[Action]:
+    def applied(self, message: Applied) -> list[ProtocolAction]:
         """The first report of a step is its commit; later ones must agree with it bit for bit.
 
         Raises:
@@ -589,7 +589,7 @@ class ControllerProtocol:
         self.version = message.step
         return [Committed(message)]
 
-    def validation(self, message: ValidationLoss) -> list[Action]:
+    def validation(self, message: ValidationLoss) -> list[ProtocolAction]:
         """Collect the losses of a validation. With those of all micro-batches it is complete, and training goes on.
 
         The sum is exactly rounded (math.fsum), so it does not depend on which worker reports first.
@@ -605,7 +605,7 @@ class ControllerProtocol:
         done = ValidationDone(message.step, math.fsum(found.values()))
         return [done, Broadcast(self.members, Validated(message.step))]
 
-    def finished(self, message: Finished) -> list[Action]:
+    def finished(self, message: Finished) -> list[ProtocolAction]:
         """A member has sent its final pages. When all of the present epoch have, and it is not about to change: Done.
 
         Pages sent in an older epoch do not count: their sender may not have been the primary of all that it is now.

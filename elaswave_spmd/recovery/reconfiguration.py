@@ -184,9 +184,17 @@ def layers_of_worker(placement: Placement, rank: int) -> tuple[int, int]:
     return layers.start, layers.stop
 
 
-def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None]) -> int:
-    """Number of lines of a recovery plan that their worker would not have run without the change."""
-    normal = {(rank, u) for rank, h in held.items() if h is not None for u in set(h.assigned) - set(h.computed)}
+def num_recomputed(plan: tuple[Recompute, ...] | None, held: Mapping[int, PartialStep | None], old: Placement) -> int:
+    """Number of lines of a recovery plan that their worker would not have run without the change.
+
+    Args:
+        held: rank -> what each member of the old epoch has of the step; None: nothing, as it has not begun it.
+        old: the placement of the old epoch.
+    """
+    normal: set[tuple[int, int]] = set()
+    for rank, part in held.items():
+        to_do = old.microbatches_of(rank) if part is None else set(part.assigned) - set(part.computed)
+        normal |= {(rank, microbatch) for microbatch in to_do}
     return sum((line.worker, line.microbatch) not in normal for line in plan or ())
 
 

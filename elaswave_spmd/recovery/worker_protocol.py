@@ -185,13 +185,13 @@ class WorkerProtocol:
         return []
 
     @property
-    def may_forget(self) -> bool:
+    def may_drop_undecided(self) -> bool:
         """True if no member can have decided a step beyond the version: this worker has not voted in its epoch."""
         return self.rank not in self._votes.get(self.version + 1, {})
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Nothing of undecided steps is here any more: every reduced gradient has to come again."""
-        assert self.may_forget, self
+        assert self.may_drop_undecided, self
         for table in (self._norms, self._losses, self._missing):
             for step in [s for s in table if s > self.version]:
                 del table[step]
@@ -214,7 +214,7 @@ class WorkerProtocol:
         """True if a Reconfigure of this epoch may be followed: it is newer, and no later epoch was promised."""
         return epoch > self.epoch and epoch >= self.promised
 
-    def enter(
+    def enter_epoch(
         self,
         epoch: int,
         members: Sequence[int],

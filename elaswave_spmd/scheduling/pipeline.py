@@ -24,7 +24,7 @@ _MORE = 2  # micro-batches in flight beyond the estimate, where they come from s
 
 
 @dataclass(frozen=True)
-class Action:
+class PipelineAction:
     """Forward or backward of one micro-batch through one stage."""
 
     stage: int
@@ -34,15 +34,17 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    def needs(self, num_stages: int) -> tuple[Action, ...]:
+    def needs(self, num_stages: int) -> tuple[PipelineAction, ...]:
         """The actions whose results this one needs."""
         if self.kind == FORWARD:
-            return (Action(self.stage - 1, FORWARD, self.microbatch),) if self.stage else ()
-        own = Action(self.stage, FORWARD, self.microbatch)
-        return (own, Action(self.stage + 1, BACKWARD, self.microbatch)) if self.stage < num_stages - 1 else (own,)
+            return (PipelineAction(self.stage - 1, FORWARD, self.microbatch),) if self.stage else ()
+        own = PipelineAction(self.stage, FORWARD, self.microbatch)
+        return (
+            (own, PipelineAction(self.stage + 1, BACKWARD, self.microbatch)) if self.stage < num_stages - 1 else (own,)
+        )
 
 
-Schedule = Mapping[int, tuple[Action, ...]]
+Schedule = Mapping[int, tuple[PipelineAction, ...]]
 
 
 def in_flight_limits(
@@ -91,7 +93,7 @@ def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Sc
     return _simulate(placement, placement.mesh.members, range(placement.num_microbatches), limits)
 
 
-def actions_of(placement: Placement, rank: int) -> tuple[Action, ...]:
+def actions_of(placement: Placement, rank: int) -> tuple[PipelineAction, ...]:
     """The actions of one worker, equal to `schedule(placement)[rank]`.
 
     Only the workers are simulated with which it shares micro-batches, directly or through others. On an even mesh these
@@ -148,19 +150,19 @@ def _turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float
 
 def _simulate(
     placement: Placement, ranks: Sequence[int], microbatches: Iterable[int], limits: Sequence[int]
-) -> dict[int, tuple[Action, ...]]:
+) -> dict[int, tuple[PipelineAction, ...]]:
     """Simulates the step on these workers, which do these micro-batches on all stages; returns what each one did."""
     last_stage = placement.num_stages - 1
     ready: dict[int, tuple[list[tuple[float, int]], list[tuple[float, int]]]] = {rank: ([], []) for rank in ranks}
     in_flight = dict.fromkeys(ranks, 0)
     busy: set[int] = set()
-    plan: dict[int, list[Action]] = {rank: [] for rank in ranks}
-    ends: list[tuple[int, int, Action]] = []
+    plan: dict[int, list[PipelineAction]] = {rank: [] for rank in ranks}
+    ends: list[tuple[int, int, PipelineAction]] = []
     turn = _turns(placement, microbatches)
     places = {rank: placement.mesh.coordinate(rank) for rank in ranks}
     duration = {rank: _duration(placement.microbatch_counts[stage][at]) for rank, (stage, at) in places.items()}
 
-    def make_ready(action: Action) -> int:
+    def make_ready(action: PipelineAction) -> int:
         rank = placement.worker_of_microbatch(action.stage, action.microbatch)
         heapq.heappush(ready[rank][action.kind == BACKWARD], (turn[action.microbatch], action.microbatch))
         return rank
@@ -171,9 +173,9 @@ def _simulate(
             return
         # Backward first, as in 1F1B: it frees the activations of a micro-batch.
         if backwards:
-            action, cost = Action(stage, BACKWARD, heapq.heappop(backwards)[1]), _BACKWARD * duration[rank]
+            action, cost = PipelineAction(stage, BACKWARD, heapq.heappop(backwards)[1]), _BACKWARD * duration[rank]
         elif forwards and in_flight[rank] < limits[stage]:
-            action, cost = Action(stage, FORWARD, heapq.heappop(forwards)[1]), duration[rank]
+            action, cost = PipelineAction(stage, FORWARD, heapq.heappop(forwards)[1]), duration[rank]
             in_flight[rank] += 1
         else:
             return
@@ -181,17 +183,17 @@ def _simulate(
         plan[rank].append(action)
         heapq.heappush(ends, (now + cost, rank, action))
 
-    def finish(rank: int, action: Action) -> int:
+    def finish(rank: int, action: PipelineAction) -> int:
         """Returns the worker that may have an action to start now."""
         busy.discard(rank)
         if action.kind == FORWARD and action.stage < last_stage:
-            return make_ready(Action(action.stage + 1, FORWARD, action.microbatch))
+            return make_ready(PipelineAction(action.stage + 1, FORWARD, action.microbatch))
         if action.kind == FORWARD:
-            return make_ready(Action(action.stage, BACKWARD, action.microbatch))
+            return make_ready(PipelineAction(action.stage, BACKWARD, action.microbatch))
         in_flight[rank] -= 1
-        return make_ready(Action(action.stage - 1, BACKWARD, action.microbatch)) if action.stage else rank
+        return make_ready(PipelineAction(action.stage - 1, BACKWARD, action.microbatch)) if action.stage else rank
 
-    for rank in {make_ready(Action(0, FORWARD, microbatch)) for microbatch in turn}:
+    for rank in {make_ready(PipelineAction(0, FORWARD, microbatch)) for microbatch in turn}:
         start(rank, 0)
     while ends:
         now, touched = ends[0][0], set()
@@ -216,9 +218,9 @@ def check(actions: Schedule, num_stages: int) -> None:
     if len(set(everything)) != len(everything):
         twice = next(a for a in everything if everything.count(a) > 1)
         raise PlanError(f"action {twice} comes twice", rule="each action of a step is done once")
-    done: set[Action] = set()
+    done: set[PipelineAction] = set()
     at = dict.fromkeys(lists, 0)
-    waiting: dict[Action, list[int]] = {}
+    waiting: dict[PipelineAction, list[int]] = {}
     runnable = list(lists)
     while runnable:
         rank = runnable.pop()

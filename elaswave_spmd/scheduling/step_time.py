@@ -22,7 +22,7 @@ import numpy as np
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
-from elaswave_spmd.scheduling.pipeline import FORWARD, Action, Schedule, in_flight_limits, schedule
+from elaswave_spmd.scheduling.pipeline import FORWARD, PipelineAction, Schedule, in_flight_limits, schedule
 from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement
 from elaswave_spmd.sharding import P, Shardings
 
@@ -134,7 +134,7 @@ class ActionGraph:
         self._rows: list[int] = []  # by action: the row of its worker
         self._classes: list[int] = []  # by action: its class, an index of CLASSES
         self._waits: list[tuple[int, int]] = []  # (index of the action that it waits for, or -1; the boundary between)
-        self.order: list[Action] = []
+        self.order: list[PipelineAction] = []
         last_stage = max((a.stage for todo in actions.values() for a in todo), default=0)
         lists = [list(zip(todo, action_classes(todo), strict=True)) for todo in actions.values()]
         place: dict[tuple[int, str, int], int] = {}
@@ -199,7 +199,7 @@ class ActionGraph:
         return max(self.ends(seconds, delays), default=0.0)
 
 
-def action_classes(todo: Sequence[Action]) -> list[int]:
+def action_classes(todo: Sequence[PipelineAction]) -> list[int]:
     """The class (index in CLASSES) of each action of a worker's list."""
     forward = [action.kind == FORWARD for action in todo]
     # Filling ends with the first backward, and draining begins after the last forward.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 from elaswave_spmd.scheduling.step_time import action_classes
 from elaswave_spmd.simulator.links import Clock, Link
@@ -132,7 +132,7 @@ class _Engine:
             self._sums = Sums(work, costs, rule, microbatch_order, self._links, self._clock, self._part_finished)
         # Every step has the same work, so it is counted once.
         self._left_of = work.left()
-        self._missing: dict[tuple[int, Action], int] = {}  # (step, action) -> results that it waits for
+        self._missing: dict[tuple[int, PipelineAction], int] = {}  # (step, action) -> results that it waits for
         self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not finished
         self._groups_left: dict[int, int] = {}  # step -> groups that are not finished
         self._available: dict[int, float] = {}  # layer -> time at which its stage has its parameters
@@ -144,7 +144,7 @@ class _Engine:
             for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"))
         }
         self._stage_s = [costs.stage_s(*work.layer_cuts[s : s + 2]) for s in range(work.num_stages)]
-        self._frequency: dict[Action, float] = {}
+        self._frequency: dict[PipelineAction, float] = {}
         for rank, by_class in frequencies.items():
             todo = (work.lists or {}).get(rank, ())
             self._frequency |= {a: by_class[c] for a, c in zip(todo, action_classes(todo), strict=True)}
@@ -174,21 +174,21 @@ class _Engine:
             for microbatch, rank in enumerate(work.owners[worker.stage]):
                 if rank == worker.rank:
                     for kind in (FORWARD, BACKWARD, *((WEIGHTS,) if work.weight_share else ())):
-                        action = Action(worker.stage, kind, microbatch)
+                        action = PipelineAction(worker.stage, kind, microbatch)
                         if action not in work.done and not self._waits(step, action):
                             order.add_ready(action)
         return worker.orders[step]
 
-    def _waits(self, step: int, action: Action) -> int:
+    def _waits(self, step: int, action: PipelineAction) -> int:
         """The number of results that an action still waits for."""
         if (step, action) not in self._missing:
             needed = self._needs(action)
             self._missing[step, action] = sum(other not in self._work.done for other in needed)
         return self._missing[step, action]
 
-    def _needs(self, action: Action) -> tuple[Action, ...]:
+    def _needs(self, action: PipelineAction) -> tuple[PipelineAction, ...]:
         if action.kind == WEIGHTS:
-            return (Action(action.stage, BACKWARD, action.microbatch),)
+            return (PipelineAction(action.stage, BACKWARD, action.microbatch),)
         return action.needs(self._work.num_stages)
 
     def _begin(self, worker: _Worker, step: int) -> None:
@@ -246,7 +246,7 @@ class _Engine:
                 self._start(worker, action)
         self._touched.clear()
 
-    def _start(self, worker: _Worker, action: Action) -> None:
+    def _start(self, worker: _Worker, action: PipelineAction) -> None:
         now, layers = self._clock.now, range(*self._work.layer_cuts[action.stage : action.stage + 2])
         speed = worker.speed * self._frequency.get(action, 1.0)
         if action.kind == FORWARD:
@@ -269,7 +269,7 @@ class _Engine:
         self._spans.append(Span(worker.rank, action, now, stop, worker.step))
         self._clock.at(stop, self._finish, worker, worker.step, action)
 
-    def _report_backward(self, worker: _Worker, action: Action, now: float, factor: float) -> None:
+    def _report_backward(self, worker: _Worker, action: PipelineAction, now: float, factor: float) -> None:
         assert self._sums is not None
         ends, time = [], now
         for layer in reversed(range(*self._work.layer_cuts[action.stage : action.stage + 2])):
@@ -277,28 +277,28 @@ class _Engine:
             ends.append((layer, time))
         self._sums.backward_begins(worker.step, worker.rank, action.stage, action.microbatch, ends)
 
-    def _finish(self, worker: _Worker, step: int, action: Action) -> None:
+    def _finish(self, worker: _Worker, step: int, action: PipelineAction) -> None:
         worker.busy = False
         worker.left -= 1
         self._touched.add(worker.rank)
         stage, microbatch = action.stage, action.microbatch
         if action.kind == FORWARD:
-            self._result(step, Action(stage, BACKWARD, microbatch))
-            self._send(worker, step, Action(stage + 1, FORWARD, microbatch), boundary=stage)
+            self._result(step, PipelineAction(stage, BACKWARD, microbatch))
+            self._send(worker, step, PipelineAction(stage + 1, FORWARD, microbatch), boundary=stage)
         elif action.kind == BACKWARD:
             if self._work.weight_share:
-                self._result(step, Action(stage, WEIGHTS, microbatch))
-            self._send(worker, step, Action(stage - 1, BACKWARD, microbatch), boundary=stage - 1)
+                self._result(step, PipelineAction(stage, WEIGHTS, microbatch))
+            self._send(worker, step, PipelineAction(stage - 1, BACKWARD, microbatch), boundary=stage - 1)
         if not worker.left:
             self._worker_finished(worker, step)
 
-    def _send(self, worker: _Worker, step: int, to: Action, *, boundary: int) -> None:
+    def _send(self, worker: _Worker, step: int, to: PipelineAction, *, boundary: int) -> None:
         """Sends a micro-batch's tensor to the stage on the other side of a boundary, if an action needs it there."""
         if 0 <= to.stage < self._work.num_stages and to not in self._work.done:
             num_bytes = self._costs.layers[self._work.layer_cuts[boundary + 1] - 1].boundary_bytes
             self._links[worker.rank].send(num_bytes, self._result, step, to, urgent=True)
 
-    def _result(self, step: int, to: Action) -> None:
+    def _result(self, step: int, to: PipelineAction) -> None:
         """One of the results that an action waits for has arrived at its worker."""
         if to in self._work.done:
             return

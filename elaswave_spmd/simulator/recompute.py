@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.simulator.engine import FREE, Run, execute
 from elaswave_spmd.simulator.work import Span, Work
@@ -68,13 +68,15 @@ def recompute_step(
 
 
 def _reassign(
-    stage: int, owners: Sequence[int], members: Sequence[int], done: Collection[Action], costs: CostModel
+    stage: int, owners: Sequence[int], members: Sequence[int], done: Collection[PipelineAction], costs: CostModel
 ) -> tuple[int, ...]:
     """The workers of a stage's micro-batches: those of lost workers go to the members with the least left to run."""
     left = dict.fromkeys(members, 0.0)
     for microbatch, rank in enumerate(owners):
         if rank in left:
-            left[rank] += sum(Action(stage, kind, microbatch) not in done for kind in (FORWARD, BACKWARD, BACKWARD))
+            left[rank] += sum(
+                PipelineAction(stage, kind, microbatch) not in done for kind in (FORWARD, BACKWARD, BACKWARD)
+            )
     found = list(owners)
     for microbatch, rank in enumerate(owners):
         if rank not in left:

@@ -47,12 +47,14 @@ class EventCase:
         mesh = self._checked_mesh(where)
         _number(self.microbatches, f"microbatches of {where}", at_least=1, whole=True)
         if (self.event is None) == (not self.lose):
-            got = "both" if self.lose else "neither"
-            fix = "event: fail 6, or lose: [1, 2]"
-            raise _wrong("a case has either an event or numbers to lose", got, where, fix=fix)
+            what = f"{where} has {'both' if self.lose else 'neither'} of event and lose"
+            raise _wrong(
+                what, "a case has an event, or numbers of workers to lose", fix="event: fail 6, or lose: [1, 2]"
+            )
         if self.event is not None and Change.parse(str(self.event)).check(mesh).joined:
             rule, fix = "policies are compared on workers that are lost or slow", "leave the join to the command plan"
-            raise _wrong(rule, self.event, where, exists="fail RANK ..., slow RANK SPEED", fix=fix)
+            what = f"{where}: workers join by event: {self.event}"
+            raise _wrong(what, rule, exists="fail RANK ..., slow RANK SPEED", fix=fix)
         for number in self.lose:
             _number(number, f"lose of {where}", at_least=1, below=mesh.num_workers, whole=True)
 
@@ -61,10 +63,10 @@ class EventCase:
         try:
             mesh = Mesh.initial(MeshShape.parse(str(self.mesh)))
         except MeshError as error:
-            raise _wrong("a case has a mesh", error.what, f"mesh of {where}", exists=exists, fix=fix) from None
+            raise _wrong(f"{where}: {error.what}", "a case has a mesh", exists=exists, fix=fix) from None
         if len({len(members) for members in mesh.stages}) > 1:
             rule = "policies are compared on whole replicas, stages of equal size"
-            raise _wrong(rule, self.mesh, f"mesh of {where}", exists=exists, fix=fix)
+            raise _wrong(f"{where}: stages of mesh {self.mesh} have different sizes", rule, exists=exists, fix=fix)
         return mesh
 
 
@@ -97,25 +99,27 @@ class Events:
         _text(self.title, "title")
         _text(self.about, "about")
         if not isinstance(self.cases, (list, tuple)) or not self.cases:
-            raise _wrong(
-                "a scenario has cases", self.cases, "cases", fix="cases: [{name: ..., mesh: ..., microbatches: ...}]"
-            )
+            fix = "cases: [{name: ..., mesh: ..., microbatches: ...}]"
+            raise _wrong(f"cases: {_shown(self.cases)} is no list of cases", "a scenario has cases", fix=fix)
         cases = tuple(c if isinstance(c, EventCase) else _make(EventCase, c, "a case") for c in self.cases)
         object.__setattr__(self, "cases", cases)
         called = [case.name for case in cases]
         if twice := [name for name in called if called.count(name) > 1]:
-            raise _wrong("each case has a name of its own", twice[0], "cases", fix="another name")
+            what = f"{len(twice)} cases have the name {twice[0]!r}"
+            raise _wrong(what, "each case has a name of its own", fix="give one of them another name")
         for name in ("steps", "draws"):
             _number(getattr(self, name), name, at_least=1, whole=True)
         _number(self.seed, "seed", at_least=0, whole=True)
         _number(self.zero, "zero", at_least=0, below=4, whole=True)
         if not isinstance(self.optimum, bool):
-            raise _wrong("optimum is true or false", self.optimum, "optimum", fix="optimum: true")
+            what = f"optimum: {_shown(self.optimum)} is neither true nor false"
+            raise _wrong(what, "optimum says whether the exact optimum is computed too", fix="optimum: true")
         if self.memory is not None:
             _number(self.memory, "memory", at_least=1)
         for case in cases:
             if case.model is None and self.model is None:
-                raise _wrong("a case has a model", "none", f"case {case.name!r}", fix="model: {llama: 7B}")
+                what = f"neither case {case.name!r} nor the scenario has a model"
+                raise _wrong(what, "a case has a model", fix="model: {llama: 7B}")
             _fits(
                 model_of(case.model or self.model or {}), MeshShape.parse(case.mesh).num_stages, f"case {case.name!r}"
             )
@@ -155,7 +159,7 @@ class Goodput:
         for name in ("devices", "spares"):
             object.__setattr__(self, name, _several(getattr(self, name), name))
             if not getattr(self, name):
-                raise _wrong(f"a scenario has {name}", "none", name, fix=f"{name}: [...]")
+                raise _wrong(f"{name}: [] has no number", f"a scenario has {name}", fix=f"{name}: [...]")
         for name in ("island", "stages", "microbatches"):
             _number(getattr(self, name), name, at_least=1, whole=True)
         _number(self.seed, "seed", at_least=0, whole=True)
@@ -169,7 +173,7 @@ class Goodput:
         for name in ("regroup_s", "join_s", "restart_s", "checkpoint_s"):
             _number(getattr(self, name), name, at_least=0)
         if not _number(self.days, "days", at_least=0):
-            raise _wrong("a scenario lasts", self.days, "days", fix="days: 54")
+            raise _wrong("days: 0 is no time", "a scenario lasts", fix="days: 54")
         _number(self.highest_frequency, "highest_frequency", at_least=1)
         object.__setattr__(self, "failures", dict(self.failures or {}))
         _make(FailureRate, self.failures, "failures")
@@ -198,15 +202,17 @@ def load(name: str) -> Events | Goodput:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
-        got = name if isinstance(error, FileNotFoundError) else str(error)
-        fix = "one of these, or a YAML file"
-        raise _wrong("a scenario exists", got, where, exists=", ".join(names()), fix=fix) from None
+        what = f"{where} is no scenario and no file" if isinstance(error, FileNotFoundError) else f"{where}: {error}"
+        rule, fix = "a scenario is named, or is a file", "one of these, or a YAML file"
+        raise _wrong(what, rule, exists=", ".join(names()), fix=fix) from None
     except yaml.YAMLError as error:
-        raise _wrong("a scenario is YAML", " ".join(str(error).split()), where, fix="correct the file") from None
+        what = f"{where} is no YAML: {' '.join(str(error).split())}"
+        raise _wrong(what, "a scenario is YAML", fix="correct the file") from None
     kinds: dict[str, type[Events | Goodput]] = {"events": Events, "goodput": Goodput}
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(data, dict) or kind not in kinds:
-        raise _wrong("a scenario has a kind", kind or "none", where, exists=", ".join(kinds), fix="kind: events")
+        what = f"{where} has {f'the kind {kind!r}' if kind else 'no kind'}"
+        raise _wrong(what, "a scenario has a kind", exists=", ".join(kinds), fix="kind: events")
     return _make(kinds[kind], {key: value for key, value in data.items() if key != "kind"}, where)
 
 
@@ -222,9 +228,11 @@ def model_of(model: Mapping[str, Any]) -> CostModel:
     if ("alike" in data) == ("llama" in data):
         exists = f"alike: LAYERS, or llama: {', '.join(LLAMAS)}"
         rule = "a model has layers that are alike, or a Llama shape"
-        raise _wrong(rule, model, "model", exists=exists, fix="alike: 24")
+        what = f"model: {_shown(model)} has {'both' if 'alike' in data else 'neither'}"
+        raise _wrong(what, rule, exists=exists, fix="alike: 24")
     if unknown := sorted(data.keys() - _MODEL["alike" if "alike" in data else "llama"]):
-        raise _wrong("arguments of a model are known", unknown[0], where, fix="leave it out")
+        known = ", ".join(sorted(_MODEL["alike" if "alike" in data else "llama"]))
+        raise _wrong(f"{where} has {unknown[0]!r}", "a model has these arguments", exists=known, fix="leave it out")
     for name, value in data.items():
         if name != "llama":
             _number(value, f"{name} of the model", at_least=_LEAST.get(name, 0.0), whole=name in ("alike", "tokens"))
@@ -252,32 +260,34 @@ def _make(kind: type[_Made], data: object, where: str) -> _Made:
     known = {field.name: field for field in fields(kind)}
     needed = {name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if not isinstance(data, Mapping):
-        raise _wrong("it is a mapping from names to values", data, where)
+        raise _wrong(f"{where}: {_shown(data)} is no mapping", "it is a mapping from names to values")
     if unknown := [str(name) for name in data if name not in known]:
-        raise _wrong("its fields are known", unknown[0], where, exists=", ".join(known), fix="correct the name")
+        what = f"{where} has a field {unknown[0]!r}"
+        raise _wrong(what, "it has these fields", exists=", ".join(known), fix="correct the name")
     if missing := sorted(needed - data.keys()):
-        raise _wrong("all fields that are needed are there", f"no {missing[0]}", where, exists=", ".join(known))
+        what = f"{where} has no {missing[0]}"
+        raise _wrong(what, "all fields that are needed are there", exists=", ".join(known), fix=f"{missing[0]}: ...")
     try:
         return kind(**data)
     except TypeError as error:
-        raise _wrong("its values are of the right kind", str(error), where) from None
+        raise _wrong(f"{where}: {error}", "its values are of the right kind") from None
 
 
 def _fits(costs: CostModel, stages: int, where: str) -> None:
     if stages > len(costs.layers):
-        got = f"{stages} stages, {len(costs.layers)} layers"
-        raise _wrong("every stage has at least one layer", got, where, fix=f"at most {len(costs.layers)} stages")
+        what = f"{where}: {stages} stages, but the model has {len(costs.layers)} layers"
+        raise _wrong(what, "every stage has at least one layer", fix=f"at most {len(costs.layers)} stages")
 
 
 def _text(value: object, where: str) -> None:
     if not isinstance(value, str):
-        raise _wrong("titles and names are text", value, where, fix="put it in quotes")
+        raise _wrong(f"{where}: {_shown(value)} is no text", "titles and names are text", fix="put it in quotes")
 
 
 def _several(value: object, where: str) -> tuple[Any, ...]:
     """A list, or one value as a list of it."""
     if isinstance(value, (str, Mapping)) or value is None:
-        raise _wrong("it is a number or a list of numbers", value, where, fix="[1, 2]")
+        raise _wrong(f"{where}: {_shown(value)} is no number", "it is a number or a list of numbers", fix="[1, 2]")
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -287,9 +297,12 @@ def _number(value: object, name: str, *, at_least: float, below: float = math.in
         return value  # type: ignore[return-value]
     kind = "a whole number" if whole else "a number"
     limits = f"of {at_least:g} or more" + (f" and below {below:g}" if below < math.inf else "")
-    raise _wrong(f"{name.split(' of ')[0]} is {kind} {limits}", value, name)
+    raise _wrong(f"{name}: {_shown(value)} is not {kind} {limits}", f"{name.split(' of ')[0]} is {kind} {limits}")
 
 
-def _wrong(rule: str, value: object, where: str, *, exists: str = "", fix: str = "correct it") -> ConfigError:
-    shown = value if isinstance(value, str) else repr(value)
-    return ConfigError(f"{where}: {shown}", rule=rule, where=where, exists=exists, fix=fix)
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _wrong(what: str, rule: str, *, exists: str = "", fix: str = "correct it") -> ConfigError:
+    return ConfigError(what, rule=rule, exists=exists, fix=fix)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action, Schedule, schedule
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction, Schedule, schedule
 from elaswave_spmd.scheduling.placement import workers_of_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment
 
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     """An action that a worker ran from `start` to `stop`, in virtual seconds."""
 
     worker: int
-    action: Action
+    action: PipelineAction
     start: float
     stop: float
     step: int = 0
@@ -51,7 +51,7 @@ class Work:
     limits: tuple[int, ...]
     turns: tuple[int, ...] = ()
     weight_share: float = 0.0
-    done: frozenset[Action] = frozenset()
+    done: frozenset[PipelineAction] = frozenset()
 
     @classmethod
     def from_assignment(cls, assignment: Assignment) -> Work:
@@ -76,7 +76,7 @@ class Work:
         found = {rank: 0 for members in self.stages for rank in members}
         for stage, of_stage in enumerate(self.owners):
             for microbatch, rank in enumerate(of_stage):
-                found[rank] += sum(Action(stage, kind, microbatch) not in self.done for kind in kinds)
+                found[rank] += sum(PipelineAction(stage, kind, microbatch) not in self.done for kind in kinds)
         return found
 
 
@@ -89,11 +89,11 @@ def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 class Order(Protocol):
     """The order in which one worker runs its actions of a step."""
 
-    def add_ready(self, action: Action) -> None:
+    def add_ready(self, action: PipelineAction) -> None:
         """All results that this action waits for have arrived."""
         ...
 
-    def next_action(self) -> Action | None:
+    def next_action(self) -> PipelineAction | None:
         """Remove and return the action to begin now; None: the worker has to wait."""
         ...
 
@@ -101,15 +101,15 @@ class Order(Protocol):
 class ListOrder:
     """One action after the other, as listed: a worker waits for the next one even if a later one is ready."""
 
-    def __init__(self, actions: Sequence[Action]) -> None:
+    def __init__(self, actions: Sequence[PipelineAction]) -> None:
         self._actions = actions
         self._at = 0
-        self._ready: set[Action] = set()
+        self._ready: set[PipelineAction] = set()
 
-    def add_ready(self, action: Action) -> None:
+    def add_ready(self, action: PipelineAction) -> None:
         self._ready.add(action)
 
-    def next_action(self) -> Action | None:
+    def next_action(self) -> PipelineAction | None:
         if self._at == len(self._actions) or self._actions[self._at] not in self._ready:
             return None
         self._at += 1
@@ -130,13 +130,13 @@ class ReadyOrder:
         self._turns = turns
         self._last = last
         self._in_flight = 0
-        self._ready: Mapping[str, list[tuple[int, int, Action]]] = {kind: [] for kind in KINDS}
+        self._ready: Mapping[str, list[tuple[int, int, PipelineAction]]] = {kind: [] for kind in KINDS}
 
-    def add_ready(self, action: Action) -> None:
+    def add_ready(self, action: PipelineAction) -> None:
         turn = self._turns[action.microbatch] if self._turns else action.microbatch
         heapq.heappush(self._ready[action.kind], (turn, action.microbatch, action))
 
-    def next_action(self) -> Action | None:
+    def next_action(self) -> PipelineAction | None:
         for kind in KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):
                 self._in_flight += (kind == FORWARD) - (kind == self._last)

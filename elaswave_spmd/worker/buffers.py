@@ -242,7 +242,7 @@ class GradientPool:
         self._in_use.remove(buffer)
         self._free.append(buffer)
 
-    def forget(self, buffer: GradientBuffer) -> None:
+    def remove(self, buffer: GradientBuffer) -> None:
         """Removes a buffer from the pool for good: a message that is still being sent refers to its memory."""
         self._in_use.remove(buffer)
 

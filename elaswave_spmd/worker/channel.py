@@ -66,7 +66,7 @@ def arrived(message: m.AnyMessage, payload: Tensor, device: Device) -> Tensor:
     return device.to_place(payload) if isinstance(message, (m.PartialSum, m.ReducedGradient)) else payload
 
 
-class Stopped(Exception):  # noqa: N818  (the regular end of a worker, not an error)
+class WorkerStopped(Exception):  # noqa: N818  (the regular end of a worker, not an error)
     """The controller told this worker to end, or is gone and there is nothing left to complete."""
 
 
@@ -121,7 +121,7 @@ class SocketChannel:
         """Everything that has arrived. The end of the link to the controller is a LinkClosed(peer=CONTROLLER).
 
         Raises:
-            Stopped: the controller says so.
+            WorkerStopped: the controller says so.
         """
         if self._leaving:
             self.is_copying()
@@ -139,7 +139,7 @@ class SocketChannel:
             if isinstance(item, Envelope):
                 incoming = self._decode(item)
                 if isinstance(incoming.message, m.Stop):
-                    raise Stopped
+                    raise WorkerStopped
                 found.append(incoming)
         return found
 

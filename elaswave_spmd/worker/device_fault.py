@@ -62,7 +62,7 @@ class DeviceRecovery:
         reason = str(error).partition("\n")[0] or type(error).__name__
         # A StepReport that was given for this epoch has reported what is lost now.
         self._void_epoch = executor.commit.protocol.promised
-        executor.forget()
+        executor.drop_undecided()
         lost = self._give_up_state(executor) if remedy is Remedy.RELOAD else []
         held = [part.pages for part in executor.replica.state if part.version != LEARNING]
         for layer, values in executor.values.items():
@@ -79,7 +79,7 @@ class DeviceRecovery:
         complete = all(part.version == version for part in replica.state)
         entered = version >= executor.configuration.version
         updated = self._complete_version == version and entered and replica.reducer.applied_step == version
-        return complete and updated and executor.commit.protocol.may_forget
+        return complete and updated and executor.commit.protocol.may_drop_undecided
 
     def _give_up_state(self, executor: Executor) -> list[PageRange]:
         """Replace memory that may be bad, and give up the state in it. Returns the page ranges that had state."""

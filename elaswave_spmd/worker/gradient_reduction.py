@@ -245,7 +245,7 @@ class GradientReducer:
         """Send a node that is complete on this worker to the primaries of its pages."""
         if self._sharded and not self._keeps_all:
             # The memory goes when the sends are done: messages and this worker's own trees refer to it until then.
-            self._pools[layer].forget(buffer)
+            self._pools[layer].remove(buffer)
         else:
             self._kept.setdefault(layer, []).append((node, buffer))
         for route in self._routes[layer]:
@@ -316,7 +316,7 @@ class GradientReducer:
         for pool in self._pools.values():
             pool.release_all()
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Give up everything of undecided steps, own sums and those of other workers."""
         for table in (self._local, self._kept, self._steps):
             table.clear()

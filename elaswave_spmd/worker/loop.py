@@ -19,7 +19,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import ValueBuffer
-from elaswave_spmd.worker.channel import Incoming, Stopped
+from elaswave_spmd.worker.channel import Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
@@ -54,7 +54,7 @@ class Executor:
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
         all end at the same version, as a step needs the vote of every member."""
         self._failed_step = 0  # in which the device failed and was brought back; 0: none, or over
-        self.enter(first)  # like every later configuration
+        self.enter_epoch(first)  # like every later configuration
 
     @property
     def version(self) -> int:
@@ -75,7 +75,7 @@ class Executor:
         them, so every worker stays until then.
 
         Raises:
-            Stopped: the controller says so; or it is gone and no step is under way.
+            WorkerStopped: the controller says so; or it is gone and no step is under way.
         """
         self._initialize_or_restore()
         while True:
@@ -101,7 +101,7 @@ class Executor:
                 else:
                     yield from self._train_step(self.version + 1)
             except ConfigurationChanged as change:
-                self.enter(change.configuration)  # what is left of the step is run at the next turn of the loop
+                self.enter_epoch(change.configuration)  # what is left of the step is run at the next turn of the loop
             except RuntimeError as error:
                 if not self._recovers_from(error):
                     raise
@@ -143,10 +143,10 @@ class Executor:
         """Send state to learners, and answer a Prepare for a planned change. Nothing is under way.
 
         Raises:
-            Stopped: the controller is gone.
+            WorkerStopped: the controller is gone.
         """
         if self.is_orphaned:
-            raise Stopped
+            raise WorkerStopped
         if self.version >= self.configuration.version:  # else this worker is behind: its state is not the newest
             self.replica.send_state()
         if self._prepare is not None:
@@ -199,7 +199,7 @@ class Executor:
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
         self._context.channel.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, partial_steps))
 
-    def enter(self, configuration: Configuration) -> None:
+    def enter_epoch(self, configuration: Configuration) -> None:
         """Become a member of a configuration: a recovery, a planned change, or the first one.
 
         Sums go to where the new replica map wants them, boundary tensors to where the recovery plan wants them,
@@ -223,9 +223,9 @@ class Executor:
         #   StepCommit.enter     WorkerProtocol; StateReplica (reduced gradients again), GradientReducer (sums again)
         #   StepRunner.resume    the remaining work; Boundaries (tensors again), Parameters (Need)
         #   StepCommit.resume    messages that came early, and the votes again
-        self._steps.enter(configuration)
+        self._steps.enter_epoch(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
-        self.commit.enter(self.placement, replica_map, configuration.version)
+        self.commit.enter_epoch(self.placement, replica_map, configuration.version)
         self._steps.resume(configuration)
         self.commit.resume()
 
@@ -313,9 +313,9 @@ class Executor:
         self._context.channel.send(CONTROLLER, damage)
         return True
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Give up everything of steps that are not decided."""
-        self._steps.forget()
+        self._steps.drop_undecided()
 
     @property
     def values(self) -> dict[int, ValueBuffer]:

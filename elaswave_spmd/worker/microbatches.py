@@ -75,7 +75,7 @@ class MicrobatchRunner:
     def _number(self, value: int) -> Tensor:
         return torch.tensor(value, device=self._place)
 
-    def enter(self, placement: Placement, stage: int) -> bool:
+    def enter_epoch(self, placement: Placement, stage: int) -> bool:
         """Make buffers and programs of exactly the stage's layers. Returns True if they are others than before."""
         layers = placement.layers_of_stage(stage)
         self._placement = placement
@@ -245,7 +245,7 @@ class MicrobatchRunner:
             self._unasked.clear()
         return self._times.pop_rows()
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Give up every micro-batch that is under way."""
         self.backward_of = -1
         self.programs.discard_all()

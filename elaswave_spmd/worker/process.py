@@ -22,7 +22,7 @@ from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.worker.channel import Channel, SocketChannel, Stopped
+from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerHooks
@@ -56,7 +56,7 @@ def main(fields: dict[str, Any]) -> int:
     process = WorkerProcess(WorkerSpec.from_dict(fields))
     try:
         process.run()
-    except Stopped:
+    except WorkerStopped:
         process.save_if_orphaned()
     except BaseException:
         process.report_failure(traceback.format_exc())
@@ -119,7 +119,7 @@ class WorkerProcess:
         """Become ready, become a member of the mesh, and train until the controller says Stop.
 
         Raises:
-            Stopped: always, unless something fails.
+            WorkerStopped: always, unless something fails.
         """
         plan, programs = self._become_ready()
         # From Ready on silence is a loss, so heartbeats begin now, in a thread of their own: they go on while the
@@ -165,14 +165,14 @@ class WorkerProcess:
         while True:
             item = self._mailbox.get()
             if isinstance(item, ControllerLost):
-                raise Stopped
+                raise WorkerStopped
             if not isinstance(item, Envelope):
                 continue
             message = m.decode(item.header)
             if isinstance(message, m.Reconfigure):
                 break
             if isinstance(message, m.Stop):
-                raise Stopped
+                raise WorkerStopped
             early.append(item)  # of a member that entered this epoch first; the channel delivers it
         self._progress.waiting = False  # the first action may take long
         self._members_changed(message)
@@ -223,7 +223,7 @@ class WorkerProcess:
                 self._deadline = time.monotonic() + self._settings.timeouts.controller
             began = time.perf_counter()
             if not self._wait(executor, channel):
-                raise Stopped
+                raise WorkerStopped
             if self._trace is not None:
                 self._trace.wait(reason, began, time.perf_counter())
             progress.waiting = False

@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Job:
-    """What a run computes, and the steps after which it validates and compares replicas.
+    """A run's model, data, optimizer and number of steps, and the steps after which it validates and compares replicas.
 
     Workers and controller read it.
 

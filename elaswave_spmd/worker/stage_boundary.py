@@ -97,7 +97,7 @@ class Boundaries:
         self._received |= self._used or {}
         self._used = None
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         """Drop all tensors: those received and those kept."""
         self._received.clear()
         self._kept.clear()
@@ -130,7 +130,7 @@ class Boundaries:
         make: Callable[..., Crossing] = m.Activation if key.kind == ACTIVATION else m.ActivationGradient
         self.send(peer, make(key.step, key.microbatch, key.layer, tuple(tensor.shape)), tensor)
 
-    def forget(self, step: int) -> None:
+    def drop_decided(self, step: int) -> None:
         """The step is decided: no recovery needs its tensors. Validation tensors of older versions go too."""
         for table in (self._received, self._kept):
             for key in [k for k in table if k.step < step or (k.step == step and k.kind != VALIDATION)]:

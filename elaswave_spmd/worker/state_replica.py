@@ -104,7 +104,7 @@ class StateReplica:
 
     # ---- configurations
 
-    def enter(
+    def enter_epoch(
         self,
         placement: Placement,
         replica_map: ReplicaMap,
@@ -307,11 +307,11 @@ class StateReplica:
             rows = tuple((*key, digest) for key, digest in sorted(self._written.items()))
             self._send(CONTROLLER, m.Fingerprints(self.rank, version, rows), None)
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
         self.background.give_up()
         self.parameters.grouped.give_up()
-        self.reducer.forget()
+        self.reducer.drop_undecided()
         self._gradients.clear()
         self._early.clear()
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}

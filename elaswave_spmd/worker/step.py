@@ -18,7 +18,7 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.pipeline import FORWARD, Action, actions_of
+from elaswave_spmd.scheduling.pipeline import FORWARD, PipelineAction, actions_of
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
@@ -79,7 +79,7 @@ class StepRunner:
         self._under_way: StepUnderWay | None = None
         self._plan: RecoveryPlan | None = None
         self._remaining: dict[int, RemainingWork] | None = None  # None: the step runs as placed
-        self._placed: tuple[Action, ...] | None = None  # this worker's actions of a whole step, worked out once
+        self._placed: tuple[PipelineAction, ...] | None = None  # this worker's actions of a whole step, worked out once
         self._position = 0  # in them
         self._validated = -1
 
@@ -111,7 +111,7 @@ class StepRunner:
         # From here on others may decide the step: with the votes of all members, each applies it for itself.
         self._commit.vote(step)
         yield from self._until_applied(step)
-        self._boundaries.forget(step)
+        self._boundaries.drop_decided(step)
         # After the step, not in it: on a device with streams, to read the times waits until their programs have run.
         times, memory = self._microbatches.pop_times(), self._microbatches.programs.memory.pop_rows()
         self._context.hooks.step_measured(step, times, memory)
@@ -302,14 +302,14 @@ class StepRunner:
             self._replica.reduced_gradients(step),
         )
 
-    def enter(self, configuration: Configuration) -> None:
+    def enter_epoch(self, configuration: Configuration) -> None:
         """Compute the layers of the stage that this worker belongs to now. `resume` follows when state is in place."""
         placement = self._placement = configuration.placement
         self._stage = placement.mesh.stage_of(self._context.rank)
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.restore_used()
-        moved = self._microbatches.enter(placement, self._stage)
+        moved = self._microbatches.enter_epoch(placement, self._stage)
         if moved or configuration.recovery_plan is None:
             # What it did of the step went through other layers, and is of no use here. Or no member had anything of the
             # step, which is assigned anew.
@@ -343,10 +343,10 @@ class StepRunner:
         self._replica.reducer.begin_step(plan.step, under_way.summed | to_come)
         return remaining
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Give up everything of the step under way."""
         self._under_way = None
         self._remaining = None
-        self._microbatches.forget()
-        self._boundaries.forget_all()
-        self._commit.forget()
+        self._microbatches.drop_undecided()
+        self._boundaries.drop_all()
+        self._commit.drop_undecided()

@@ -58,7 +58,7 @@ class StepCommit:
 
     # ---- configurations
 
-    def enter(self, placement: Placement, replica_map: ReplicaMap, highest_version: int) -> None:
+    def enter_epoch(self, placement: Placement, replica_map: ReplicaMap, highest_version: int) -> None:
         """Become a member of a newer configuration. No background copy is left from the one before.
 
         Args:
@@ -69,8 +69,8 @@ class StepCommit:
         # The protocol first: the replica asks it for versions and for norms, cut as the new configuration cuts pages.
         previous_epoch = self.protocol.epoch
         loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
-        self.protocol.enter(placement.mesh.epoch, placement.mesh.members, held, loss_range, highest_version)
-        self.replica.enter(placement, replica_map, held, highest_version, previous_epoch)
+        self.protocol.enter_epoch(placement.mesh.epoch, placement.mesh.members, held, loss_range, highest_version)
+        self.replica.enter_epoch(placement, replica_map, held, highest_version, previous_epoch)
 
     def resume(self) -> None:
         """Once everything else is in place: handle what came early for this configuration, and vote again in it.
@@ -112,10 +112,10 @@ class StepCommit:
             case _:
                 self.replica.handle(sender, message, payload)
 
-    def forget(self) -> None:
+    def drop_undecided(self) -> None:
         """Give up everything that was computed, here or elsewhere, of steps that are not decided."""
-        self.protocol.forget()
-        self.replica.forget()
+        self.protocol.drop_undecided()
+        self.replica.drop_undecided()
 
     # ---- effects of the protocol
 

@@ -18,7 +18,15 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from elaswave_spmd.controller.events import Event, Finished, MoveRequested, Received, RestartFrom, Stopped, WorkerEnded
+from elaswave_spmd.controller.events import (
+    Event,
+    MoveRequested,
+    Received,
+    RestartFrom,
+    RunFinished,
+    RunStopped,
+    WorkerEnded,
+)
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.models import LayeredModel
@@ -477,11 +485,11 @@ class SimulatedCluster:
         """
         while isinstance(outcome := self.controller.run(), RestartFrom):
             self._restart(outcome)
-        if isinstance(outcome, Finished):
+        if isinstance(outcome, RunFinished):
             return self.result
         if self._end is not None:
             raise self._end
-        assert isinstance(outcome, Stopped), outcome
+        assert isinstance(outcome, RunStopped), outcome
         raise AssertionError(f"the run has stopped: {outcome.error}")
 
     def _restart(self, restart: RestartFrom) -> None:

@@ -183,10 +183,13 @@ class Outcome:
 def undisturbed(run: TinyRun) -> Outcome:
     """The outcome of the run on one worker when nothing happens."""
     schedule = Schedule(0, run.key, mesh="single")
-    return Outcome.of(_cluster(schedule).run())
+    return Outcome.of(cluster_of(schedule).run())
 
 
-def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> SimulatedCluster:
+def cluster_of(
+    schedule: Schedule, trace: Callable[[str], None] | None = None, *, min_workers: int = 1
+) -> SimulatedCluster:
+    """The cluster that a schedule describes, before its first step."""
     run = schedule.run
     cluster = GroupedCluster if schedule.grouped else SimulatedCluster
     return cluster(
@@ -198,7 +201,7 @@ def _cluster(schedule: Schedule, trace: Callable[[str], None] | None = None) -> 
         VALIDATION,
         seed=schedule.seed,
         faults=schedule.faults,
-        policy=Policy(mirror_count=schedule.mirror_count, mirror_scatter=schedule.scatter),
+        policy=Policy(schedule.mirror_count, schedule.scatter, min_workers),
         uneven=schedule.uneven,
         trace=trace,
         checkpoint_every=schedule.checkpoint_every,
@@ -238,7 +241,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     cluster = None
     try:
         wanted = undisturbed(schedule.run.key)
-        cluster = _cluster(schedule, trace)
+        cluster = cluster_of(schedule, trace)
         how, failure, detail = _judge(schedule, cluster, wanted)
     except Exception as error:
         how, failure, detail = "", _classified(error), "".join(traceback.format_exception(error))

@@ -81,7 +81,7 @@ def run_plan(job: Job, placement: Placement, description: ModelDescription, poli
 
 
 def checkpoint_spec(plan: RunPlan, orders: CheckpointOrders, start: KeptCheckpoint | None) -> CheckpointSpec:
-    """What checkpoints of a simulated run say; nobody resumes from them in another environment."""
+    """The identity that checkpoints of a simulated run have; nobody resumes from them in another environment."""
     layout, kinds = plan.description.layout, (MASTER, *plan.job.optimizer.state_names)
     num_pages = sum(layer.num_state_pages for layer in layout.layers)
     step = start.step if start is not None else 0
@@ -91,7 +91,7 @@ def checkpoint_spec(plan: RunPlan, orders: CheckpointOrders, start: KeptCheckpoi
 
 
 class MemoryObserver(RunObserver):
-    """What a run writes down, kept in memory."""
+    """Keeps in memory the records that a run writes to files."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.run_dir = cast(Any, SimpleNamespace(path=RUN_DIR, write_costs=lambda text: None))

@@ -6,18 +6,16 @@ messages. Nobody is suspected as long as nothing is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import torch
 
-from elaswave_spmd.controller.events import Finished, Stopped
-from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.controller.events import RunFinished, RunStopped
 from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import LostStateError
-from tests.cluster.schedules import Outcome, Schedule, undisturbed
-from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
+from tests.cluster.schedules import Outcome, Schedule, cluster_of, undisturbed
+from tests.cluster.tiny import TinyRun
 
 MESHES = ("dp3", "pp3", "dp2_pp2", "dp3_pp2")
 ORDERS = range(3)
@@ -25,43 +23,17 @@ RUN = TinyRun(steps=10, microbatches=5)  # 5 micro-batches: uneven on every mesh
 LONG = 60  # turns of a stop: longer than timeouts.suspect (25 turns) and all that is on its way
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in a worker: the number of threads is a part of what the bits depend on."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def cluster_of(schedule: Schedule, min_workers: int = 1) -> SimulatedCluster:
-    """The cluster that a schedule describes."""
-    run = schedule.run
-    return SimulatedCluster(
-        run.job(),
-        schedule.placement,
-        run.description,
-        run.make_model,
-        TRAIN,
-        VALIDATION,
-        seed=schedule.seed,
-        faults=schedule.faults,
-        policy=Policy(schedule.mirror_count, schedule.scatter, min_workers),
-        uneven=schedule.uneven,
-    )
-
-
 def trained(mesh: str, order: int, faults: Sequence[AnyFault] = (), *, zero: int = 1) -> SimulatedCluster:
     """A cluster that has trained to its end with the undisturbed bits, after all of the faults."""
     cluster = cluster_of(Schedule(order, RUN, mesh, zero, faults=tuple(faults)))
     assert Outcome.of(cluster.run()) == undisturbed(RUN)
-    assert isinstance(cluster.controller.outcome, Finished)
+    assert isinstance(cluster.controller.outcome, RunFinished)
     assert cluster.plan.num_injected == len(faults)
     return cluster
 
 
 def kinds_of(cluster: SimulatedCluster) -> dict[int, str]:
-    """What happened to which worker, over all mesh epochs."""
+    """Rank -> "fail", "leave", "join" or "link", of all workers that changes were about, over all mesh epochs."""
     return {rank: kind for begun in cluster.result.epochs for rank, kind in begun.kinds.items()}
 
 
@@ -121,5 +93,5 @@ def test_too_few_are_left(mesh: str) -> None:
     cluster = cluster_of(schedule, min_workers=workers)
     with pytest.raises(LostStateError, match=f"elastic.min_workers is {workers}"):
         cluster.run()
-    assert isinstance(cluster.controller.outcome, Stopped)
+    assert isinstance(cluster.controller.outcome, RunStopped)
     assert "Its state after step" in str(cluster.controller.outcome.error)

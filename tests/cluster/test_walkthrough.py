@@ -14,12 +14,10 @@ and what they hold and compute, stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pytest
-import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
@@ -172,15 +170,6 @@ class Training:
 def training(mesh: str, *, zero: int = 1, mirrors: int = 1, steps: int = 4) -> Training:
     """A run on a mesh such as "dp3" or "dp2_pp2", in which nothing happens yet. Of 4 steps it validates 2 and 4."""
     return Training(mesh, zero, mirrors, steps)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in a worker: the number of threads is a part of what the bits depend on."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ORDERS)
@@ -382,7 +371,7 @@ def test_c11_a_link_is_lost_and_both_ends_live(message: str, order: int) -> None
 
 @pytest.mark.parametrize("at", ["forward", "backward", "reduce"])
 def test_c12_a_device_fails_and_is_reset(at: str, order: int) -> None:
-    """What the worker had of the step is gone, its state is not. It reports that, answers the Prepare without its own
+    """The worker has lost its part of the step, but not its state. It reports that, answers the Prepare without its own
     work, and the others send it everything again: the same step goes on with the same members."""
     run = training("dp3").worker(1, "device", step=2, at=at).run(order)
     (change,) = run.changes

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from elaswave_spmd.controller.events import Received, Stopped
+from elaswave_spmd.controller.events import Received, RunStopped
 from elaswave_spmd.controller.summary import collect_pages, is_complete
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
@@ -64,7 +64,7 @@ class Saved(MirroredCluster):
         with pytest.raises(LostStateError):
             self.run()
         save = self.saves[-1]
-        assert isinstance(self.controller.outcome, Stopped)
+        assert isinstance(self.controller.outcome, RunStopped)
         assert f"Its state after step {save.version} is in " in str(self.controller.outcome.error)
         keys = {(p.layer, p.first, p.stop) for p in self.saved[save.epoch]}
         assert is_complete(self.layout, keys), "every page has been written"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between two polls; the pause doubles 
 _ALL, _LEFT = "all", "left"  # outcomes of a meeting: all members came, or a member left for a newer mesh epoch
 
 
-class GroupLibrary:
+class GroupLibrary(ABC):
     """The calls of a collective library that a group is made of, and the store at which its members meet.
 
     `DeviceGroups` has those of a device; tests have their own. A backend is an object of c10d.
@@ -46,26 +47,30 @@ class GroupLibrary:
     shrinks = False
     """True if the library can remove members from a group."""
 
+    @abstractmethod
     def open_store(self, prefix: str) -> Any:
         """Open a connection to the store that all workers of the run share, for the keys below a prefix."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def make(self, store: Any, rank: int, size: int) -> Any:
         """Make this process's end of a group, a backend. All members call this together."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def broadcast(self, backend: Any, values: Any, root: int) -> Any:
         """Start a broadcast from the member with rank `root` in the group. Returns c10d's work."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def token(self) -> Any:
         """A small tensor on the device. The first broadcast, at which the library connects, is one of such a tensor."""
-        raise NotImplementedError
+        ...
 
-    def enter_thread(self) -> None:
+    def enter_thread(self) -> None:  # noqa: B027  (a library without threads needs none)
         """Give the calling thread the device, and a stream of its own. Called first in every thread that is started."""
 
-    def abort(self, backend: Any, reason: str) -> None:
+    def abort(self, backend: Any, reason: str) -> None:  # noqa: B027  (a library that cannot is left to its time limit)
         """End everything in progress in a backend at once, if the library can."""
 
     def shrink(self, backend: Any, lost: list[int]) -> Any:
@@ -74,7 +79,7 @@ class GroupLibrary:
         Args:
             lost: ranks in the backend to remove.
         """
-        raise NotImplementedError
+        raise AssertionError("the library cannot shrink groups")
 
 
 class Broadcast:

@@ -88,8 +88,8 @@ class Refused(AgentMessage, frozen=True):
     problem: Problem
 
 
-class Prepare(AgentMessage, frozen=True):
-    """Prepare the data that `settings` ask for, equal to the controller's `data`, and the fork server."""
+class PrepareRun(AgentMessage, frozen=True):
+    """PrepareRun the data that `settings` ask for, equal to the controller's `data`, and the fork server."""
 
     num_workers: int  # of the whole run
     settings: dict[str, Any]
@@ -127,7 +127,7 @@ AnyAgentMessage: TypeAlias = (
     | ExitsReported
     | AgentFailed
     | Refused
-    | Prepare
+    | PrepareRun
     | Spawn
     | Signal
     | ReportExits

@@ -123,7 +123,7 @@ class Agents:
         """
         self._preparing = True
         for agent in self:
-            self._send(agent, am.Prepare(num_workers, dict(settings), dict(data)))
+            self._send(agent, am.PrepareRun(num_workers, dict(settings), dict(data)))
         self._wait_until(lambda: all(agent.prepared for agent in self), float("inf"))
         self._preparing = False
         self._started = True

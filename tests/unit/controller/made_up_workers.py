@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import Stopped
+from elaswave_spmd.controller.events import RunStopped
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
@@ -227,7 +227,7 @@ class Story:
 
 def run_to_end(controller: Controller) -> None:
     """Runs a controller. Raises the error with which it stops, if it does."""
-    if isinstance(outcome := controller.run(), Stopped):
+    if isinstance(outcome := controller.run(), RunStopped):
         raise outcome.error
 
 

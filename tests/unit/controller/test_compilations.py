@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from elaswave_spmd.controller.events import End, Stopped
+from elaswave_spmd.controller.events import End, RunStopped
 from elaswave_spmd.controller.failures import StartDeadline
 from elaswave_spmd.controller.run_log import CompilationLog
 from elaswave_spmd.controller.summary import RunRecord
@@ -50,7 +50,7 @@ def is_late(*, ready: bool, beat: Heartbeat | None) -> bool:
     if beat is not None:
         deadline.heartbeat(beat, 105.0)
     actions = deadline.check(112.0)
-    assert all(isinstance(it, End) and isinstance(it.outcome, Stopped) for it in actions)
+    assert all(isinstance(it, End) and isinstance(it.outcome, RunStopped) for it in actions)
     return bool(actions)
 
 

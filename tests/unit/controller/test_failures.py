@@ -22,8 +22,8 @@ from elaswave_spmd.controller.events import (
     Record,
     RecordLostWorker,
     ReportExits,
+    RunStopped,
     Spawn,
-    Stopped,
     Tick,
     WorkerEnded,
 )
@@ -74,7 +74,7 @@ class World:
         for action in actions:
             self.actions.append(action)
             match action:
-                case End(Stopped(error)):
+                case End(RunStopped(error)):
                     raise error
                 case ReportExits():
                     self.happens(ExitsReported())

@@ -7,7 +7,7 @@ from typing import Any
 
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
-from elaswave_spmd.recovery.actions import Action, Broadcast, Send
+from elaswave_spmd.recovery.actions import Broadcast, ProtocolAction, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import Message, PartialStep, Prepare, Ready, Reconfigure, StepReport
 from elaswave_spmd.scheduling.placement import Placement
@@ -35,14 +35,14 @@ def make(*stages: int, zero: int = 0, steps: int = STEPS, **options: Any) -> Con
 def started(*stages: int, **options: Any) -> ControllerProtocol:
     """All members are ready and have entered the first epoch."""
     protocol = make(*stages, **options)
-    effects: list[Action] = []
+    effects: list[ProtocolAction] = []
     for rank in protocol.placement.mesh.members:
         effects = protocol.ready(Ready(rank, f"at {rank}"))
     assert reconfigures(effects).keys() == set(protocol.placement.mesh.members)
     return protocol
 
 
-def messages(effects: Iterable[Action]) -> list[tuple[int, Message]]:
+def messages(effects: Iterable[ProtocolAction]) -> list[tuple[int, Message]]:
     """(rank, message) of everything that is sent, to one worker or to several."""
     found: list[tuple[int, Message]] = []
     for effect in effects:
@@ -53,19 +53,19 @@ def messages(effects: Iterable[Action]) -> list[tuple[int, Message]]:
     return found
 
 
-def reconfigures(effects: Iterable[Action]) -> dict[int, Reconfigure]:
+def reconfigures(effects: Iterable[ProtocolAction]) -> dict[int, Reconfigure]:
     """Rank -> the Reconfigure message that is sent to it."""
     return {rank: message for rank, message in messages(effects) if isinstance(message, Reconfigure)}
 
 
-def prepares(effects: Iterable[Action]) -> dict[int, Prepare]:
+def prepares(effects: Iterable[ProtocolAction]) -> dict[int, Prepare]:
     """Rank -> the Prepare message that is sent to it."""
     return {rank: message for rank, message in messages(effects) if isinstance(message, Prepare)}
 
 
-def answer(protocol: ControllerProtocol, version: int = 0, *held: PartialStep) -> list[Action]:
+def answer(protocol: ControllerProtocol, version: int = 0, *held: PartialStep) -> list[ProtocolAction]:
     """All members answer the Prepare under way, with the same; the effects of the last answer."""
-    effects: list[Action] = []
+    effects: list[ProtocolAction] = []
     for rank in protocol.changing:
         assert not reconfigures(effects)
         effects = protocol.report_received(StepReport(protocol._last_epoch, rank, version, held))

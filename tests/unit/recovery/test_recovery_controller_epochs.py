@@ -108,6 +108,14 @@ def test_microbatches_of_a_lost_worker_are_counted_as_redone_and_those_of_surviv
     assert begun(effects).microbatches_redone == 2, "micro-batches 3 and 4 of stage 0"
 
 
+def test_of_a_step_that_a_survivor_has_not_begun_only_microbatches_of_lost_workers_count_as_redone() -> None:
+    protocol = started()
+    protocol.lost(1, "killed")
+    protocol.report_received(StepReport(1, 0, 3, ()))
+    effects = protocol.report_received(StepReport(1, 2, 3, (PartialStep(4, assigned=(0, 1, 2, 3, 4)),)))
+    assert begun(effects).microbatches_redone == 2, "micro-batches 3 and 4 of stage 0"
+
+
 def test_answers_to_another_prepare_and_of_the_lost_are_void() -> None:
     protocol = started()
     assert protocol.report_received(StepReport(0, 0, 0)) == [], "nobody asked"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaswave_spmd.recovery.actions import Action, EpochBegun, RemoveMember, Save, Send, Unrecoverable
+from elaswave_spmd.recovery.actions import EpochBegun, ProtocolAction, RemoveMember, Save, Send, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.recovery.messages import (
     AT_ONCE,
@@ -31,11 +31,11 @@ def commit(protocol: ControllerProtocol, step: int) -> None:
         protocol.applied(Applied(at, protocol.placement.mesh.epoch, 0, 1.0, 1.0, True))
 
 
-def saves(effects: list[Action]) -> list[Save]:
+def saves(effects: list[ProtocolAction]) -> list[Save]:
     return [effect for effect in effects if isinstance(effect, Save)]
 
 
-def begun(effects: list[Action]) -> EpochBegun:
+def begun(effects: list[ProtocolAction]) -> EpochBegun:
     (found,) = [effect for effect in effects if isinstance(effect, EpochBegun)]
     return found
 

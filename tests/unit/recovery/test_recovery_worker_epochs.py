@@ -57,7 +57,7 @@ def enter(
     epoch: int = NEW,
 ) -> list[Effect]:
     loss = LOSS.key if LOSS in held else None
-    protocol.enter(epoch, members, held, loss, highest)
+    protocol.enter_epoch(epoch, members, held, loss, highest)
     return protocol.votes_again()
 
 
@@ -110,7 +110,7 @@ def test_a_place_is_followed_upwards_and_never_below_the_promise() -> None:
     assert not protocol.accepts(NEW), "superseded: another change is under way, its plan is made from other answers"
     assert protocol.accepts(NEW + 1) and protocol.accepts(NEW + 2)
     with pytest.raises(AssertionError):
-        protocol.enter(NEW, (ME,), [LOSS], LOSS.key, 0)
+        protocol.enter_epoch(NEW, (ME,), [LOSS], LOSS.key, 0)
 
 
 def test_in_the_new_epoch_it_votes_again() -> None:
@@ -190,7 +190,7 @@ def test_a_promoted_mirror_votes_with_the_loss() -> None:
     protocol.gradient_complete(1, OWN.key, [1.0, 1.0])
     protocol.gradient_complete(1, LOSS.key, [], 2.5)
     (before,) = sent(protocol.computed(1))
-    protocol.enter(NEW, (OTHER, ME), [OWN, LOSS], LOSS.key, 1)
+    protocol.enter_epoch(NEW, (OTHER, ME), [OWN, LOSS], LOSS.key, 1)
     (after,) = sent(protocol.votes_again())
     assert (before.loss, after.loss) == (None, 2.5)
 
@@ -258,6 +258,6 @@ def test_a_second_change_before_the_first_is_settled() -> None:
     enter(protocol, 1)
     protocol.promise(NEW + 1)
     assert protocol.vote_received(vote(1, OTHER, NEW, 9.0)) == [], "promised away"
-    protocol.enter(NEW + 1, (ME,), [OWN, MIRRORED, LOSS], LOSS.key, 1)
+    protocol.enter_epoch(NEW + 1, (ME,), [OWN, MIRRORED, LOSS], LOSS.key, 1)
     effects = protocol.votes_again()
     assert [v.epoch for v in sent(effects)] == [NEW + 1] and applied(effects) == [1]

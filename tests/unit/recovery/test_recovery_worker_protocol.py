@@ -279,7 +279,7 @@ def test_a_step_that_a_member_has_applied_in_an_older_epoch_is_not_extended() ->
     protocol.computed(1)
     protocol.vote_received(vote(1))
     protocol.promise(4)
-    protocol.enter(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 1)
+    protocol.enter_epoch(4, (OTHER, ME), [OWN, MIRRORED, LOSS], LOSS.key, 1)
     assert [effect.vote.extension for effect in protocol.votes_again() if isinstance(effect, SendVote)] == [""]
     complete_gradients(protocol, 2)
     sent, *_ = protocol.computed(2)

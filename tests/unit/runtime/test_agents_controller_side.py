@@ -116,7 +116,7 @@ def prepared(agents: Agents, remote: Make) -> tuple[Remote, Remote]:
     pair = remote().hello("c", 1), remote().hello("b", 2)
     agents.wait_for_all(10)
     for each in pair:
-        each.answer_next(am.Prepare, am.Prepared())
+        each.answer_next(am.PrepareRun, am.Prepared())
     agents.prepare(3, {"seed": 0}, {"corpus": "text"})
     return pair
 
@@ -211,8 +211,8 @@ def test_an_agent_that_fails_to_prepare_ends_the_start(
 ) -> None:
     first, second = remote().hello("a"), remote().hello("b")
     agents.wait_for_all(10)
-    first.answer_next(am.Prepare, am.Prepared())
-    second.answer_next(am.Prepare, *answers)
+    first.answer_next(am.PrepareRun, am.Prepared())
+    second.answer_next(am.PrepareRun, *answers)
     with pytest.raises(kind, match=message):
         agents.prepare(3, {}, {})
 
@@ -274,7 +274,7 @@ def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -
     agents = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=1)
     there = Remote(port).hello()
     agents.wait_for_all(10)
-    there.answer_next(am.Prepare, am.Prepared())
+    there.answer_next(am.PrepareRun, am.Prepared())
     agents.prepare(1, {}, {})
     agents.spawn(next(iter(agents)), 0, {})
     assert there.receive() == am.Spawn(0, {})

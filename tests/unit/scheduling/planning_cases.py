@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
-from elaswave_spmd.scheduling.pipeline import Action
+from elaswave_spmd.scheduling.pipeline import PipelineAction
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
@@ -30,9 +30,9 @@ def stages_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0)))
 
 
-def actions(text: str) -> tuple[Action, ...]:
+def actions(text: str) -> tuple[PipelineAction, ...]:
     """The actions that are written "0F3 2B11", with stages of one digit."""
-    return tuple(Action(int(word[0]), word[1], int(word[2:])) for word in text.split())
+    return tuple(PipelineAction(int(word[0]), word[1], int(word[2:])) for word in text.split())
 
 
 def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -233,7 +233,7 @@ def test_noise_around_the_edge_of_a_grain_changes_no_speed(noise):
 @given(st.lists(st.floats(0.01, 10), min_size=2, max_size=6), st.lists(st.floats(0.1, 9), min_size=2, max_size=6))
 @settings(deadline=None)
 def test_products_of_layer_and_speed_are_what_was_measured(speeds, seconds):
-    """Whether the layer or the worker counts as slow, the seconds of a worker on a layer are right within the grain."""
+    """The seconds of a worker on a layer are right within the grain."""
     ranks = dict(enumerate(speeds))
     smoother = observed(ProfileSmoother(len(seconds), grain=0.001), ranks, seconds)
     costs, half = smoother.costs(costs_of([1.0] * len(seconds))), len(seconds) // 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
-from elaswave_spmd.scheduling.pipeline import Action, Schedule, schedule
+from elaswave_spmd.scheduling.pipeline import PipelineAction, Schedule, schedule
 from elaswave_spmd.scheduling.step_time import (
     CLASSES,
     EXACT,
@@ -49,9 +49,9 @@ def slowly(actions: Schedule, assignment: Assignment, costs: CostModel) -> float
     """The same times, by recursion over the actions."""
     stage_of = {rank: s for s, members in enumerate(assignment.stages) for rank in members}
     home = {action: (rank, i) for rank, todo in actions.items() for i, action in enumerate(todo)}
-    known: dict[Action, float] = {}
+    known: dict[PipelineAction, float] = {}
 
-    def end(action: Action) -> float:
+    def end(action: PipelineAction) -> float:
         if action not in known:
             rank, i = home[action]
             s, cuts = stage_of[rank], assignment.layer_cuts

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
 from elaswave_spmd.scheduling.step_time import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
 from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
@@ -232,7 +232,7 @@ def test_salvage_does_what_is_missing_and_only_that(case, moment, data):
     kept = {span.action for span in found.kept if span.worker not in gone}
     again = [span.action for span in found.rest]
     everything = {
-        Action(stage, kind, microbatch)
+        PipelineAction(stage, kind, microbatch)
         for stage in range(assignment.num_stages)
         for microbatch in range(assignment.num_microbatches)
         for kind in (FORWARD, BACKWARD)

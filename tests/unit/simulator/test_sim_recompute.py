@@ -9,7 +9,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery.messages import PartialStep
 from elaswave_spmd.recovery.partial_step import recovery_plan
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, Action
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment
 from elaswave_spmd.sharding import Shardings
@@ -21,11 +21,11 @@ from tests.unit.scheduling.planning_cases import assigned, costs_of
 STEP = 7
 
 
-def held(assignment: Assignment, stage: int, rank: int, done: set[Action]) -> PartialStep:
+def held(assignment: Assignment, stage: int, rank: int, done: set[PipelineAction]) -> PartialStep:
     """The report of a survivor: its micro-batches, those that are finished, and all that it has sent and keeps."""
     mine = [microbatch for microbatch, owner in enumerate(owners_of(assignment)[stage]) if owner == rank]
-    forward = [microbatch for microbatch in mine if Action(stage, FORWARD, microbatch) in done]
-    computed = [microbatch for microbatch in mine if Action(stage, BACKWARD, microbatch) in done]
+    forward = [microbatch for microbatch in mine if PipelineAction(stage, FORWARD, microbatch) in done]
+    computed = [microbatch for microbatch in mine if PipelineAction(stage, BACKWARD, microbatch) in done]
     first, stop = assignment.layer_cuts[stage : stage + 2]
     return PartialStep(
         STEP,

@@ -114,7 +114,7 @@ def test_a_pool_gives_each_buffer_to_one_user_at_a_time() -> None:
     assert first is not second and pool.peak == 2
     pool.release(first)
     assert pool.acquire() is first and pool.peak == 2
-    pool.forget(second)
+    pool.remove(second)
     pool.release_all()
     assert pool.acquire() is first and pool.acquire() is not second
     assert pool.num_bytes == 2 * layout().num_gradient_elements * 4

@@ -158,7 +158,7 @@ def test_a_decided_step_is_forgotten_and_the_next_is_not() -> None:
         boundaries.send(OTHER, activation(0, step=step), tensor(0))
         boundaries.receive(gradient(1, step=step), tensor(0).reshape(-1))
         boundaries.receive(activation(2, step=step, validation=True), tensor(0).reshape(-1))
-    boundaries.forget(STEP)
+    boundaries.drop_decided(STEP)
     assert [boundaries.kept(ACTIVATION, step) for step in (STEP - 1, STEP, STEP + 1)] == [(), (), ((1, 0),)]
     assert [key(GRADIENT, 1, 0, step) in boundaries for step in (STEP - 1, STEP, STEP + 1)] == [False, False, True]
     left = [key(VALIDATION, 2, 1, step) in boundaries for step in (STEP - 1, STEP, STEP + 1)]
