@@ -52,6 +52,7 @@ _FOLLOWING: Mapping[str, object] = {
     "schedule__every": 2,
     "schedule__window": 3,
     "schedule__patience": 1,
+    "schedule__lasting": 0,
     "schedule__min_gain": 0.02,
     "schedule__stages": "false",
 }

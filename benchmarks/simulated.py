@@ -35,8 +35,14 @@ from elaswave_spmd.simulator import healthy
 
 BLOCKS, BLOCK_STEPS, SETTLE_STEPS = 5, 4, 9
 TIMES = 2.0
-_STILL = {"schedule__every": 2, "schedule__window": 3, "schedule__min_gain": 0.9}
-_FOLLOWS = {"schedule__every": 2, "schedule__window": 3, "schedule__patience": 1, "schedule__layers": "false"}
+_STILL = {"schedule__every": 2, "schedule__window": 3, "schedule__min_gain": 0.9, "schedule__lasting": 0}
+_FOLLOWS = {
+    "schedule__every": 2,
+    "schedule__window": 3,
+    "schedule__patience": 1,
+    "schedule__lasting": 0,
+    "schedule__layers": "false",
+}
 
 
 @dataclass(frozen=True)

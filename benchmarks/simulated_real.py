@@ -23,6 +23,7 @@ _SETTINGS: dict[str, object] = {
     "train.global_batch": MICROBATCHES * MICROBATCH_SIZE,
     "train.validate_every": 0,
     "schedule.every": 2,
+    "schedule.lasting": 0,
     "schedule.window": 3,
     "schedule.min_gain": 0.9,
     "run.tensorboard": "false",

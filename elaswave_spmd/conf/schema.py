@@ -454,19 +454,23 @@ class ScheduleSettings(Section, group="schedule"):
 
     A decision is made every `every` steps, on medians over `window` steps. A change is made if a step is expected to
     gain at least `min_gain` of its time in `patience` decisions in a row, and if that pays for the state that it
-    moves. The next change takes twice as many decisions, until workers come or go.
+    moves. The next change takes twice as many decisions, until workers come or go. On a busy machine a worker may take
+    fifty times as long for a moment: what is measured counts, and is shown, as far as it has lasted for `lasting`
+    seconds. Without a `memory_limit` no such change makes the state of a worker more than twice the even share on the
+    mesh that the run was started with.
     """
 
     microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")
     layers: bool = setting(True, "move layers to other stages when that pays")
     stages: bool = setting(False, "the number of stages may change, too")
     memory_limit: float | None = setting(
-        None, "bytes of state and activations that a worker has room for; null: not considered", above=0
+        None, "bytes of state and activations that a worker has room for; null: twice the even share of state", above=0
     )
     every: int = setting(5, "steps between two decisions", at_least=1)
     window: int = setting(5, "steps that the medians are over", at_least=1)
     min_gain: float = setting(0.1, "share of a step that a change has to gain", at_least=0, below=1)
     patience: int = setting(3, "decisions in a row that have to ask for a change", at_least=1)
+    lasting: float = setting(10.0, "seconds that a difference in speed has to last before it counts", at_least=0)
     profile: str | None = setting(None, "costs.json of an earlier run of this model, to plan the first mesh with")
     bandwidth: float | None = setting(
         None, "bandwidth of a link in bytes/s, for the cost of moves; null: measured", above=0

@@ -274,7 +274,7 @@ class Controller:
                 self._checkpoints.committed(applied.step)
                 if self._failures.is_ending:
                     return []
-                return [*self._rescheduler.committed(applied.step), *self._failures.committed(applied)]
+                return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied)]
             case ValidationDone(step, total):
                 self._checkpoints.validated(step, mean_loss(self._plan, total))
             case EpochBegun(placement, version=version):

@@ -7,6 +7,7 @@ When there is nothing to move, frequencies follow.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Collection
@@ -20,11 +21,12 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.recovery.messages import Measured
 from elaswave_spmd.recovery.reconfiguration import Stages, assign_evenly
-from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.lasting import LastingCosts
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.profiler import LayerSample, ProfileSmoother
+from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, plan_change, reassign_microbatches
-from elaswave_spmd.scheduling.step_time import Assignment, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
 _MOST_DOUBLINGS = 6
 _SHORT_STEP_S = 0.05
@@ -47,6 +49,7 @@ class MeasuredCosts:
         self._profile = ProfileSmoother(len(base.layers), window=settings.window)
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
         self._links: dict[int, tuple[float, ...]] = {}  # rank -> latency in seconds, bytes per second
+        self._lasting = LastingCosts(settings.lasting, base)
 
     @property
     def is_measured(self) -> bool:
@@ -60,6 +63,20 @@ class MeasuredCosts:
         if self._links:
             base = base.with_links(*map(statistics.median, zip(*self._links.values(), strict=True)))
         return self._profile.costs(base.with_links(self._settings.latency, self._settings.bandwidth))
+
+    @property
+    def lasting(self) -> CostModel:
+        """The costs to plan with: of what was measured, that which lasts (schedule.lasting)."""
+        return self._lasting.planned if self._settings.lasting else self.costs
+
+    def review(self, now: float) -> bool:
+        """Take note of the costs as measured up to now. Returns True once it is known what lasts.
+
+        Args:
+            now: seconds of a clock that never runs back.
+        """
+        self._lasting = self._lasting.observe(self.costs, now)
+        return self._lasting.is_covered
 
     def measured(self, message: Measured, scale: float | None) -> None:
         """A worker reports what its layers took in a step, and what they keep.
@@ -93,7 +110,7 @@ class MeasuredCosts:
         """The micro-batches of each worker: as `plan_change` would assign them, where layers stay."""
         if not self._follows_speeds:
             return assign_evenly(stages, num_microbatches)
-        costs, order, cuts = self.costs, old.microbatch_order, old.layer_cuts
+        costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
         candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs)
         found = [candidate.counts for candidate in candidates]
         large = sum(map(len, stages)) > _TIMED_WORKERS  # everybody waits for this: no lists of a large mesh are timed
@@ -160,6 +177,8 @@ class Rescheduler:
         self._content = 0  # reviews in a row that asked for nothing
         self._slow: set[int] = set()
         self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> reviews in a row
+        self._started = protocol.placement
+        self._rule = MemoryRule(protocol.placement.shardings, policy.mirror_count)
 
     def report(self, message: Measured) -> None:
         """A worker reports what its layers took in a step, and what they keep."""
@@ -169,8 +188,12 @@ class Rescheduler:
         """A mesh epoch begins."""
         self._frequencies.begun(placement, version, self._roster.pids)
 
-    def committed(self, step: int) -> list[Action]:
-        """A step is committed: now and then it is reviewed what could be better."""
+    def committed(self, step: int, now: float) -> list[Action]:
+        """A step is committed: now and then it is reviewed what could be better.
+
+        Args:
+            now: seconds of a clock that never runs back.
+        """
         mesh = self._protocol.placement.mesh
         self._observed += self._measured.committed(step, mesh.members)
         if sorted(mesh.members) != sorted(self._members):
@@ -186,13 +209,16 @@ class Rescheduler:
         settings = self._settings
         follows = settings.microbatches or settings.layers or self._policy.drain_below or self._frequencies.active
         is_due = self._observed >= settings.window and step % settings.every == 0
-        return [*actions, *self._review(step)] if follows and is_due and self._protocol.settled else actions
+        return [*actions, *self._review(step, now)] if follows and is_due and self._protocol.settled else actions
 
     # ---- decisions
 
-    def _review(self, step: int) -> list[Action]:
-        costs = self._measured.costs
-        actions: list[Action] = [WriteCosts(costs.to_json())] if self._measured.is_measured else []
+    def _review(self, step: int, now: float) -> list[Action]:
+        is_known = self._measured.review(now)
+        actions: list[Action] = [WriteCosts(self._measured.costs.to_json())] if self._measured.is_measured else []
+        if not is_known:
+            return actions
+        costs = self._measured.lasting
         decision, complaints = self._plan(costs, max(0, self._policy.steps - step))
         actions += complaints
         if decision is None:
@@ -239,6 +265,7 @@ class Rescheduler:
                 layout=self._protocol.layout,
                 mirror_count=self._policy.mirror_count,
                 memory_limit=self._settings.memory_limit or math.inf,
+                state_limit=self._state_limit(costs),
                 stage_counts=None if stages else (),
             )
         except PlanError as error:
@@ -249,6 +276,19 @@ class Rescheduler:
             decision = None
         self._planned = known, decision
         return decision, complaints
+
+    def _state_limit(self, costs: CostModel) -> float:
+        """The most bytes of state that a plan may give a worker: no plan by measured times makes one a bottleneck.
+
+        It is twice the even share on the mesh that the run was started with, or what some worker has anyhow. Where
+        schedule.memory_limit says what fits, that alone counts.
+        """
+        if self._settings.memory_limit is not None:
+            return math.inf
+        started = state_of(Assignment.of(self._started), costs, self._rule)
+        sizes = [len(members) for members in self._started.mesh.stages]
+        even = sum(map(operator.mul, sizes, started)) / sum(sizes)
+        return max(2 * even, *state_of(Assignment.of(self._protocol.placement), costs, self._rule))
 
     def _goal(self, decision: Decision) -> Goal | None:
         """The next move, if one gains enough: micro-batches first, which move no state; layers when that is done."""
@@ -275,7 +315,7 @@ class Rescheduler:
             speed = costs.speed(rank)
             if rank not in self._slow and speed < _SLOW:
                 self._slow.add(rank)
-                kind, why = "slow", f"worker {rank} is slow: its micro-batches take {1 / speed:.2f} times as long"
+                kind, why = "slow", f"worker {rank} is slow: its micro-batches take {_times_as_long(speed)}"
             elif rank in self._slow and speed > _FAST:
                 self._slow.discard(rank)
                 kind, why = "recover", f"worker {rank} is as fast as the others again"
@@ -295,6 +335,11 @@ class Rescheduler:
             return []
         self._too_slow.clear()
         return [*self._protocol.drain(slowest, f"slower than elastic.evict_slower_than={drain_below:g}")]
+
+
+def _times_as_long(speed: float) -> str:
+    # The smoother's speeds are multiples of its grain, and never less than one.
+    return f"{1 / speed:.2f} times as long" if speed > SLOWEST else f"{1 / SLOWEST:.0f} times as long, or more"
 
 
 def _alike(one: Goal, other: Goal) -> bool:

@@ -257,10 +257,12 @@ class MemoryRule:
     Args:
         shardings: the specs. Those of optim and grads decide (ZeRO; Rajbhandari et al., 2020).
         mirror_count: mirrors of each page of sharded state.
+        state_limit: the most bytes of state that a plan may give one worker, whatever memory it has.
     """
 
     shardings: Shardings = _WHOLE
     mirror_count: int = 1
+    state_limit: float = math.inf
 
     @property
     def state_is_sharded(self) -> bool:
@@ -283,7 +285,7 @@ class MemoryRule:
 
         They are parameters, gradients, state, activations of the micro-batches in flight, and the tensors that its
         micro-batches send over the two ends of the stage, which are kept until the step is decided. Only entries with
-        row < column have a meaning.
+        row < column have a meaning. They are infinite where the state alone exceeds `state_limit`.
 
         Args:
             size: number of workers of the stage.
@@ -291,10 +293,15 @@ class MemoryRule:
             in_flight: the most micro-batches that it has between forward and backward.
         """
         whole = costs.prefix("value_bytes") + self.gradient_share(size) * costs.prefix("gradient_bytes")
-        whole = whole + self.state_share(size) * costs.prefix("state_bytes")
+        state = self.state_share(size) * costs.prefix("state_bytes")
+        whole = whole + state
         whole = whole + min(microbatches, in_flight) * costs.prefix("activation_bytes")
         ends = np.array([0, *(layer.boundary_bytes for layer in costs.layers[:-1]), 0]) * microbatches
-        return whole[None, :] - whole[:, None] + ends[None, :] + ends[:, None]
+        table = whole[None, :] - whole[:, None] + ends[None, :] + ends[:, None]
+        if self.state_limit == math.inf:
+            return table
+        # A part in 10^9 more: a difference of prefix sums is rounded.
+        return np.where(state[None, :] - state[:, None] > self.state_limit * (1 + 1e-9), math.inf, table)
 
 
 REPLICATED = MemoryRule()

@@ -140,7 +140,7 @@ def partition(
     allowed = _allowed(seconds, memory, stages)
     optimum = _least(allowed, np.maximum)[0]
     if optimum == math.inf:
-        raise _no_room(costs, stages, memory)
+        raise _no_room(costs, stages, memory, rule)
     if move_bytes is None:
         move_bytes = _from_cuts(costs, old_cuts, num_stages)
     limit = optimum * (1.0 + tolerance)
@@ -181,7 +181,7 @@ def _allowed(
     keys = [(id(t), id(m), stage.memory_limit) for t, m, stage in zip(seconds, memory, stages, strict=True)]
     for key, t, m in zip(keys, seconds, memory, strict=True):
         if key not in found:
-            found[key] = t if key[2] == math.inf else np.where(m <= key[2], t, math.inf)
+            found[key] = np.where((m <= key[2]) & (m < math.inf), t, math.inf)
     return [found[key] for key in keys]
 
 
@@ -213,8 +213,17 @@ def _from_cuts(costs: CostModel, old_cuts: Sequence[int] | None, num_stages: int
     return found
 
 
-def _no_room(costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[np.ndarray]) -> PlanError:
+def _no_room(
+    costs: CostModel, stages: Sequence[StageWorkers], memory: Sequence[np.ndarray], rule: MemoryRule
+) -> PlanError:
     """The error that describes the partition which exceeds its memory least."""
+    if rule.state_limit < math.inf:
+        return PlanError(
+            f"no partition into {len(stages)} stages leaves each worker at most {rule.state_limit:,.0f} B of state",
+            rule="a plan makes the state of one worker at most twice the even share on the mesh at the start",
+            exists=f"{len(costs.layers)} layers, {sum(s.size for s in stages)} workers",
+            fix="schedule.memory_limit=BYTES, what a worker has room for",
+        )
     layers = ~np.tri(len(costs.layers) + 1, dtype=bool)
     lacking = [np.where(layers, m - s.memory_limit, math.inf) for m, s in zip(memory, stages, strict=True)]
     excess, cuts = _least([np.maximum(table, 0.0) for table in lacking], np.maximum)

@@ -20,6 +20,9 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 _Seconds = tuple[float, float]
 """(forward, backward) of one micro-batch."""
 
+SLOWEST = 0.02
+"""The smallest relative speed that is reported: what is slower counts as this."""
+
 
 @dataclass(frozen=True)
 class LayerSample:
@@ -66,7 +69,7 @@ class ProfileSmoother:
 
     num_layers: int
     window: int = 5
-    grain: float = 0.02
+    grain: float = SLOWEST
     layers: Mapping[int, tuple[_Seconds, ...]] = field(default_factory=dict, hash=False)
     workers: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     reported: Mapping[int, float] = field(default_factory=dict, hash=False)

@@ -156,6 +156,7 @@ def plan_change(
     layout: ModelLayout | None = None,
     stages: Sequence[Sequence[int]] | None = None,
     memory_limit: float = math.inf,
+    state_limit: float = math.inf,
     mirror_count: int = 1,
     stage_counts: Collection[int] | None = None,
     frequencies: FrequencyRange | None = None,
@@ -172,6 +173,7 @@ def plan_change(
         stages: the workers that are present, by stage (recovery.reconfiguration.next_stages); None: all workers of the
             placement.
         memory_limit: bytes that each worker has.
+        state_limit: the most bytes of state that the plan may give a worker.
         mirror_count: mirrors of each page of sharded state.
         stage_counts: numbers of stages that may replace the present one; None: any; (): none.
         frequencies: the range that devices may be set to; None: no hints.
@@ -191,7 +193,7 @@ def plan_change(
     if not all(present):
         empty = [s for s, members in enumerate(present) if not members]
         raise PlanError(f"stages {empty} are empty", rule="each stage has a worker", fix="plan without these stages")
-    rule = MemoryRule(placement.shardings, mirror_count)
+    rule = MemoryRule(placement.shardings, mirror_count, state_limit)
     sharding = placement.state_sharding(mirror_count)
     moves = StateMoves(sharding, layout or layout_of_costs(costs), costs, placement.replicas)
     planner = _Planner(old, costs, remaining_steps, rule, memory_limit, moves)
@@ -354,7 +356,8 @@ class _Planner:
 
     def fits(self, candidate: Candidate) -> bool:
         """True if no worker needs more memory than it has."""
-        return max(memory_of(candidate.assignment, self.costs, self.rule)) <= self.memory_limit
+        needed = max(memory_of(candidate.assignment, self.costs, self.rule))
+        return needed <= self.memory_limit and needed < math.inf
 
     def total(self, candidate: Candidate, exact: bool = True) -> float:
         """Seconds until the end, the move included."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -293,6 +293,13 @@ def memory_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> lis
         table = rule.stage_bytes(costs, size=len(counts), microbatches=max(counts), in_flight=assignment.limits[s])
         found.append(float(table[assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
     return found
+
+
+def state_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list[float]:
+    """The bytes of state that each worker of each stage has, mirrors included."""
+    spans = zip(pairwise(assignment.layer_cuts), assignment.stages, strict=True)
+    prefix = costs.prefix("state_bytes")
+    return [float(rule.state_share(len(members)) * (prefix[stop] - prefix[first])) for (first, stop), members in spans]
 
 
 def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, size: int, nodes: int) -> float:

@@ -11,7 +11,14 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from tests.multiprocess.real_runs import SMALL, train, write_text
 
 EMULATED = ["runtime.device=emulated", "emulated.forward_ms=2", "emulated.backward_ms=4", "train.validate_every=0"]
-QUICK = ["schedule.every=2", "schedule.window=3", "schedule.patience=1", "train.steps=30", "train.global_batch=16"]
+QUICK = [
+    "schedule.every=2",
+    "schedule.window=3",
+    "schedule.patience=1",
+    "schedule.lasting=0",
+    "train.steps=30",
+    "train.global_batch=16",
+]
 
 
 def run(folder: Path, *arguments: str) -> list[dict[str, object]]:

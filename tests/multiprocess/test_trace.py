@@ -73,7 +73,7 @@ def test_no_trace_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_frequencies_follow_the_bubbles_and_change_no_bit(tmp_path: Path) -> None:
-    quick = ("schedule.every=2", "schedule.window=3", "schedule.patience=1", "train.steps=24")
+    quick = ("schedule.every=2", "schedule.window=3", "schedule.patience=1", "schedule.lasting=0", "train.steps=24")
     # 4 micro-batches: the first worker has two of them, and keeps them whatever speeds a busy machine shows.
     slower = [word for word in EMULATED if "_ms=" not in word]
     slower += ["emulated.forward_ms=4", "emulated.backward_ms=8", "schedule.microbatches=false"]

@@ -120,7 +120,13 @@ def test_layers_that_move_change_no_bit_and_compile_nothing(tmp_path: Path) -> N
     layers = [LayerCost(f"layer {i}", 1.0 if i == 0 else 1e-3, 0.0) for i in range(LAYERS)]
     costs = tmp_path / "costs.json"
     costs.write_text(CostModel(tuple(layers), 1e9).to_json())
-    following = ["schedule.layers=true", "schedule.every=2", "schedule.window=2", "schedule.patience=1"]
+    following = [
+        "schedule.layers=true",
+        "schedule.every=2",
+        "schedule.window=2",
+        "schedule.patience=1",
+        "schedule.lasting=0",
+    ]
     moved = run(tmp_path / "moved", *larger, "mesh=pp2", f"schedule.profile={costs}", *following)
     assert [e["reason"] for e in moved.changes.of_kind("rebalance") if "layers by cost" in e["reason"]]
     assert moved.bits == still.bits

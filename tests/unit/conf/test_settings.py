@@ -48,7 +48,8 @@ def nested(name: str, value: object) -> dict[str, Any]:
 BAD = [
     ("elastic.evict_slower_than", 1.0), ("elastic.evict_slower_than", -0.1), ("schedule.microbatches", "yes"),
     ("schedule.layers", 1), ("schedule.stages", None), ("schedule.memory_limit", 0), ("schedule.every", 0),
-    ("schedule.window", 0), ("schedule.min_gain", 1.0), ("schedule.patience", 0), ("schedule.profile", ""),
+    ("schedule.window", 0), ("schedule.min_gain", 1.0), ("schedule.patience", 0),
+    ("schedule.lasting", -1.0), ("schedule.profile", ""),
     ("schedule.bandwidth", 0), ("schedule.latency", -1), ("schedule.frequency", "acpi"), ("schedule.frequency", None),
     ("schedule.frequency", "nvml"), ("schedule.f_min", 0), ("schedule.f_min", 1.5), ("schedule.f_max", 0.9),
     ("schedule.f_margin", -0.1), ("schedule.f_margin", 1),

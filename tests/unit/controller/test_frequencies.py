@@ -68,7 +68,7 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.costs, self.speeds = [1.0] * layers, {}
         self.guard, self.step = guard, 0
-        still = {"microbatches": False, "layers": False, "every": 2, "window": 3, "f_margin": 0.0}
+        still = {"microbatches": False, "layers": False, "every": 2, "window": 3, "f_margin": 0.0, "lasting": 0.0}
         chosen = ScheduleSettings(**still | fields)  # pyright: ignore[reportArgumentType]
         self.frequencies = Frequencies(chosen, guard)
         self.measured = MeasuredCosts(chosen, costs_of([0.001] * layers), follows_speeds=chosen.microbatches)
@@ -88,7 +88,7 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.do(self.rescheduler.committed(self.step))
+            self.do(self.rescheduler.committed(self.step, float(self.step)))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 frequency = self.guard.set_to.get(str(rank), 1.0) if self.guard else 1.0

@@ -25,7 +25,9 @@ MICROBATCHES, LAYERS = 12, 6
 
 
 class World:
-    """A run of 100 steps. `speeds`: rank -> how fast it is; a layer takes 10 ms forward and 20 ms backward."""
+    """A run of 100 steps, of a second each. `speeds`: rank -> how fast it is; a layer takes 10 ms forward and 20 ms
+    backward. What is measured counts at once, unless `lasting` is given.
+    """
 
     def __init__(
         self, sizes: Sequence[int], *, drain_below: float = 0.0, min_workers: int = 1, **settings: Any
@@ -41,7 +43,7 @@ class World:
         self.costs = [1.0] * LAYERS
         self.step = 0
         self.saved = ""
-        schedule = ScheduleSettings(**settings)
+        schedule = ScheduleSettings(**{"lasting": 0.0, **settings})
         policy = ReschedulePolicy(schedule, 100, drain_below=drain_below, min_workers=min_workers)
         self.measured = MeasuredCosts(schedule, costs_of([0.001] * LAYERS), follows_speeds=schedule.microbatches)
         self.rescheduler = Rescheduler(
@@ -67,7 +69,7 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.do(self.rescheduler.committed(self.step))
+            self.do(self.rescheduler.committed(self.step, float(self.step)))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 rows = []
@@ -102,6 +104,49 @@ def test_a_slow_worker_gets_fewer_microbatches_and_is_told_of_once() -> None:
     world.speeds.clear()
     world.train(20)
     assert world.events == [("slow", [1]), ("recover", [1])]
+
+
+def test_a_worker_that_is_slow_for_a_while_now_and_then_is_neither_shown_nor_acted_upon() -> None:
+    world = World([3], lasting=30.0)
+    for turn in range(12):
+        world.speeds = {turn % 3: 0.02}
+        world.train(15)  # long enough for the medians, and for three decisions in a row
+    assert (world.goals, world.events) == ([], [])
+
+
+def test_slowness_that_lasts_is_shown_and_acted_upon() -> None:
+    world = World([3], lasting=30.0)
+    world.train(20)
+    world.speeds[1] = 0.5
+    world.train(25)
+    assert (world.goals, world.events) == ([], [])
+    world.train(35)
+    assert world.events == [("slow", [1])] and world.goals[0].microbatch_counts[0][1] < MICROBATCHES // 3
+    assert world.measured.assign(world.placement, ((0, 1),), 12) == ((8, 4),)
+
+
+def test_after_a_loss_microbatches_are_assigned_by_what_lasts() -> None:
+    world = World([3], lasting=30.0)
+    world.train(60)
+    world.speeds[1] = 0.1
+    world.train(20)
+    assert world.measured.costs.speed(1) < 0.2
+    assert world.measured.assign(world.placement, ((0, 1),), 12) == ((6, 6),)
+
+
+def test_a_plan_gives_no_worker_more_than_twice_the_even_share_of_state() -> None:
+    def cuts(**settings: Any) -> list[tuple[int, ...]]:
+        world = World([1, 1, 1], microbatches=False, patience=1, **settings)
+        base = world.measured._base
+        sized = tuple(replace(layer, state_bytes=1000 * (i >= 3)) for i, layer in enumerate(base.layers))
+        world.measured._base = replace(base, layers=sized)
+        world.train(12)
+        world.speeds = {2: 20.0}
+        world.train(40)
+        return [goal.layer_cuts for goal in world.goals[:1]]
+
+    assert cuts(memory_limit=1e9) == [(0, 1, 2, 6)], "three of three layers with state for the fastest"
+    assert cuts() == [], "with two of them, twice the even share, no other cut is faster"
 
 
 def test_one_odd_step_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
 from elaswave_spmd.scheduling.state_moves import layout_of_costs
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, state_of, step_time
 from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed, rule_of, stages_of
 
 UNIT = 64 * 12
@@ -255,3 +256,32 @@ def test_assignments_of_placements():
     assert (found.stages, found.layer_cuts, found.microbatch_counts) == (stages_of([2, 1]), (0, 1, 3), ((2, 2), (4,)))
     assert found.microbatch_order == "time-major" and found.placement().microbatch_order == "time-major"
     assert math.isclose(step_time(found, costs_of([1, 1, 1])).bottleneck_s, 8)
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.lists(st.tuples(st.floats(0.001, 0.01), st.integers(1, 50)), min_size=8, max_size=8),
+    st.lists(SPEEDS, min_size=12, max_size=12),
+    st.integers(0, 3),
+    st.floats(1.0, 3.0),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_plan_gives_a_worker_more_state_than_the_limit(sizes, layers, speeds, zero, part, regroups) -> None:
+    """The limit is at least what the present placement gives somebody: then there is always a plan."""
+    old = placed(sizes, 12, len(layers), zero)
+    base = costs_of([seconds for seconds, _ in layers])
+    sized = tuple(replace(layer, state_bytes=1000 * n) for layer, (_, n) in zip(base.layers, layers, strict=True))
+    costs = replace(base, layers=sized).with_speeds(dict(enumerate(speeds[: sum(sizes)])))
+    rule = rule_of(zero)
+    limit = part * max(state_of(Assignment.of(old), costs, rule))
+    found = plan_change(old, costs, 10_000, state_limit=limit, stage_counts=None if regroups else ())
+    for variant in filter(None, (found.now, found.later)):
+        assert max(state_of(variant.assignment, costs, rule)) <= limit * (1 + 1e-9)
+
+
+def test_a_limit_of_state_below_what_there_is_names_the_setting_that_lifts_it() -> None:
+    old, costs = placed([1, 1], 4, 4), costs_of([0.01] * 4, state_bytes=1000)
+    with pytest.raises(PlanError, match="at most 1,500 B of state") as caught:
+        plan_change(old, costs, 100, state_limit=1500, stage_counts=())
+    assert "schedule.memory_limit" in caught.value.fix
