@@ -397,6 +397,7 @@ class FailureHandler:
             "step": checkpoint.step,
             "lost_after": protocol.version,
             "lost_pages": pages,
+            "ranks": [rank for rank in protocol.placement.mesh.members if rank not in protocol.members],
             "workers": left,
             "mesh": mesh.shape.name,
             "reason": end.reason,

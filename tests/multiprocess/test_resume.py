@@ -197,6 +197,9 @@ def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
     found = event(shared / "again", "restart")
     # Each ends itself: the first two may be gone, with all copies of a run, before the third has got that far.
     assert found["step"] in range(2, 19) and found["lost_after"] == 18 and found["workers"] in (1, 2)
+    # Every loss is told, by the restart itself or before it.
+    told = {rank for e in read_events(shared / "again") if e["event"] in ("fail", "restart") for rank in e["ranks"]}
+    assert told <= {0, 1, 2} and len(told) + found["workers"] == 4
     assert "restart: all replicas of" in done.out
     # One that was being written may have become whole in between.
     assert event(shared / "again", "resume")["step"] >= found["step"]
