@@ -1,19 +1,20 @@
 """The command line: `python train.py`, `python -m elaswave_spmd train` and `elaswave-spmd train` are the same.
 
 `conf.compose` makes settings of the words, the controller runs them. Exit codes: 0 done; 1 the run failed; 2 bad input,
-found before any worker starts; 130 Ctrl-C. Heavy imports wait until the settings are good.
+found before any worker starts; 130 SIGINT (Ctrl-C), 143 SIGTERM, 129 SIGHUP. Heavy imports wait until the settings are
+good.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.errors import ConfigError, RunError, UserError
+from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 
 if TYPE_CHECKING:
     from elaswave_spmd.conf.schema import Settings
@@ -59,6 +60,9 @@ def guarded(command: Callable[[], int]) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except Signalled as signalled:
+        print(signalled, file=sys.stderr)
+        return signalled.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -100,13 +104,15 @@ def _train() -> int:
             print(help_text())
         return DONE
     show = _takes_out(words, ["--cfg", "job"])
-    with _interrupt_deferred():
-        settings = _settings(words)
-    if show:
-        with _reader_may_leave():
-            print(settings.to_yaml(), end="")
-        return DONE
-    return _run(settings)
+    with StopSignals() as signals:
+        with signals.held():  # inside Hydra an exception of ours can turn into another one
+            settings = _settings(words)
+        signals.check()
+        if show:
+            with _reader_may_leave():
+                print(settings.to_yaml(), end="")
+            return DONE
+        return _run(settings, signals)
 
 
 def _takes_out(words: list[str], flag: list[str]) -> bool:
@@ -124,13 +130,14 @@ def _settings(words: Sequence[str]) -> Settings:
     return settings_from(words)
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: Settings, signals: StopSignals) -> int:
     from elaswave_spmd.runtime.devices.selection import worker_start
 
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd.controller import startup as controller  # imports torch: only now that the settings are good
 
-    return controller.run(settings, here=True)
+    command = controller.Command.typed(sys.argv[1:])
+    return controller.run(settings, here=True, command=command, signals=signals)
 
 
 def _agent(program: str) -> int:
@@ -175,21 +182,6 @@ def _reader_may_leave() -> Iterator[None]:
         # The interpreter flushes stdout once more at its end; give it a file that takes everything.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(DONE) from None
-
-
-@contextlib.contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the `with`: inside Hydra it can turn into another exception."""
-    came: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
 
 
 def _bad_input(error: UserError) -> int:

@@ -106,6 +106,10 @@ class FilesError(RunError):
         super().__init__(f"the run's files cannot be written: {path} ({error.strerror or error})")
 
 
+class StoppedBySignal(RunError):  # noqa: N818  (asked for, not an error)
+    """A user or a batch system asked the run to end. What became of its state is said."""
+
+
 class WorkerError(RunError):
     """A worker ended by itself.
 
@@ -137,9 +141,9 @@ def exception_line(report: str) -> str:
 
 
 def headline_of(error: BaseException) -> str:
-    """Why a run ended, in one line: `interrupted` for Ctrl-C, a RunError's headline, otherwise type and first line."""
+    """Why a run ended, in one line: `interrupted` and by what, a RunError's headline, otherwise type and first line."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     if isinstance(error, RunError):
         return error.headline
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")

@@ -66,7 +66,12 @@ def settings_from(words: Sequence[str]) -> Settings:
 
 def named_settings(words: Sequence[str]) -> set[str]:
     """The settings and groups that the words of a command line name: {"mesh", "train.steps"}."""
-    return {_parsed(word, own=True).key_or_group for word in words}
+    return {setting_of(word) for word in words}
+
+
+def setting_of(word: str) -> str:
+    """The setting or group that one word of a command line names: "train.steps", "mesh"."""
+    return _parsed(word, own=True).key_or_group
 
 
 def own_arguments(words: Sequence[str], known: Mapping[str, str], command: str) -> tuple[dict[str, str], list[str]]:

@@ -1,7 +1,7 @@
 """The controller's side of `ctl`: a socket in the run's directory, and the answers.
 
-One thread waits at the socket, reads a line, files it in the controller's mailbox and writes the answer back. The
-controller's own thread decides about requests, as about every event.
+One thread reads a line from each client, files it in the controller's mailbox and writes the answer back; it waits for
+none of them. The controller's own thread decides about requests, as about every event.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import contextlib
 import json
 import os
 import queue
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
@@ -30,6 +32,8 @@ from elaswave_spmd.sharding.replicas import all_replica_sets, unsurvived_text
 _COMMANDS = ("status", "add", "drain")
 _CLIENT_S = 2.0  # how long a client may take to send its request, or to read the answer
 _PAUSE_S = 0.1  # after a failed accept
+_TICK_S = 0.1  # between two looks at the time that clients have
+_MOST_CLIENTS = 256  # at once; further ones wait in the socket's queue
 _LONGEST = 1 << 16  # bytes of a request
 
 
@@ -156,8 +160,26 @@ class Administration:
         return actions, {"leaving": list(protocol.leaving)}
 
 
+class _Client:
+    """One connection: what has come of its request, what is left of its answer, and until when it may take its time."""
+
+    def __init__(self, link: socket.socket, now: float) -> None:
+        self.link = link
+        self.until = now + _CLIENT_S
+        self.request = b""
+        self.answer = b""
+        self.asked = False  # its request is with the controller
+
+    @property
+    def events(self) -> int:
+        """What the socket is watched for; 0: nothing, until the controller has answered."""
+        return selectors.EVENT_WRITE if self.answer else 0 if self.asked else selectors.EVENT_READ
+
+
 class ControlSocket:
-    """A Unix socket in a run's directory, for its user alone. One client at a time; each has one request.
+    """A Unix socket in a run's directory, for its user alone. Each client has one request.
+
+    One thread serves all clients: none waits for another, and one that says nothing is closed after 2 seconds.
 
     Args:
         folder: the run's directory, which this run alone uses: a socket in it is that of a dead run, and is replaced.
@@ -170,7 +192,8 @@ class ControlSocket:
     def __init__(self, folder: Path, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._closing = threading.Event()
-        self._answers: queue.SimpleQueue[Mapping[str, Any]] | None = None  # of the client that is served
+        self._clients: dict[socket.socket, _Client] = {}
+        self._answers: queue.SimpleQueue[tuple[_Client, Mapping[str, Any]]] = queue.SimpleQueue()
         with contextlib.ExitStack() as undo:
             self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, self._folder)
@@ -179,65 +202,148 @@ class ControlSocket:
                 os.unlink(SOCKET, dir_fd=self._folder)
             self._server.bind(f"/proc/self/fd/{self._folder}/{SOCKET}")  # admin_client.socket_address has the reason
             os.chmod(SOCKET, 0o600, dir_fd=self._folder)  # before `listen`: until then nobody can connect
-            self._server.listen()
+            self._server.listen(_MOST_CLIENTS)
+            self._server.setblocking(False)
+            self._woken, self._wakes = socket.socketpair()
+            for end in (self._woken, self._wakes):
+                undo.enter_context(end)
+                end.setblocking(False)
             undo.pop_all()
         self._thread = threading.Thread(target=self._serve, name="ctl", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Closing again is allowed."""
+        """Closing again is allowed. Who waits for an answer is told that the run is ending."""
         if self._closing.is_set():
             return
         self._closing.set()
         with contextlib.suppress(OSError):
             os.unlink(SOCKET, dir_fd=self._folder)
-        self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if (answers := self._answers) is not None:
-            answers.put(_ENDING)
+        self._wake()
         self._thread.join(2 * _CLIENT_S)
-        self._server.close()
+        for end in (self._server, self._woken, self._wakes):
+            end.close()
         os.close(self._folder)
 
-    def _serve(self) -> None:
-        while not self._closing.is_set():
-            try:
-                client, _ = self._server.accept()
-            except OSError:  # it is closed, or too many files are open
-                self._closing.wait(_PAUSE_S)
-                continue
-            with client, contextlib.suppress(OSError):
-                client.settimeout(_CLIENT_S)
-                with client.makefile("rb") as lines:
-                    line = lines.readline(_LONGEST)
-                if line:
-                    client.sendall(json.dumps(self._answer(line), ensure_ascii=False).encode() + b"\n")
+    def _wake(self) -> None:
+        """Have the thread look at the answers. Any thread; never blocks."""
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+            self._wakes.send(b"\0")
 
-    def _answer(self, line: bytes) -> Mapping[str, Any]:
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closing.is_set() or self._clients:
+                self._watch(selector)
+                ready = [key.fileobj for key, _ in selector.select(_TICK_S if self._clients else None)]
+                if self._woken in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                if self._server in ready:
+                    self._accept()
+                for link in [link for link in ready if link in self._clients]:
+                    self._go_on(self._clients[cast(socket.socket, link)])
+                self._take_answers()
+                self._drop_late()
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        """Watch for what each socket waits for now."""
+        room = not self._closing.is_set() and len(self._clients) < _MOST_CLIENTS
+        wanted: dict[socket.socket, int] = {link: client.events for link, client in self._clients.items()}
+        wanted |= {self._woken: selectors.EVENT_READ, self._server: selectors.EVENT_READ * room}
+        registered = {cast(socket.socket, key.fileobj): key.events for key in selector.get_map().values()}
+        for link, events in registered.items():
+            if wanted.get(link, 0) != events:
+                selector.unregister(link)
+        for link, events in wanted.items():
+            if events and registered.get(link) != events:
+                selector.register(link, events)
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._server.accept()
+        except OSError:  # the client has left again, or too many files are open
+            self._closing.wait(_PAUSE_S)
+            return
+        link.setblocking(False)
+        self._clients[link] = _Client(link, time.monotonic())
+
+    def _go_on(self, client: _Client) -> None:
+        """Read some more of a request, or write some more of an answer."""
+        try:
+            if client.answer:
+                client.answer = client.answer[client.link.send(client.answer) :]
+                if not client.answer:
+                    self._drop(client)
+                return
+            data = client.link.recv(_LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(client)
+            return
+        client.request += data
+        line, newline, _ = client.request.partition(b"\n")
+        if not newline and data and len(client.request) < _LONGEST:
+            return
+        if line:
+            self._ask(client, line)
+        else:
+            self._drop(client)
+
+    def _ask(self, client: _Client, line: bytes) -> None:
+        """Hand a request to the controller's thread."""
+        client.asked = True
+        client.until = time.monotonic() + ANSWER_S
         try:
             body = json.loads(line)
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            return _error(
-                ControlError(f"{line[:80]!r} is no request", rule="a request is an object of JSON, in one line")
-            )
-        answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        self._answers = answers
-        self._mailbox.put(Request(body, answers.put))
-        if self._closing.is_set():
-            answers.put(_ENDING)
-        try:
-            return answers.get(timeout=ANSWER_S)
-        except queue.Empty:
-            return _error(ControlError("the controller is busy; it will follow the request later"))
-        finally:
-            self._answers = None
+            rule = "a request is an object of JSON, in one line"
+            self._reply(client, _error(ControlError(f"{line[:80]!r} is no request", rule=rule)))
+        elif self._closing.is_set():
+            self._reply(client, _ENDING)
+        else:
+            self._mailbox.put(Request(body, lambda answer: self._reply(client, answer)))
+
+    def _reply(self, client: _Client, answer: Mapping[str, Any]) -> None:
+        """Answer a client. Any thread; never blocks."""
+        self._answers.put((client, answer))
+        self._wake()
+
+    def _take_answers(self) -> None:
+        while not self._answers.empty():
+            client, answer = self._answers.get()
+            self._answer(client, answer)
+
+    def _answer(self, client: _Client, answer: Mapping[str, Any]) -> None:
+        if client.link in self._clients and not client.answer:  # else it was told that the controller is busy
+            client.answer = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+            client.until = time.monotonic() + _CLIENT_S
+
+    def _drop_late(self) -> None:
+        """Answer for a controller that is busy, or is gone, and drop clients that take too long."""
+        now = time.monotonic()
+        for client in list(self._clients.values()):
+            waits = client.asked and not client.answer
+            if waits and self._closing.is_set():
+                self._answer(client, _ENDING)
+            elif waits and now > client.until:
+                self._answer(client, _BUSY)
+            elif now > client.until or (self._closing.is_set() and not client.asked):
+                self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        del self._clients[client.link]
+        client.link.close()
 
 
 def _error(error: ControlError) -> dict[str, object]:
     return {"error": error.fields()}
 
 
+_BUSY = _error(ControlError("the controller is busy; it will follow the request later"))
 _ENDING = _error(ControlError("the run is ending"))
 
 

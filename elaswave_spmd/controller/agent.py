@@ -31,8 +31,9 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve_address
+from elaswave_spmd.runtime.processes.scratch import make_scratch
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
-from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     host, port = endpoint("HOST:PORT", options.rendezvous)
     secret = read_secret(options.token_file, where=f"--token-file {options.token_file}")
     address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
-    scratch = socket_directory()
+    scratch = make_scratch()
     # Started first: it imports what workers need while this process looks for the controller.
     fork_server = start_fork_server(WorkerStart(), scratch, _ORPHAN_GRACE_S, here=True)
     try:
@@ -109,7 +110,7 @@ class Agent:
         except _ControllerLostError:
             # Not killed: the workers have lost the controller too, and may be writing their state (save_if_orphaned).
             self._fork_server.release()
-            raise RunError("the controller is gone; no worker is left here") from None
+            raise _lost_controller(rendezvous) from None
         except BaseException as error:
             self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem.from_error(error, _report(error))))
@@ -196,6 +197,15 @@ class Agent:
 
 class _ControllerLostError(Exception):
     pass
+
+
+def _lost_controller(rendezvous: str) -> RunError:
+    """The error of an agent whose connection to the controller has ended without an order to end."""
+    return RunError(
+        f"the connection to the controller of the run at {rendezvous} was lost: the controller was killed, or its "
+        "machine or the network in between has failed. No worker is left here; they had time to write their state\n"
+        "  a run that goes on has counted them as lost; one that has ended is resumed there, and takes this agent again"
+    )
 
 
 def check_same_data(ours: PreparedData, theirs: PreparedData) -> None:

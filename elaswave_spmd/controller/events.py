@@ -93,6 +93,13 @@ class MoveRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A user or a batch system asks the run to end; `signal`: by which signal, such as SIGTERM."""
+
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The next deadline has come; nothing else may have happened."""
 
@@ -106,6 +113,7 @@ Event: TypeAlias = (
     | CheckpointFound
     | ExitsReported
     | MoveRequested
+    | StopRequested
     | Tick
 )
 

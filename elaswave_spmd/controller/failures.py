@@ -35,11 +35,12 @@ from elaswave_spmd.controller.events import (
     RunStopped,
     SavedState,
     Spawn,
+    StopRequested,
     Tick,
     WorkerEnded,
 )
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import RunError, WorkerError, exception_line
+from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError, exception_line
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
@@ -73,7 +74,7 @@ class _AwaitExits:
 
 @dataclass(frozen=True)
 class SaveEnded:
-    """The run stops, as too few workers are left. Its state is saved; `why_not`: or could not be."""
+    """The run stops: workers are too few, or somebody wants it to. Its state is saved; `why_not`: or could not be."""
 
     save: Save
     why_not: str = ""
@@ -89,9 +90,9 @@ class _AwaitCauses:
 
 @dataclass(frozen=True)
 class _AwaitCheckpoint:
-    """All that is left to know is the newest checkpoint."""
+    """All that is left to know is the newest checkpoint, from which the run may begin again."""
 
-    end: Unrecoverable | SaveEnded
+    end: Unrecoverable
 
 
 _Ending: TypeAlias = _AwaitReport | _AwaitExits | _AwaitCauses | _AwaitCheckpoint
@@ -137,7 +138,7 @@ class FailureHandler:
     All methods are called by the controller's thread, with events in the order in which they came.
 
     Args:
-        run_dir: the run's directory, named in the advice that a user gets with the end of a run.
+        run_dir: the run's directory, in which the state lies that the error of a saved run names.
     """
 
     def __init__(self, policy: FailurePolicy, protocol: ControllerProtocol, roster: Roster, run_dir: Path) -> None:
@@ -149,6 +150,7 @@ class FailureHandler:
         self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._links = BrokenLinks()
+        self._signal = ""  # by which the run was asked to end
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
         self._ending: _Ending | None = None
 
@@ -298,6 +300,10 @@ class FailureHandler:
 
     # ---- the end of a run
 
+    def stop_requested(self, signal: str) -> None:
+        """A user or a batch system wants the run to end: it does not begin again, and its end is told as theirs."""
+        self._signal = signal
+
     def end(self, why: Unrecoverable | SaveEnded, now: float) -> list[Action]:
         """The run cannot go on, or stops with its state saved. A crash that brought it to that is shown."""
         self._ending = _AwaitCauses(why, now + _LAST_WORDS_S)
@@ -353,28 +359,18 @@ class FailureHandler:
         match state.end:
             case Unrecoverable() if self._crashes:
                 return [End(RunStopped(WorkerError(*self._crashes[newest])))]
-            case SaveEnded(save, ""):
+            case SaveEnded(save, why_not):
                 where = checkpoint_path(self._run_dir, save.version)
-                return self._stop(
-                    save,
-                    f"the run stops: {save.reason}. Its state after step {save.version} is in {where}; "
-                    f"to go on from there: {resume_command(self._run_dir)}",
-                )
-        self._ending = _AwaitCheckpoint(state.end)
-        return [FindCheckpoint()]
+                told = f"could not be written: {why_not}" if why_not else f"is in {where}"
+                return self._stop(save, f"{save.reason}. Its state after step {save.version} {told}")
+            case end:
+                self._ending = _AwaitCheckpoint(end)
+                return [FindCheckpoint()]
 
-    def _end_with_checkpoint(self, end: Unrecoverable | SaveEnded, checkpoint: SavedState | None) -> list[Action]:
-        if isinstance(end, SaveEnded):
-            save = end.save
-            return self._stop(
-                save,
-                f"the run stops: {save.reason}. Its state after step {save.version} could not be written: "
-                f"{end.why_not}. {_advice(self._run_dir, checkpoint)}",
-            )
+    def _end_with_checkpoint(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
         if restart := self._restart(end, checkpoint):
             return restart
-        error = RunError(f"the run cannot go on: {end.reason}. {_advice(self._run_dir, checkpoint)}".strip())
-        return [End(RunStopped(error))]
+        return [End(RunStopped(self._error(f"the run cannot go on: {end.reason}")))]
 
     def _stop(self, save: Save, message: str) -> list[Action]:
         """The end; an exception after the saved version, which brought it to that, is shown."""
@@ -382,14 +378,18 @@ class FailureHandler:
         if newest > save.version:
             rank, report = self._crashes[newest]
             message += f"\n\nworker {rank} failed:\n{report}"
-        return [End(RunStopped(RunError(message)))]
+        return [End(RunStopped(self._error(f"the run stops: {message}")))]
+
+    def _error(self, message: str) -> RunError:
+        """The error of an end; one that was asked for is no failure."""
+        return StoppedBySignal(message) if self._signal else RunError(message)
 
     def _restart(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
         """The run begins again with the workers that are left, if there is a good checkpoint and they are enough."""
         policy, protocol = self._policy, self._protocol
         left = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         is_lost = end.lost or not protocol.members
-        if checkpoint is None or not is_lost or not policy.restarts or left < policy.min_workers:
+        if self._signal or checkpoint is None or not is_lost or not policy.restarts or left < policy.min_workers:
             return []
         mesh = mesh_of(left, policy.mesh)
         pages = sum(replica_set.num_pages for replica_set in end.lost) or "all"
@@ -422,18 +422,6 @@ def _is_crash(exited: Exited) -> bool:
     return exited.signal in _CRASHES or exited.code not in (None, 0, 1)  # 1: its report comes as Failed
 
 
-def _advice(run_dir: Path, checkpoint: SavedState | None) -> str:
-    """Advice to the user of a run that has ended: its newest good checkpoint, and the command that goes on from it."""
-    if checkpoint is None:
-        return "There is no checkpoint to go on from (checkpoint.every=N makes them)"
-    return f"Its newest checkpoint is {checkpoint.path}; to go on from there: {resume_command(run_dir)}"
-
-
-def resume_command(run_dir: Path) -> str:
-    """The command with which a user goes on from the newest checkpoint of a run."""
-    return f"python train.py train.resume={run_dir}"
-
-
 def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
     """A mesh of so many workers, as they are inside, on as many stages as `mesh` has or on fewer, as even as can be."""
     stages = min(num_workers, mesh.shape.num_stages)
@@ -444,18 +432,48 @@ def mesh_of(num_workers: int, mesh: MeshSettings) -> MeshSettings:
 
 
 class Stopping:
-    """The end of a run with too few workers left: their state is written, and the error tells how to resume it.
+    """The end of a run whose state is saved first: too few workers are left, or somebody wants the run to end.
 
     Args:
         seconds: how long the last checkpoint may take (timeouts.shutdown).
     """
 
-    def __init__(self, checkpoints: CheckpointCoordinator, failures: FailureHandler, seconds: float) -> None:
+    def __init__(
+        self,
+        protocol: ControllerProtocol,
+        checkpoints: CheckpointCoordinator,
+        failures: FailureHandler,
+        seconds: float,
+    ) -> None:
+        self._protocol = protocol
         self._checkpoints = checkpoints
         self._failures = failures
         self._seconds = seconds
+        self._signal = ""  # by which the run was asked to end
         self._save: Save | None = None
         self._until = 0.0
+
+    def requested(self, event: StopRequested) -> list[Action]:
+        """Somebody asks the run to end: its step is finished, its state is saved. Asked twice, it ends at once."""
+        protocol, name = self._protocol, event.signal
+        if self._signal:
+            what = f"the run stops at once, after a second signal ({name}); the step under way is not saved"
+            return [End(RunStopped(StoppedBySignal(what)))]
+        self._signal = name
+        self._failures.stop_requested(name)
+        if self._failures.is_ending:
+            return []  # for another reason, within a second
+        if not protocol.started:
+            return [End(RunStopped(StoppedBySignal(f"the run was stopped by {name} while its workers started")))]
+        actions = protocol.stop(f"it was asked to by {name}")
+        last = not actions and self._save is None  # after the last step
+        then = "writes its result and ends" if last else "finishes its step, saves its state and ends"
+        message = f"{name}: the run {then}; a second signal ends it at once"
+        return [Record("signal", {"signal": name, "message": message}), *actions]
+
+    def left_alone(self, rank: int) -> list[Action]:
+        """A worker got SIGTERM in a run that does not survive its loss: the run is saved while the worker is there."""
+        return [*self._protocol.stop(f"worker {rank} was asked to end by SIGTERM, and elastic.enabled is false")]
 
     def begin(self, save: Save, now: float) -> None:
         """The workers have been ordered to write their state; again if one more is lost meanwhile."""

@@ -30,6 +30,7 @@ from elaswave_spmd.controller.events import (
     ManifestWritten,
     Received,
     SavedState,
+    StopRequested,
     Tick,
     WorkerEnded,
 )
@@ -46,6 +47,7 @@ from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
+from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
 from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
@@ -78,6 +80,10 @@ class ControllerIO(Protocol):
 
     def next_event(self, until: float) -> Event:
         """The next thing that has happened. Tick once the clock has reached `until`, whatever else waits."""
+        ...
+
+    def stop_requested(self, number: int) -> None:
+        """A signal asks the run to end: StopRequested is among the next events. Called by the signal's handler."""
         ...
 
     def send(self, rank: int, message: bytes) -> None:
@@ -166,6 +172,7 @@ class ProcessIO:
         self._run_dir = run_dir
         self._mailbox = Mailbox()
         self._ready: deque[Event] = deque()  # events that were found and not returned yet
+        self._stops: deque[StopRequested] = deque()  # filled by a signal handler
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
         token, host = secrets.token_bytes(16), listen_host(settings.runtime)
         transport = cast(Transport, settings.runtime.transport)
@@ -211,7 +218,7 @@ class ProcessIO:
             if left <= 0:
                 return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
             item = self._mailbox.get(min(left, _POLL_S))
-            self._ready += self._ended()
+            self._ready += [*self._asked(), *self._ended()]
             # A worker that fails reports it before its process ends, so the report mostly comes before the exit.
             match item:
                 case Envelope():
@@ -222,6 +229,11 @@ class ProcessIO:
                     return LinkEnded(item.peer)
             if (written := self._writer.next_result()) is not None:
                 return written
+
+    def stop_requested(self, number: int) -> None:
+        # In the handler of a signal: a deque and a wake-up, nothing else.
+        self._stops.append(StopRequested(signal_name(number)))
+        self._mailbox.interrupt("a signal")
 
     def send(self, rank: int, message: bytes) -> None:
         self._links.send(rank, message)
@@ -292,6 +304,10 @@ class ProcessIO:
         except OSError:  # no room in the folder of the sockets
             return None
         return str(slot.path), slot.position
+
+    def _asked(self) -> list[StopRequested]:
+        """Signals that have come since the last call."""
+        return [self._stops.popleft() for _ in range(len(self._stops))]
 
     def _ended(self) -> list[WorkerEnded]:
         """Ends of processes that were noticed since the last call."""

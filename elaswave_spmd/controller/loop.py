@@ -38,6 +38,7 @@ from elaswave_spmd.controller.events import (
     RunFinished,
     RunStopped,
     Spawn,
+    StopRequested,
     Tick,
     WorkerEnded,
     WriteManifest,
@@ -110,7 +111,7 @@ class Controller:
             FailurePolicy.from_settings(settings), self.protocol, self._roster, log.observer.run_dir.path
         )
         self._checkpoints = CheckpointCoordinator(checkpoints)
-        self._stopping = Stopping(self._checkpoints, self._failures, settings.timeouts.shutdown)
+        self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
         self._start_deadline = StartDeadline(self.protocol, settings.timeouts.start, now)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
@@ -142,6 +143,10 @@ class Controller:
             self._io.close()
         return self.outcome
 
+    def stop_requested(self, number: int) -> None:
+        """A signal asks the run to end. The one method that a signal's handler may call, at any moment."""
+        self._io.stop_requested(number)
+
     def start(self) -> list[Action]:
         """The first actions of a run."""
         why_not = self._io.open_admin()
@@ -156,6 +161,8 @@ class Controller:
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten):
             return [*self._checkpoints.written(event, now), *self._stopping.check(now)]
+        if isinstance(event, StopRequested):
+            return self._stopping.requested(event)
         if self._failures.is_ending:
             if isinstance(event, Tick):
                 self._supervision.postpone(now)  # the run ends anyway: no worker is suspected any more
@@ -204,6 +211,8 @@ class Controller:
                 return protocol.validation(message)
             case m.Finished():
                 return protocol.finished(message)
+            case m.Leaving() if not self._plan.settings.elastic.enabled:
+                return self._stopping.left_alone(message.rank)
             case m.Leaving():
                 self._supervision.wants_to_leave(message.rank)
                 return protocol.drain(message.rank, "asked to leave")

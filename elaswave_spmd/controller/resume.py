@@ -27,7 +27,7 @@ from elaswave_spmd.run_dir.checkpoints import (
 )
 from elaswave_spmd.run_dir.directory import SUMMARY
 from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
-from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir
+from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.sharding.replicas import unsurvived_text
@@ -35,6 +35,10 @@ from elaswave_spmd.worker.checkpoint_writer import read_reports
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
+
+
+_REAPING_S = 10.0  # for a fork server to end workers that take too long
+_WAITING = "waiting for the workers of a controller that was killed: they write their state"
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,8 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         # Before anything is read: a controller that still lives would write on.
         lock = lock_run_dir(path)
         undo.callback(lock.close)
+        # Workers of a controller that was killed may still write their state, which this run goes on from.
+        wait_for_workers(path, settings.timeouts.orphan_grace + _REAPING_S, lambda: print(_WAITING, flush=True))
         same = settings.run.dir is None or Path(settings.run.dir).expanduser().absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
             raise ConfigError(

@@ -1,30 +1,34 @@
 """The start of a run, from settings to a running controller: launcher, plan, the run's directory, and restarts.
 
-`run` is the entry for the command line; `run_once` is the order in which everything is made and taken down again.
+`run` is the entry for the command line; `_Lives` has the order in which everything is made and taken down again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import Settings, endpoint
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
+from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO, listen_host
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.resume import ResumePoint, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
-from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.checkpoints import remove_unfinished
+from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
 from elaswave_spmd.runtime.processes import fork_server_client
@@ -33,7 +37,8 @@ from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
-from elaswave_spmd.runtime.transport.links import socket_directory
+from elaswave_spmd.runtime.processes.scratch import make_scratch
+from elaswave_spmd.runtime.processes.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -42,33 +47,124 @@ TARGET = "elaswave_spmd.worker.process:main"
 PRELOAD = (*fork_server_client.PRELOAD, "randomgen", "elaswave_spmd.worker.process", "elaswave_spmd.models")
 
 
-def run(settings: Settings, *, here: bool = False) -> int:
-    """Train with these settings. Returns the exit code.
+def run(
+    settings: Settings, *, here: bool = False, command: Command | None = None, signals: StopSignals | None = None
+) -> int:
+    """Train with these settings. Returns the exit code; a run that did not finish has told why, and how to go on.
 
     Args:
         here: as for ForkServerClient.start, if this is a command's process.
+        command: as it was typed, for the command that goes on.
+        signals: that ask the run to end, where the caller has them already.
 
     Raises:
         UserError: bad input, found before any worker starts; nothing is left behind.
-        RunError: the run could not go on; all workers are gone.
     """
-    restarts = Restarts()
-    while True:
-        match run_once(settings, here=here):
-            case RestartFrom() as restart:
-                restarts.count(restart)
-                # As if the user had resumed the run on the mesh that is left.
-                settings = replace(
-                    settings,
-                    mesh=restart.mesh,
-                    train=replace(settings.train, resume=str(restart.run_dir)),
-                    run=replace(settings.run, dir=None),
-                )
-                here = False  # by now this process has had threads, and must not fork
-            case RunStopped(error):
-                raise error
-            case _:
-                return 0
+    with contextlib.ExitStack() as stack:
+        signals = signals or stack.enter_context(StopSignals())
+        lives = _Lives(settings, signals)
+        try:
+            lives.run(here=here)
+            return 0
+        except BaseException as error:
+            if isinstance(error, UserError) and lives.run_dir is None:
+                raise
+            with signals.held():
+                ending = Ending(error, settings, command or Command(), lives.run_dir)
+                print("\n".join(ending.lines()), file=sys.stderr, flush=True)
+                return ending.exit_code(signals.first)
+
+
+class _Lives:
+    """The lives of one run: it begins again from its checkpoint where state was lost for good.
+
+    Attributes:
+        run_dir: what the run has written and leaves; None: nothing.
+    """
+
+    def __init__(self, settings: Settings, signals: StopSignals) -> None:
+        self._settings = settings
+        self._signals = signals
+        self.run_dir: Path | None = None
+
+    def run(self, *, here: bool) -> None:
+        """From the first worker to the last step.
+
+        Raises:
+            BaseException: what ended it; all workers are gone.
+        """
+        settings, restarts = self._settings, Restarts()
+        while True:
+            self._signals.check()  # one may have come while the last life was cleared up
+            match self._run_once(settings, here=here):
+                case RestartFrom() as restart:
+                    restarts.count(restart)
+                    # As if the user had resumed the run on the mesh that is left.
+                    settings = replace(
+                        settings,
+                        mesh=restart.mesh,
+                        train=replace(settings.train, resume=str(restart.run_dir)),
+                        run=replace(settings.run, dir=None),
+                    )
+                    here = False  # by now this process has had threads, and must not fork
+                case RunStopped(error):
+                    raise error
+                case _:
+                    return
+
+    def _run_once(self, settings: Settings, *, here: bool) -> Outcome:
+        """One life, from its first worker to its end or to the checkpoint from which it has to begin again."""
+        scratch = make_scratch()
+        # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
+        # data.
+        launcher = start_launcher(settings, scratch, here=here)
+        try:
+            data = prepare_data(data_spec(settings))
+            # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
+            from elaswave_spmd.worker.plan_run import plan_run, read_profile
+
+            costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
+            plan = plan_run(settings, data, costs=costs)
+            # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for
+            # them.
+            if (topology := gather(launcher, settings, data)) is not None:
+                plan = plan_run(settings, data, topology, costs)
+            return self._train(plan, launcher, scratch)
+        finally:
+            with self._signals.held():
+                # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer.
+                launcher.stop(grace_s=0.0)
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    def _train(self, plan: RunPlan, launcher: Launcher, scratch: str) -> Outcome:
+        """From the run's directory to the end of its workers."""
+        signals = self._signals
+        run_dir, start = open_run(plan, plan.data)
+        # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
+        with contextlib.ExitStack() as undo:
+            undo.callback(start.close)
+            undo.callback(run_dir.discard)
+            launcher.ready()
+            observer = RunObserver(run_dir, board=plan.settings.run.tensorboard)
+            undo.callback(observer.close)
+            frequencies = undo.enter_context(Frequencies.open(plan.settings.schedule, scratch))
+            controller = make_controller(plan, launcher, observer, scratch, start=start, frequencies=frequencies)
+            launcher.hold(run_dir.path / WORKERS_LOCK)
+            undo.pop_all()
+        self.run_dir = run_dir.path
+        with signals.held():
+            with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
+                ended.callback(merge_trace, run_dir.path)
+                ended.callback(launcher.stop, 0.0)
+                with signals.as_events(controller.stop_requested):
+                    outcome = controller.run()
+                launcher.stop(grace_s=0.0)
+                if isinstance(outcome, RunFinished):
+                    # Else the next controller may still complete what the workers have written.
+                    remove_unfinished(run_dir.path)
+            if signals.first is not None and not controller.protocol.started and run_dir.discard():
+                self.run_dir = None  # nothing was done: the same command can be given again
+        return outcome
 
 
 class Restarts:
@@ -90,52 +186,6 @@ class Restarts:
             raise RunError(
                 f"the run was begun again {self._MAX_IN_A_ROW} times after step {restart.step}, and got no further"
             )
-
-
-def run_once(settings: Settings, *, here: bool = False) -> Outcome:
-    """One life of a run, from its first worker to its end or to the checkpoint from which it has to begin again.
-
-    Raises:
-        UserError, RunError: as for `run`.
-    """
-    scratch = socket_directory()
-    # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
-    # data.
-    launcher = start_launcher(settings, scratch, here=here)
-    try:
-        data = prepare_data(data_spec(settings))
-        # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
-        from elaswave_spmd.worker.plan_run import plan_run, read_profile
-
-        costs = read_profile(settings.schedule.profile) if settings.schedule.profile else None
-        plan = plan_run(settings, data, costs=costs)
-        # Planned twice where there are agents: what is wrong with the settings is found before anybody waits for them.
-        if (topology := gather(launcher, settings, data)) is not None:
-            plan = plan_run(settings, data, topology, costs)
-        run_dir, start = open_run(plan, data)
-        # Until there is a controller an error leaves no trace of the run; afterwards the directory stays, with its log.
-        with contextlib.ExitStack() as undo:
-            undo.callback(start.close)
-            undo.callback(run_dir.discard)
-            launcher.ready()
-            observer = RunObserver(run_dir, board=settings.run.tensorboard)
-            undo.callback(observer.close)
-            frequencies = undo.enter_context(Frequencies.open(settings.schedule, scratch))
-            controller = make_controller(plan, launcher, observer, scratch, start=start, frequencies=frequencies)
-            undo.pop_all()
-        with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
-            ended.callback(merge_trace, run_dir.path)
-            ended.callback(launcher.stop, 0.0)
-            outcome = controller.run()
-            launcher.stop(grace_s=0.0)
-            if isinstance(outcome, RunFinished):
-                # Else the next controller may still complete what the workers have written.
-                remove_unfinished(run_dir.path)
-    finally:
-        # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer it.
-        launcher.stop(grace_s=0.0)
-        shutil.rmtree(scratch, ignore_errors=True)
-    return outcome
 
 
 def make_controller(

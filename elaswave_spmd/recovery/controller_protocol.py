@@ -220,6 +220,7 @@ class ControllerProtocol:
         self._pending = _Pending()
         self._domains: dict[int, Path | None] = {}  # of newcomers
         self._saving = ""  # why the run is about to stop
+        self._stop_wanted = ""  # why somebody wants it to stop
         # State that moves. The plan stays until all of its copies are there; the goal, until then or until members come
         # or go.
         self._plan: ReshardPlan | None = None
@@ -262,10 +263,14 @@ class ControllerProtocol:
         silence proves nothing.
         """
         change = self._change
-        validating = self._validates_at(self.version) and self._validated < self.version
-        if change is None or (change.after != AT_ONCE and validating):
+        if change is None or (change.after != AT_ONCE and self._is_validating):
             return self._last_epoch, ()
         return self._last_epoch, tuple(r for r in self.changing if self._applied.get(r, 0) >= change.after)
+
+    @property
+    def _is_validating(self) -> bool:
+        """True while a validation of the newest step is not complete: nobody begins the next step (S7)."""
+        return self.version > 0 and self._validates_at(self.version) and self._validated < self.version
 
     @property
     def free_to_leave(self) -> tuple[int, ...]:
@@ -321,6 +326,18 @@ class ControllerProtocol:
             return []
         self._pending.leaving[rank] = reason
         return self._begin(after=self._next_boundary())
+
+    def stop(self, reason: str) -> list[ProtocolAction]:
+        """Somebody wants the run to stop: after the step under way, with its state saved, as if workers were too few.
+
+        During a validation that is the step which is validated. After the last step nothing is stopped: what is left is
+        to collect the weights. A loss in the meantime takes precedence: then the run stops where the loss has met it.
+        """
+        assert self._started, "before the first step there is nothing to save"
+        if self._stop_wanted or self._saving or self.version == self.steps:
+            return []
+        self._stop_wanted = reason
+        return self._begin(after=self.version if self._is_validating else self._next_boundary())
 
     def relink(self, ends: frozenset[int], reason: str) -> list[ProtocolAction]:
         """A link between two living members is lost, and perhaps what was on its way.
@@ -450,6 +467,8 @@ class ControllerProtocol:
         """Why the run stops at a version; empty: it goes on. After the last step nobody is needed any more."""
         if version == self.steps:
             return ""
+        if self._stop_wanted:
+            return self._stop_wanted
         pending = self._pending
         staying = len(self.members) - len(pending.leaving) + len(pending.newcomers)
         least = max(1, self._policy.min_workers)

@@ -23,7 +23,8 @@ from elaswave_spmd.run_dir.weights import save_weights
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SUMMARY, WEIGHTS, COSTS, BOARD = "summary.json", "weights.safetensors", "costs.json", "tensorboard"
-RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock")  # written by journal.py, checkpoints.py and lock.py
+# Written by journal.py, checkpoints.py and lock.py.
+RECOVERY = ("epochs.jsonl", "checkpoints", "controller.lock", "workers.lock")
 RUN_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, BOARD, *RECOVERY[:2])
 _NAME_TRIES = 100
 
@@ -135,16 +136,17 @@ class RunDir:
         self._metrics.close()
         self._events.close()
 
-    def discard(self) -> None:
-        """Remove the run's files and the folders that `create` made. Called if the run is refused before it starts.
+    def discard(self) -> bool:
+        """Remove the run's files and the folders that `create` made. Called if the run has done nothing.
 
-        A directory that was opened by `reopen` keeps its files.
+        Returns:
+            False for a directory that was opened by `reopen`, which keeps its files.
         """
         self.close()
         if not self._is_new:
-            return
+            return False
         # config.yaml goes last: while it is there, no other run takes the directory.
-        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], RECOVERY[2]))
+        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], *RECOVERY[2:]))
         with contextlib.suppress(OSError):
             for file in sorted(self.board_path.iterdir()):
                 file.unlink()
@@ -152,6 +154,7 @@ class RunDir:
         _remove_files(self.path, (CONFIG,))
         for folder in reversed(self._made_folders):
             _remove_if_empty(folder)
+        return True
 
 
 def read_metrics(path: str | Path) -> list[MetricsLine]:

@@ -1,7 +1,8 @@
 """The lock on a run's directory: a run has one controller at a time.
 
 The lock keeps a second controller out while the first one lives. The journal (journal.py) outlives both, and keeps a
-controller from using mesh epochs that an earlier controller of the run has used.
+controller from using mesh epochs that an earlier controller of the run has used. A second lock is held by the workers:
+they outlive a controller that was killed, and write their state for the next one, which waits for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +19,9 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.run_dir.atomic_write import writing
 
 LOCK = "controller.lock"
+WORKERS_LOCK = "workers.lock"
+"""Shared by the fork server of the controller's machine and by its workers."""
+_POLL_S = 0.05
 
 
 class RunLock:
@@ -79,3 +85,44 @@ def lock_run_dir(path: str | Path) -> RunLock:
             os.close(fd)
             raise
     return RunLock(Path(path), fd)
+
+
+def wait_for_workers(path: str | Path, seconds: float, on_wait: Callable[[], object]) -> None:
+    """Wait until no worker of an earlier controller lives that was started on this machine.
+
+    Args:
+        seconds: that they may take: they write their state, or are killed.
+        on_wait: called once, if there is something to wait for.
+
+    Raises:
+        ConfigError: they still live.
+    """
+    deadline = time.monotonic() + seconds
+    waits = False
+    while not _is_free(Path(path) / WORKERS_LOCK):
+        if not waits:
+            on_wait()
+        waits = True
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"run.dir={path} is in use by workers whose controller was killed, after {seconds:g} s",
+                rule="workers end within timeouts.controller + timeouts.shutdown after their controller",
+                where="run.dir",
+                fix="wait until they have ended, or end them",
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_free(file: Path) -> bool:
+    """True if nobody holds the lock."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -83,9 +83,8 @@ class WorkerProcess:
         keep_freed_memory()  # activations are freed and allocated again in every step
         self._probe = LinkProbe(lambda peer, header, payloads: self._links.send(peer, header, payloads))
         self._mailbox = mailbox = Mailbox(self._probe.tap)
-        if settings.elastic.enabled:
-            # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
-            signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
+        # SIGTERM is a request to leave gracefully. Its handler may interrupt anything: it does no more.
+        signal.signal(signal.SIGTERM, lambda *_: mailbox.interrupt("SIGTERM"))
         self._links = Links(
             rank,
             mailbox,

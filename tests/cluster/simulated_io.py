@@ -22,6 +22,7 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     ManifestWritten,
     Received,
+    StopRequested,
     Tick,
 )
 from elaswave_spmd.controller.io import Spawned
@@ -34,6 +35,7 @@ from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.display import Pace
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint
+from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.checkpoint_writer import MASTER, CheckpointOrders
 from elaswave_spmd.worker.model_layout import ModelDescription
@@ -177,6 +179,9 @@ class SimulatedIO:
         if isinstance(event, Received) and not isinstance(event.message, m.Heartbeat | m.FinalPages):
             cluster.check(event.message)
         return event
+
+    def stop_requested(self, number: int) -> None:
+        self.events.append(StopRequested(signal_name(number)))
 
     def send(self, rank: int, message: bytes) -> None:
         self._cluster.from_controller(rank, message)

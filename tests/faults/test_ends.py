@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,11 +69,12 @@ def assert_saved(folder: Path, done: Done, undisturbed: Undisturbed) -> None:
     assert done.code == 1 and "Traceback" not in done.err and done.err.startswith("error: the run stops: ")
     (checkpoint,) = run_dir.glob("checkpoints/*/manifest.json")
     step = int(checkpoint.parent.name.removeprefix("step_"))
-    assert f"Its state after step {step} is in {checkpoint.parent}; " in done.err
-    assert f"to go on from there: python train.py train.resume={run_dir}" in done.err
+    assert f"Its state after step {step} is in {checkpoint.parent}\n" in done.err
+    command = done.err.splitlines()[-1].removeprefix("resume with: ")
+    assert shlex.split(command)[-2:] == [f"train.resume={run_dir}", "run.tensorboard=false"]
     assert step in (len(read_metrics(run_dir)), len(read_metrics(run_dir)) - 1)
     assert [event["step"] for event in read_events(run_dir) if event["event"] == "checkpoint"] == [step]
-    assert last_event(folder)["event"] == "stop" and f"error: {last_event(folder)['message']}" == done.err.strip()
+    assert last_event(folder)["event"] == "stop" and f"error: {last_event(folder)['message']}\n" in done.err
     resumed = train(folder, f"train.resume={run_dir}", "mesh=single", "chaos.events=[]", "elastic.min_workers=1")
     assert (resumed.code, resumed.err) == (0, "")
     assert Bits.of(run_dir) == undisturbed(STEPS)

@@ -101,4 +101,4 @@ def test_a_run_that_is_not_elastic_answers_but_does_not_change(tmp_path: Path) -
         assert "elastic.enabled=false" in ctl(tmp_path, "add", "1", code=2)
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.finish().code == 130
-    assert "which has stopped: interrupted" in ctl(tmp_path, "status", code=2)
+    assert "which has stopped: the run stops: it was asked to by SIGINT" in ctl(tmp_path, "status", code=2)

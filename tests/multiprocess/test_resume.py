@@ -218,4 +218,4 @@ def test_too_few_workers_end_the_run_with_the_command_that_goes_on(shared: Path)
     # else knows that this step was decided, and nothing of it was recorded.
     committed = read_metrics(shared / "few")[-1].step
     assert newest >= committed >= 13, "of that moment, whether or not one was due"
-    assert f"step_{newest:08d}; to go on from there: python train.py train.resume={shared / 'few'}" in done.err
+    assert f"step_{newest:08d}\nresume with: " in done.err and f"train.py train.resume={shared / 'few'} " in done.err

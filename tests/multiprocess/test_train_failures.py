@@ -14,6 +14,7 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are set by prlimit")
+EVERY = "checkpoint.every=N writes them"
 ENDLESS = [*SMALL, "train.steps=1000000", "train.validate_every=0"]
 
 
@@ -29,7 +30,8 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path: Path) -> None:
         done = run.finish()
     message = "the run's files cannot be written: "
     assert done.code == 1
-    assert done.err.startswith(f"error: {message}") and done.err.count("\n") == 1
+    assert done.err.startswith(f"error: {message}")
+    assert done.err.splitlines()[1:] == [f"nothing to resume: {tmp_path}/run has no good checkpoint ({EVERY})"]
     assert read_metrics(tmp_path / "run"), "every line is whole"
     last = read_events(tmp_path / "run")[-1]
     assert last["event"] == "stop" and last["message"].startswith(message)
@@ -43,7 +45,7 @@ def test_a_disk_without_room_for_the_weights_keeps_the_result(tmp_path: Path) ->
         done = run.finish()
     assert done.code == 1
     weights = tmp_path / "run" / "weights.safetensors"
-    assert done.err == f"error: the run's files cannot be written: {weights} (File too large)\n"
+    assert done.err.splitlines()[0] == f"error: the run's files cannot be written: {weights} (File too large)"
     assert not weights.exists()
     summary = read_summary(tmp_path / "run")
     assert summary["steps"] == 6 and len(summary["weights_sha256"]) == 64
@@ -58,7 +60,8 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
         done = run.finish()
     assert done.code == 130
     events = read_events(tmp_path / "run")
-    assert [event["event"] for event in events] == ["start", "stop"] and events[-1]["message"] == "interrupted"
+    assert [event["event"] for event in events] == ["start", "signal", "checkpoint", "stop"]
+    assert events[1]["signal"] == "SIGINT" and "it was asked to by SIGINT" in events[-1]["message"]
 
 
 def test_workers_get_room_for_their_links(tmp_path: Path) -> None:

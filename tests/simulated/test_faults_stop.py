@@ -1,18 +1,19 @@
-"""Too few workers are left: they stop at the newest version, and save all of it, bit for bit."""
+"""A run stops, since too few workers are left or somebody asks: at the newest version, all of it saved, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from elaswave_spmd.controller.events import Received, RunStopped
+from elaswave_spmd.controller.events import Received, RunFinished, RunStopped, StopRequested
 from elaswave_spmd.controller.summary import collect_pages, is_complete
+from elaswave_spmd.errors import StoppedBySignal
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
-from elaswave_spmd.recovery.controller_protocol import Policy
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from tests.cluster.faults import AnyFault, Fault
 from tests.cluster.processes import LostStateError, Worker
@@ -113,3 +114,122 @@ def test_all_are_asked_to_leave(mesh: str, zero: int) -> None:
         assert 0 < save.version < RUN.steps and "0 stay" in save.reason and not cluster.result.epochs
         found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]
         assert tuple(found) == weights_after(save.version)
+
+
+# ---- somebody asks: Ctrl-C, or a batch system's SIGTERM
+
+TERM = StopRequested("SIGTERM")
+
+
+def of_step(kind: type, step: int) -> Callable[[m.AnyMessage], bool]:
+    """The messages of this kind that are about this step."""
+    return lambda message: isinstance(message, kind) and getattr(message, "step", step) == step
+
+
+class Asked(Saved):
+    """A cluster that is asked to stop when the controller takes the first message that `when` is true of."""
+
+    def __init__(
+        self,
+        mesh: str,
+        zero: int,
+        seed: int,
+        when: Callable[[m.AnyMessage], bool],
+        *,
+        times: int = 1,
+        least: int = 1,
+        faults: Sequence[AnyFault] = (),
+    ) -> None:
+        self._when: Callable[[m.AnyMessage], bool] | None = when
+        self._times = times
+        self.asked_at = -1  # the version then
+        super().__init__(mesh, zero, least, faults, seed)
+
+    def check(self, message: m.AnyMessage) -> None:
+        super().check(message)
+        if self._when is not None and self._when(message):
+            self._when, self.asked_at = None, self.protocol.version
+            self._io.events.extendleft([TERM] * self._times)  # before all that has come already
+
+    def assert_saved(self) -> Save:
+        """The run has ended as it was asked to: with all of its state, that of an undisturbed run at that step."""
+        save = self.until_saved()
+        outcome_ = self.controller.outcome
+        assert isinstance(outcome_, RunStopped) and isinstance(outcome_.error, StoppedBySignal)
+        assert "it was asked to by SIGTERM" in str(outcome_.error)
+        found = [(name, w.shape, w.tobytes()) for name, w in sorted(self.weights[save.epoch].items())]
+        assert tuple(found) == weights_after(save.version)
+        assert len(self.result.losses) == save.version, "what is saved is committed: no step is computed again"
+        return save
+
+    @property
+    def unfinished(self) -> list[m.StepReport]:
+        """Answers of members that had begun a step which they have not finished."""
+        return [message for message in self.heard if isinstance(message, m.StepReport) and message.partial_steps]
+
+
+MESHES = [("single", 0), ("dp3", 0), ("dp4", 1), ("dp2_pp2", 2), ("dp3_pp2", 3)]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+@one_thread()
+def test_a_run_that_is_asked_to_stop_finishes_its_step(mesh: str, zero: int) -> None:
+    for seed in range(3):
+        cluster = Asked(mesh, zero, seed, of_step(m.Applied, 3))
+        save = cluster.assert_saved()
+        assert save.version > cluster.asked_at and not cluster.unfinished and not cluster.result.epochs
+
+
+def test_a_stop_at_once_would_leave_a_step_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant of C13: the change comes as urgently as that of a loss."""
+    monkeypatch.setattr(ControllerProtocol, "_next_boundary", lambda self: m.AT_ONCE)
+    clusters = [Asked("dp2_pp2", 2, seed, of_step(m.Applied, 3)) for seed in range(3)]
+    for cluster in clusters:
+        cluster.until_saved()
+    assert any(cluster.unfinished for cluster in clusters)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), MESHES[1:])
+@one_thread()
+def test_asked_during_a_validation_the_step_is_the_validated_one(mesh: str, zero: int) -> None:
+    for seed in range(3):
+        cluster = Asked(mesh, zero, seed, of_step(m.ValidationLoss, 6))
+        assert cluster.assert_saved().version == 6
+        assert 6 in cluster.result.validation and not cluster.unfinished
+
+
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+@one_thread()
+def test_after_the_last_step_nothing_is_stopped(mesh: str, zero: int) -> None:
+    for seed in range(2):
+        cluster = Asked(mesh, zero, seed, of_step(m.Applied, RUN.steps))
+        assert outcome(cluster.run()) == outcome(simulate(RUN, placement_of(RUN, "single", 0)))
+        assert isinstance(cluster.controller.outcome, RunFinished) and not cluster.saves
+
+
+@pytest.mark.parametrize("kind", [m.StepReport, m.Applied])
+@pytest.mark.parametrize(("mesh", "zero"), MESHES[1:])
+@one_thread()
+def test_asked_while_the_run_recovers_from_a_loss(mesh: str, zero: int, kind: type) -> None:
+    """The step that the loss has met is left to the run that goes on, or is finished: what is saved is whole."""
+    for seed in range(3):
+        faults = [Fault(4, "kill", seed, "backward")]
+        Asked(mesh, zero, seed, of_step(kind, 3), faults=faults).assert_saved()
+
+
+@one_thread()
+def test_asked_twice_it_ends_at_once() -> None:
+    cluster = Asked("dp2_pp2", 2, 0, of_step(m.Applied, 3), times=2)
+    ended = cluster.controller.run()
+    assert isinstance(ended, RunStopped) and isinstance(ended.error, StoppedBySignal)
+    assert "at once, after a second signal" in str(ended.error) and not cluster.saves
+
+
+@one_thread()
+def test_asked_before_the_first_step_there_is_nothing_to_save() -> None:
+    cluster = Asked("dp2_pp2", 2, 0, of_step(m.Ready, 0))
+    ended = cluster.controller.run()
+    assert (
+        isinstance(ended, RunStopped) and str(ended.error) == "the run was stopped by SIGTERM while its workers started"
+    )
+    assert not cluster.protocol.started

@@ -47,10 +47,14 @@ The fork server must outlive its children and ends by its pipe, so it blocks the
 signal that is sent to a worker before the worker has set itself up stays pending until then."""
 
 
+_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and the end of the terminal
+
+
 def set_up() -> None:
     """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the controller answers it for all
+    for number in _TERMINAL:  # they reach the whole group; the controller answers them for all
+        signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -6,8 +6,8 @@ of all workers, so it alone reaps them, signals them without a race on process i
 killed.
 
 Lines of JSON, controller -> fork server: first the setup, then {"spawn": rank, "spec": {...}}, {"signal": number,
-"rank": rank}, {"orphan_grace_s": seconds}, {"stop": grace_s}; each is answered by one line. On a second pipe the
-fork server writes a line {"exited": rank, ...} for each worker that ended.
+"rank": rank}, {"orphan_grace_s": seconds}, {"hold": path}, {"stop": grace_s}; each is answered by one line. On a second
+pipe the fork server writes a line {"exited": rank, ...} for each worker that ended.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import traceback
 from typing import Any, NoReturn
 
 from elaswave_spmd.runtime.processes import child
+from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 
 _REAP_PERIOD_S = 0.01  # while all workers are ended
 
@@ -71,6 +72,8 @@ class ForkServer:
             return
         self._setup = setup
         sys.path[:] = setup["sys_path"]
+        for folder in setup["scratch"]:
+            hold_scratch(folder)
         try:
             problem = self._preload()
             if problem:
@@ -136,6 +139,9 @@ class ForkServer:
             elif "orphan_grace_s" in order:
                 self._setup["orphan_grace_s"] = float(order["orphan_grace_s"])
                 self._answer({"set": True})
+            elif "hold" in order:
+                hold_lock(order["hold"])
+                self._answer({"held": True})
             else:
                 self._answer({"sent": self._signal(int(order["rank"]), int(order["signal"]))})
         except Exception:

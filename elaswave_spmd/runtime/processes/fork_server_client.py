@@ -185,6 +185,11 @@ class ForkServerClient:
         self._request({"orphan_grace_s": seconds})
         self._orphan_grace_s = seconds
 
+    def hold(self, lock: Path) -> None:
+        """Have the fork server share the lock of a file, with all workers that it forks. Waits until ready."""
+        self.ready()
+        self._request({"hold": str(lock)})
+
     def fileno(self) -> int:
         """The descriptor that is readable when `poll` has something to return."""
         return self._notices

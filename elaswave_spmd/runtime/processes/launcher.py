@@ -7,6 +7,7 @@ import selectors
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError
@@ -90,6 +91,10 @@ class Launcher:
             RunError: an import failed.
         """
         self._fork_server.ready()
+
+    def hold(self, lock: Path) -> None:
+        """Share the lock of a file as long as a worker of this machine lives, whatever becomes of this process."""
+        self._fork_server.hold(lock)
 
     def spawn(self, rank: int, spec: Mapping[str, Any]) -> int | None:
         """Start worker `rank` on its machine, which is assigned now for a newcomer.

@@ -42,6 +42,9 @@ from elaswave_spmd.runtime.transport.cross_memory import (
 from elaswave_spmd.runtime.transport.event_loop import EventLoop
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
 
+SOCKETS = "elaswave-"
+"""How the names of directories of sockets begin."""
+
 CONTROLLER = -1
 """The controller's peer id; workers have their rank, agents ids from -2 downward."""
 
@@ -72,7 +75,7 @@ def socket_directory() -> str:
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = base and len(base) < 40 and os.access(base, os.W_OK)
-    return tempfile.mkdtemp(prefix="elaswave-", dir=base if usable else "/tmp")
+    return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
 
 
 class _Link:

@@ -29,7 +29,7 @@ class Ran:
         self.settings: list[Settings] = []
         self.ends: BaseException | int = 0
 
-    def __call__(self, settings: Settings) -> int:
+    def __call__(self, settings: Settings, signals: object) -> int:
         self.settings.append(settings)
         if isinstance(self.ends, BaseException):
             raise self.ends

@@ -53,6 +53,8 @@ class Workers:
 
     def ready(self) -> None: ...
 
+    def hold(self, lock: Path) -> None: ...
+
     def spawn(self, rank: int, spec: dict[str, Any]) -> None:
         self._mailboxes[rank] = mailbox = Mailbox()
         self.specs[rank] = spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -340,6 +341,31 @@ def test_a_client_that_says_nothing_holds_nobody_up(served: World, monkeypatch: 
         with admin_client.socket_address(served.folder) as address:
             silent.connect(address)
         assert admin_client.ask(str(served.folder), {"command": "status"})["version"] == 0
+
+
+@pytest.mark.parametrize("number", [10, 200])
+def test_many_silent_clients_delay_nobody(served: World, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """They are let go when their time is over, which is far above what anybody waits for an answer here."""
+    monkeypatch.setattr(module, "_CLIENT_S", 1000.0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            with admin_client.socket_address(served.folder) as address:
+                silent.connect(address)
+        for _ in range(3):
+            assert admin_client.ask(str(served.folder), {"command": "status"}, timeout_s=30.0)["version"] == 0
+
+
+def test_a_request_may_come_in_pieces(served: World) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(30)
+        with admin_client.socket_address(served.folder) as address:
+            link.connect(address)
+        for piece in (b'{"comm', b'and": "sta', b'tus"}\n'):
+            link.sendall(piece)
+            assert admin_client.ask(str(served.folder), {"command": "status"})["version"] == 0
+        with link.makefile("rb") as lines:
+            assert json.loads(lines.readline())["version"] == 0
 
 
 def test_a_directory_with_a_long_path(tmp_path: Path) -> None:

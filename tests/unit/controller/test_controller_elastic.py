@@ -208,7 +208,7 @@ def test_the_last_worker_ends_the_run(told: Callable[..., Told]) -> None:
         story.until(lambda: False)
 
     run = told(tell)
-    assert type(run.error) is RunError and str(run.error).startswith("the run cannot go on: no worker is left.")
+    assert type(run.error) is RunError and str(run.error) == "the run cannot go on: no worker is left"
     assert run.event("stop")["message"] == str(run.error)
     assert not (run.folder / "summary.json").exists()
 
@@ -243,8 +243,7 @@ def test_too_few_workers_write_a_checkpoint_and_stop(told: Callable[..., Told]) 
     run = told(tell, min_workers=2)
     checkpoint = run.folder / "checkpoints" / "step_00000001"
     assert type(run.error) is RunError and str(run.error) == (
-        f"the run stops: 1 workers are left, elastic.min_workers is 2. Its state after step 1 is in {checkpoint}; "
-        f"to go on from there: python train.py train.resume={run.folder}"
+        f"the run stops: 1 workers are left, elastic.min_workers is 2. Its state after step 1 is in {checkpoint}"
     )
     assert load_newest_good(run.folder)[0].path == checkpoint
     assert run.kinds[-1] == "stop" and run.event("stop")["message"] == str(run.error)
@@ -275,7 +274,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(told: Callable[..., Told]) 
         story.until(lambda: False)
 
     run = told(tell, min_workers=2)
-    assert "Its state after step 1 could not be written: worker 0: the disk is full. There is no" in str(run.error)
+    assert "Its state after step 1 could not be written: worker 0: the disk is full" in str(run.error)
     assert run.event("checkpoint_lost")["step"] == 1
 
 
@@ -286,7 +285,7 @@ def test_workers_that_never_write_are_not_waited_for_for_ever(told: Callable[...
         story.until(lambda: False)
 
     run = told(tell, min_workers=2, timeouts={"controller": 0.1, "shutdown": 0.2})
-    assert "could not be written: not within 0.2 s (timeouts.shutdown). There is no checkpoint" in str(run.error)
+    assert "could not be written: not within 0.2 s (timeouts.shutdown)" in str(run.error)
 
 
 def test_an_exception_that_takes_too_many_is_shown_with_the_checkpoint(told: Callable[..., Told]) -> None:

@@ -22,6 +22,7 @@ from elaswave_spmd.controller.events import (
     Record,
     RecordLostWorker,
     ReportExits,
+    RestartFrom,
     RunStopped,
     Spawn,
     Tick,
@@ -29,11 +30,12 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import RunError, WorkerError
+from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.messages import Failed, Fingerprints
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
+from elaswave_spmd.sharding.replicas import ReplicaSet
 
 
 class World:
@@ -59,6 +61,7 @@ class World:
             FailurePolicy.from_settings(settings), cast(Any, self.protocol), self.roster, Path("run")
         )
         self.actions: list[Action] = []
+        self.checkpoint: Any = None
         self.now = 1.0
 
     def lost(self, rank: int, reason: str) -> list[Any]:
@@ -79,7 +82,7 @@ class World:
                 case ReportExits():
                     self.happens(ExitsReported())
                 case FindCheckpoint():
-                    self.happens(CheckpointFound(None))
+                    self.happens(CheckpointFound(self.checkpoint))
 
     def happens(self, event: Event) -> None:
         self.do(self.losses.decide_while_ending(event, self.now))
@@ -341,3 +344,17 @@ def test_who_has_lost_the_link_to_the_controller_and_lives_is_lost() -> None:
     world.losses.link_closed(0)
     with pytest.raises(RunError, match="worker 0: its link to the controller was lost"):
         world.live(0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_run_that_was_asked_to_stop_does_not_begin_again(asked: bool) -> None:
+    world = World()
+    world.checkpoint = SimpleNamespace(step=3, path=Path("run/checkpoints/step_00000003"))
+    end = Unrecoverable((ReplicaSet(0, 0, 4, 1, frozenset({1})),), "all replicas of 1 page ranges are lost")
+    if not asked:
+        world.do(world.losses.end(end, world.now))
+        assert isinstance(cast(End, world.actions[-1]).outcome, RestartFrom)
+        return
+    world.losses.stop_requested("SIGTERM")
+    with pytest.raises(StoppedBySignal, match="the run cannot go on: all replicas of 1 page ranges are lost"):
+        world.do(world.losses.end(end, world.now))

@@ -1,0 +1,136 @@
+"""The last lines of a run that did not finish: what happened, the state that is left, and the command that goes on.
+
+Every end comes here, when all processes of the run have ended: so there is one answer to "what now?", and it names a
+checkpoint that has just been read and compared with its hashes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.io import newest_checkpoint
+from elaswave_spmd.errors import RunError, StoppedBySignal, UserError, headline_of
+from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.runtime.processes.stop_signals import Signalled
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command as it was typed.
+
+    Args:
+        program: everything before the settings, such as (python, train.py).
+        words: the settings, name=value.
+    """
+
+    program: tuple[str, ...] = ("python", "train.py")
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def typed(cls, words: Sequence[str]) -> Command:
+        """The command of this process, whose settings are `words`."""
+        whole, words = sys.orig_argv, tuple(words)
+        if not whole or tuple(whole[len(whole) - len(words) :]) != words:
+            return cls((os.path.basename(sys.executable), sys.argv[0]), words)  # not started by a command line
+        program = whole[: len(whole) - len(words)]
+        # A script that an installer has made is run by its first line; what was typed is its name.
+        if len(program) > 1 and (name := os.path.basename(program[1])) and shutil.which(name) == program[1]:
+            program = [name, *program[2:]]
+        return cls(tuple(program), words)
+
+    def resuming(self, run_dir: Path, *, was_resumed: bool, into: Path | None = None) -> str:
+        """The command that goes on from the newest checkpoint in `run_dir`, as it is typed into a shell.
+
+        A run's settings are in its directory. Repeated are those that are not: what belongs to one command (`run.*`),
+        and whatever was named when the run was resumed, as config.yaml is that of its begin. Injected faults are not.
+
+        Args:
+            was_resumed: this command went on with the run in `run_dir`.
+            into: another directory to go on in.
+        """
+        from elaswave_spmd.conf.compose import setting_of  # Hydra: only a command line has it loaded already
+
+        kept = []
+        for word in self.words:
+            name = setting_of(word)
+            group = name.partition(".")[0]
+            if name not in ("train.resume", "run.dir") and group != "chaos" and (was_resumed or group == "run"):
+                kept.append(word)
+        folder = () if into is None else (f"run.dir={into}",)
+        return shlex.join((*self.program, f"train.resume={run_dir}", *folder, *kept))
+
+    def again(self) -> str:
+        """The same command once more."""
+        return shlex.join((*self.program, *self.words))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A run that did not finish, once all of its processes have ended.
+
+    Args:
+        error: that ended it.
+        settings: as the command named them.
+        command: as it was typed.
+        run_dir: that the run has written to and has left; None: it left nothing.
+    """
+
+    error: BaseException
+    settings: Settings
+    command: Command
+    run_dir: Path | None
+
+    def lines(self) -> list[str]:
+        """What happened, and what can be done."""
+        return [self._what(), *self._state()]
+
+    def _what(self) -> str:
+        error = self.error
+        if isinstance(error, StoppedBySignal):
+            return str(error)
+        if isinstance(error, KeyboardInterrupt):
+            return headline_of(error)
+        if isinstance(error, RunError | UserError):
+            return f"error: {error}"
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+
+    def _state(self) -> list[str]:
+        """The state that is left, and the command that goes on from it; or why there is none."""
+        source = self.settings.train.resume
+        earlier = Path(source).expanduser().absolute() if source is not None else None
+        folder = self.run_dir or earlier
+        if folder is None:
+            return ["nothing to resume: no step was done, and nothing is left of the run"]
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None and earlier is not None and earlier != folder:
+            folder = earlier  # another directory than the one that it went on from: there is no checkpoint in it yet
+            checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
+            return [f"nothing to resume: {folder} has no good checkpoint (checkpoint.every=N writes them)"]
+        # What this command names must not be in use, and a run that has its result is not resumed in its place.
+        taken = self.run_dir is not None and (self.run_dir != folder or (folder / SUMMARY).exists())
+        if self.run_dir is None:
+            command = self.command.again()
+        else:
+            into = self.run_dir.with_name(f"{self.run_dir.name}_2") if taken else None
+            command = self.command.resuming(folder, was_resumed=folder == earlier, into=into)
+        agents = ", and its agents again" if self.settings.runtime.agents else ""
+        known = str(checkpoint.path) in str(self.error)
+        lines = [] if known else [f"newest checkpoint: {checkpoint.path}, after step {checkpoint.step}"]
+        return [*lines, f"resume with: {command}{agents}"]
+
+    def exit_code(self, number: int | None) -> int:
+        """The exit code; `number`: of the first signal that asked the run to end."""
+        if number is not None:
+            return 128 + number
+        if isinstance(self.error, Signalled):
+            return self.error.exit_code
+        return 130 if isinstance(self.error, KeyboardInterrupt) else 1

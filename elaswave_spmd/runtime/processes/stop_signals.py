@@ -1,0 +1,116 @@
+"""The signals that ask a command to end: Ctrl-C, and what batch systems and closed terminals send.
+
+A handler may interrupt anything, so what it does is decided by where the command is: while it starts, the signal is an
+exception; while it has something to save, an event for the thread that decides; while it clears up, nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_EVENTS = 2  # signals that are events; one more, and the thread that takes events does not get to them
+_ALL = 1 << 30
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal asked the command to end where it had nothing to save."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"interrupted by {signal_name(number)}")
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports a program that the signal has ended."""
+        return 128 + self.number
+
+
+def signal_name(number: int) -> str:
+    """A signal's name, such as SIGINT."""
+    return signal.Signals(number).name
+
+
+class StopSignals:
+    """The stop signals of this process from `__enter__` to `__exit__`. Signals that it ignores stay ignored.
+
+    Without `as_events` or `held` the first signal raises `Signalled` in the main thread, and later ones do nothing:
+    what the first one has begun to clear up is cleared up.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._before: dict[int, Any] = {}
+        self._held = 0  # signals that raise nothing here
+        self._tell: Callable[[int], None] | None = None
+        self._raised = False
+
+    @property
+    def first(self) -> int | None:
+        """The number of the first signal that has come; None: none has."""
+        return self._numbers[0] if self._numbers else None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # Python has handlers in this thread only
+            for number in STOP_SIGNALS:
+                # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP: so it stays.
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._came)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @contextlib.contextmanager
+    def as_events(self, tell: Callable[[int], None]) -> Iterator[None]:
+        """A `with` in which the first two signals are told, from the handler. A third one raises: nobody listens.
+
+        Args:
+            tell: gets a signal's number. It must be short and must not block.
+        """
+        with self._holding(_EVENTS, tell):
+            yield
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A `with` that no signal interrupts. `check` afterwards raises what has come."""
+        with self._holding(_ALL, None):
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self, count: int, tell: Callable[[int], None] | None) -> Iterator[None]:
+        before = self._held, self._tell
+        self._held, self._tell = count, tell
+        try:
+            yield
+        finally:
+            self._held, self._tell = before
+
+    def check(self) -> None:
+        """Raise the first signal that has come, if one has.
+
+        Raises:
+            Signalled: once; the one that raises later is the caller that has something to clear up.
+        """
+        if self._numbers:
+            self._raise()
+
+    def _came(self, number: int, _: FrameType | None) -> None:
+        self._numbers.append(number)
+        if len(self._numbers) > self._held:
+            self._raise()
+        elif self._tell is not None:
+            self._tell(number)
+
+    def _raise(self) -> None:
+        if not self._raised:
+            self._raised = True
+            raise Signalled(self._numbers[0])

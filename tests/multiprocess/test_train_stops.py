@@ -1,0 +1,257 @@
+"""Runs that are asked to end: SIGINT and SIGTERM, once and twice, to the command and to its whole process group.
+
+And runs that are killed: nothing stays for long, and the command that resumes them ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.multiprocess import patient_model
+from tests.multiprocess.real_runs import SMALL, TRAIN, Done, Launched, eventually, launch, train, write_text
+from tests.waiting import PATIENCE_S
+from tests.waiting import eventually as waiting
+
+RUN = [*SMALL, "train.steps=40", "train.validate_every=8", "model.dropout=0.1", "mesh=dp2_pp2", "sharding=zero2"]
+# Step 4 lasts until the file `go` is there.
+HELD = """
+import time
+from functools import partial
+from pathlib import Path
+from elaswave_spmd.models import GPT
+
+class Held(GPT):
+    def __init__(self, *, go, **sizes):
+        super().__init__(**sizes)
+        next(iter(self.layers)).register_forward_pre_hook(partial(wait, Path(go)))
+
+def wait(go, _, given):
+    while int(given[1].step) == 4 and not go.exists():
+        time.sleep(0.02)
+"""
+LONG = ["timeouts.progress=1000", "timeouts.start=2000"]
+
+
+def held(folder: Path) -> list[str]:
+    (folder / "held.py").write_text(HELD)
+    return ["model.target=held.Held", f"+model.args.go={folder / 'go'}", *LONG]
+
+
+def kinds(run_dir: Path) -> list[str]:
+    return [event["event"] for event in read_events(run_dir)]
+
+
+def bits(run_dir: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str]], str]:
+    lines = [(line.step, line.loss_hex, line.grad_norm_hex) for line in read_metrics(run_dir)]
+    validation = [(e["step"], e["loss_hex"]) for e in read_events(run_dir) if e["event"] == "validation"]
+    return lines, validation, read_summary(run_dir)["weights_sha256"]
+
+
+def resume_command(done: Done) -> str:
+    """The last line that was shown, as it is typed into a shell."""
+    last = done.err.splitlines()[-1]
+    assert last.startswith("resume with: "), done.err
+    return last.removeprefix("resume with: ")
+
+
+def resume(folder: Path, command: str, run: Launched) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(run.sockets)}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_text(folder)
+    (folder / "go").touch()
+    done = train(folder, *RUN, *patient_model.write(folder, folder / "go"))
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "elastic"),
+    [
+        (signal.SIGINT, "command", True),
+        (signal.SIGINT, "group", True),
+        (signal.SIGTERM, "command", True),
+        (signal.SIGTERM, "group", True),
+        (signal.SIGTERM, "group", False),
+        (signal.SIGHUP, "group", True),
+    ],
+)
+def test_a_run_that_is_asked_to_end_loses_no_step(
+    tmp_path: Path, undisturbed: Path, number: signal.Signals, to: str, elastic: bool
+) -> None:
+    """In the middle of a step: from step 6 on each micro-batch takes longer."""
+    write_text(tmp_path)
+    model = patient_model.write(tmp_path, tmp_path / "go")
+    with launch(tmp_path, *RUN, *model, f"elastic.enabled={elastic}".lower()) as run:
+        run.wait_for_steps(9)
+        (os.killpg if to == "group" else os.kill)(run.process.pid, number)
+        done = run.finish()
+        run_dir = tmp_path / "run"
+        steps = len(read_metrics(run_dir))
+        assert done.code == 128 + number and "Traceback" not in done.err, done.err
+        assert "signal" in kinds(run_dir)
+        assert kinds(run_dir)[-2:] == ["checkpoint", "stop"] and "fail" not in kinds(run_dir), kinds(run_dir)
+        saved = f"Its state after step {steps} is in {run_dir}/checkpoints/step_{steps:08d}"
+        assert saved in done.err and read_events(run_dir)[-1]["message"] == done.err.splitlines()[0]
+        assert not (run_dir / "ctl.sock").exists()
+        (tmp_path / "go").touch()
+        resumed = resume(tmp_path, resume_command(done), run)
+    assert (resumed.returncode, resumed.stderr) == (0, ""), resumed
+    (event,) = [event for event in read_events(run_dir) if event["event"] == "resume"]
+    assert (event["step"], event["steps_again"]) == (steps, 0)
+    assert bits(run_dir) == bits(undisturbed), "each step once, and the bits of the undisturbed run"
+
+
+def test_the_other_way_to_start_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "elaswave_train.py").write_text("import sys\nfrom elaswave_spmd.cli import main\nsys.exit(main())\n")
+    script = Path(tmp_path / "elaswave_train.py")
+    model = patient_model.write(tmp_path, tmp_path / "go")
+    with launch(tmp_path, "train", *RUN, *model, script=script) as run:
+        run.wait_for_steps(9)
+        run.process.terminate()
+        done = run.finish()
+    wanted = [sys.executable, str(script), "train", f"train.resume={tmp_path / 'run'}", "run.tensorboard=false"]
+    assert shlex.split(resume_command(done)) == wanted
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_second_signal_ends_a_run_at_once(tmp_path: Path, second: signal.Signals, every: int) -> None:
+    """The step never ends, so nothing can be saved; what is on the disk is named."""
+    write_text(tmp_path)
+    run_dir = tmp_path / "run"
+    with launch(tmp_path, *RUN, *held(tmp_path), f"checkpoint.every={every}") as run:
+        run.wait_for_steps(3)
+        if every:
+            eventually(lambda: "checkpoint" in kinds(run_dir), run.process)
+        os.killpg(run.process.pid, signal.SIGINT)
+        eventually(lambda: "signal" in kinds(run_dir), run.process)
+        os.killpg(run.process.pid, second)
+        done = run.finish()
+        assert done.code == 130 and "Traceback" not in done.err
+        assert done.err.startswith(f"the run stops at once, after a second signal ({second.name})")
+        assert read_events(run_dir)[-1]["event"] == "stop" and len(read_metrics(run_dir)) == 3
+        if not every:
+            none = f"nothing to resume: {run_dir} has no good checkpoint (checkpoint.every=N writes them)"
+            assert done.err.splitlines()[1:] == [none]
+            return
+        assert f"newest checkpoint: {run_dir}/checkpoints/step_00000002, after step 2" in done.err
+        (tmp_path / "go").touch()
+        assert resume(tmp_path, resume_command(done), run).returncode == 0
+    assert [line.step for line in read_metrics(run_dir)] == list(range(1, 41))
+
+
+def started(run: Launched) -> bool:
+    """The command has its fork server: it reads its data, or starts its workers."""
+    return len(run.processes()) > 1
+
+
+def has_directory(run: Launched) -> bool:
+    return (run.folder / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", [started, has_directory])
+def test_asked_while_it_starts_a_run_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, when: Callable[[Launched], bool]
+) -> None:
+    write_text(tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    with launch(tmp_path, *RUN) as run:
+        eventually(lambda: when(run), run.process)
+        os.killpg(run.process.pid, number)
+        done = run.finish()
+    if (tmp_path / "run").exists():  # it was faster than the signal: then its first step is saved
+        assert "resume with: " in done.err
+        return
+    assert done.code == 128 + number and "Traceback" not in done.err, done.err
+    assert done.err.splitlines()[1:] == ["nothing to resume: no step was done, and nothing is left of the run"]
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == before
+
+
+def test_asked_while_it_resumes_a_run_names_its_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    write_text(tmp_path)
+    model = patient_model.write(tmp_path, tmp_path / "go")
+    with launch(tmp_path, *RUN, *model) as run:
+        run.wait_for_steps(7)
+        run.process.terminate()
+        first = run.finish()
+    words = shlex.split(resume_command(first))[2:]
+    with launch(tmp_path, *words) as run:
+        eventually(lambda: started(run), run.process)
+        os.killpg(run.process.pid, signal.SIGINT)
+        done = run.finish()
+        assert done.code == 130
+        assert resume_command(done) == resume_command(first)
+        (tmp_path / "go").touch()
+        assert resume(tmp_path, resume_command(done), run).returncode == 0
+    assert bits(tmp_path / "run") == bits(undisturbed)
+
+
+# ---- killed
+
+
+def kill_at_once(*pids: int) -> None:
+    """None of them can react to the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
+def test_killed_with_its_fork_server_a_run_is_cleared_up_by_the_command_that_resumes_it(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    write_text(tmp_path)
+    model = patient_model.write(tmp_path, tmp_path / "go")
+    with launch(tmp_path, *RUN, *model, "checkpoint.every=2") as run:
+        run.wait_for_steps(8)
+        (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
+        kill_at_once(run.process.pid, fork_server)
+        run.process.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
+        assert not run.processes() and list(run.sockets.iterdir()), "nobody was left to remove the sockets"
+        (tmp_path / "go").touch()
+        resumed = resume(tmp_path, shlex.join([sys.executable, str(TRAIN), "train.resume=run"]), run)
+        assert (resumed.returncode, resumed.stderr) == (0, ""), resumed
+        assert not list(run.sockets.iterdir()) and not (tmp_path / "run" / "ctl.sock").exists()
+    assert bits(tmp_path / "run") == bits(undisturbed)
+
+
+def test_a_run_is_resumed_when_the_workers_of_its_killed_controller_have_ended(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """They finish their step first, which takes until `go` is there, and then write their state."""
+    write_text(tmp_path)
+    model = patient_model.write(tmp_path, tmp_path / "go")
+    with launch(tmp_path, *RUN, *model, "timeouts.shutdown=1000") as run:
+        run.wait_for_steps(12)
+        run.process.kill()
+        run.process.wait()
+        assert run.processes(), "its workers are in the middle of a step"
+        command = [sys.executable, str(TRAIN), "train.resume=run"]
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(run.sockets)}
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as resumed:
+            (tmp_path / "go").touch()
+            out, err = resumed.communicate(timeout=PATIENCE_S)
+        assert (resumed.returncode, err) == (0, ""), out
+        waiting(lambda: not run.processes())
+    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "resume"]
+    assert event["step"] >= 12 and event["steps_again"] == 0, "what the workers have written is not lost"
+    assert bits(tmp_path / "run") == bits(undisturbed)

@@ -1,0 +1,130 @@
+"""The last lines of a run that did not finish: what happened, the newest checkpoint, the command that goes on."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elaswave_spmd.conf.schema import RunSettings, Settings, TrainSettings
+from elaswave_spmd.controller import ending as module
+from elaswave_spmd.controller.ending import Command, Ending
+from elaswave_spmd.errors import FilesError, RunError, StoppedBySignal, WorkerError
+from elaswave_spmd.runtime.processes.stop_signals import Signalled
+
+TYPED = Command(("python", "train.py"), ("mesh=dp2", "run.trace=true", "run.dir=runs/a b", "chaos=random", "seed=3"))
+
+
+@pytest.fixture
+def good(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """The directories that have a good checkpoint, of step 4."""
+    folders: set[Path] = set()
+
+    def newest(folder: Path) -> object:
+        path = folder / "checkpoints" / "step_00000004"
+        return SimpleNamespace(step=4, path=path) if folder in folders else None
+
+    monkeypatch.setattr(module, "newest_checkpoint", newest)
+    return folders
+
+
+def ending(
+    error: BaseException, run_dir: Path | None, *, resume: str | None = None, command: Command = TYPED
+) -> Ending:
+    train, run = TrainSettings(resume=resume), RunSettings(dir=str(run_dir) if run_dir else None)
+    return Ending(error, replace(Settings(), train=train, run=run), command, run_dir)
+
+
+def test_the_newest_checkpoint_is_named_with_the_command_for_a_shell(good: set[Path]) -> None:
+    run_dir = Path("/runs/a b")
+    good.add(run_dir)
+    assert ending(RunError("the fork server has died"), run_dir).lines() == [
+        "error: the fork server has died",
+        "newest checkpoint: /runs/a b/checkpoints/step_00000004, after step 4",
+        "resume with: python train.py 'train.resume=/runs/a b' run.trace=true",
+    ]
+
+
+def test_what_the_error_names_is_not_said_twice(good: set[Path]) -> None:
+    run_dir = Path("/runs/a")
+    good.add(run_dir)
+    saved = StoppedBySignal(f"the run stops. Its state after step 4 is in {run_dir}/checkpoints/step_00000004")
+    lines = ending(saved, run_dir).lines()
+    assert lines == [str(saved), "resume with: python train.py train.resume=/runs/a run.trace=true"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RunError("x"), WorkerError(1, "ValueError: x"), FilesError("f", OSError(28, "No space left")), ValueError("x")],
+)
+def test_every_end_says_why_nothing_can_go_on(good: set[Path], error: Exception) -> None:
+    what, *_, last = ending(error, Path("/runs/a")).lines()
+    assert what.startswith("error: ") or "ValueError: x" in what
+    assert last == "nothing to resume: /runs/a has no good checkpoint (checkpoint.every=N writes them)"
+
+
+def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> None:
+    run_dir = Path("/runs/a")
+    good.add(run_dir)
+    words = ("train.resume=/runs/a", "mesh=dp3", "+model.args.x=[1,2]", "chaos.events=[]", "run.tensorboard=false")
+    typed = Command(("elaswave-spmd", "train"), words)
+    *_, last = ending(RunError("x"), run_dir, resume="/runs/a", command=typed).lines()
+    assert shlex.split(last.removeprefix("resume with: ")) == [
+        *("elaswave-spmd", "train", "train.resume=/runs/a"),
+        *("mesh=dp3", "+model.args.x=[1,2]", "run.tensorboard=false"),
+    ]
+
+
+def test_a_run_that_ends_while_it_starts_is_begun_as_it_was(good: set[Path]) -> None:
+    stopped = Signalled(15)
+    assert ending(stopped, None).lines() == [
+        "interrupted by SIGTERM",
+        "nothing to resume: no step was done, and nothing is left of the run",
+    ]
+    good.add(Path("/runs/a"))
+    typed = Command(("python", "train.py"), ("train.resume=/runs/a", "run.dir=/runs/b"))
+    assert ending(stopped, None, resume="/runs/a", command=typed).lines()[1:] == [
+        "newest checkpoint: /runs/a/checkpoints/step_00000004, after step 4",
+        "resume with: python train.py train.resume=/runs/a run.dir=/runs/b",
+    ]
+
+
+def test_a_directory_that_is_taken_is_not_named_again(good: set[Path], tmp_path: Path) -> None:
+    """It has a result without weights, or was begun from another one and has no checkpoint of its own."""
+    good.add(tmp_path)
+    (tmp_path / "summary.json").touch()
+    typed = Command(words=())
+    wanted = f"resume with: python train.py train.resume={tmp_path} run.dir="
+    assert ending(RunError("x"), tmp_path, command=typed).lines()[-1] == f"{wanted}{tmp_path}_2"
+    (tmp_path / "summary.json").unlink()
+    lines = ending(RunError("x"), Path("/runs/b"), resume=str(tmp_path), command=typed).lines()
+    assert lines[-1] == f"{wanted}/runs/b_2"
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "code"),
+    [(RunError("x"), None, 1), (RunError("x"), 15, 143), (Signalled(2), 2, 130), (KeyboardInterrupt(), None, 130)],
+)
+def test_exit_codes(error: BaseException, number: int | None, code: int) -> None:
+    assert ending(error, None).exit_code(number) == code
+
+
+@pytest.mark.parametrize(
+    ("whole", "program"),
+    [
+        (["python", "train.py", "mesh=dp2"], ("python", "train.py")),
+        ([".venv/bin/python", "-u", "train.py", "mesh=dp2"], (".venv/bin/python", "-u", "train.py")),
+        (["python", "-m", "elaswave_spmd", "train", "mesh=dp2"], ("python", "-m", "elaswave_spmd", "train")),
+        (["python", "/b/elaswave-spmd", "train", "mesh=dp2"], ("elaswave-spmd", "train")),
+    ],
+)
+def test_the_command_as_it_was_typed(
+    whole: list[str], program: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", whole)
+    monkeypatch.setattr(module.shutil, "which", lambda name: "/b/elaswave-spmd" if name == "elaswave-spmd" else None)
+    assert Command.typed(["mesh=dp2"]) == Command(program, ("mesh=dp2",))

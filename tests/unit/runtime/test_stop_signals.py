@@ -1,0 +1,68 @@
+"""Signals that ask a command to end: an exception, an event, or nothing, by where the command is."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from elaswave_spmd.runtime.processes.stop_signals import STOP_SIGNALS, Signalled, StopSignals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Those of the tests' own process are put back, which may ignore some."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_without_anything_to_save_the_first_signal_ends_the_command(number: signal.Signals) -> None:
+    with StopSignals() as signals, pytest.raises(Signalled, match=number.name) as caught:
+        signal.raise_signal(number)
+    assert caught.value.exit_code == 128 + number and signals.first == number
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_what_the_first_has_begun_to_clear_up_is_not_interrupted() -> None:
+    with StopSignals() as signals:
+        with pytest.raises(Signalled):
+            signal.raise_signal(signal.SIGINT)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        signals.check()
+        assert signals.first == signal.SIGINT
+
+
+def test_two_signals_are_events_and_a_third_one_is_not() -> None:
+    told: list[int] = []
+    with StopSignals() as signals:
+        with pytest.raises(Signalled, match="SIGTERM"), signals.as_events(told.append):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            assert told == [signal.SIGTERM, signal.SIGINT]
+            signal.raise_signal(signal.SIGINT)
+        assert told == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_a_signal_that_was_held_is_raised_later() -> None:
+    with StopSignals() as signals:
+        with signals.held():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Signalled, match="SIGTERM"):
+            signals.check()
+        signals.check()
+
+
+def test_what_a_shell_has_the_command_ignore_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.first is None
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
