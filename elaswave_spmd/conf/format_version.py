@@ -1,9 +1,9 @@
 """The format version: one number for everything that one version of this package writes and another one may read.
 
-It stands in a run's config.yaml, in the manifest of every checkpoint, and, for a run with agents, in the rendezvous
-record and in an agent's first message. A reader refuses any other number and names both, before it looks at anything
-else: bits that are misread are worse than a run that does not start. Raise it with every change of one of these formats
-that an older reader would misunderstand.
+It stands in a run's config.yaml, in the manifest of every checkpoint, and, for a run with agents, in what both sides
+say first at the rendezvous and in an agent's first message. A reader refuses any other number and names both, before it
+looks at anything else: bits that are misread are worse than a run that does not start. Raise it with every change of
+one of these formats that an older reader would misunderstand.
 """
 
 from __future__ import annotations

@@ -200,14 +200,17 @@ class RuntimeSettings(Section, group="runtime"):
     `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), new
     parameters go through it, and over links otherwise. The bits are the same.
 
-    Several machines: the controller opens a store at `rendezvous`, where agents find it. `local_workers` run beside the
+    Several machines: the controller listens at `rendezvous`, where agents find it. `local_workers` run beside the
     controller, the others are assigned to the agents. `token_file` holds the secret that all of them share.
+
+    `encryption` is for `transport=tcp`; what it protects and what it costs is in docs/security.md.
     """
 
     device: str = setting("cpu", "what workers compute on; emulated: programs that only take time", choices=DEVICES)
     threads_per_worker: int = setting(1, "threads of each worker's computation", at_least=1, below=2**15)
     dtype: str = setting("fp32", "type of parameters and activations in layers; master state is fp32", choices=DTYPES)
     transport: str = setting("ipc", "links between workers: ipc on one machine, tcp on several", choices=TRANSPORTS)
+    encryption: bool = setting(True, "encrypt links over tcp; false: authenticate only, on networks that are trusted")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers, compute the rest again")
     compile: bool = setting(False, "make layer programs by torch.compile, all before the first step")
     collectives: str = setting(LINKS, "how new parameters get to a stage's other workers", choices=COLLECTIVES)
@@ -252,6 +255,13 @@ class RuntimeSettings(Section, group="runtime"):
             fix = "runtime.token_file=FILE; make one by: (umask 077; openssl rand -hex 32 > FILE)"
             rule = "machines that meet share a secret"
             raise ConfigError(f"{where} is given without runtime.token_file", rule=rule, where=where, fix=fix)
+        if self.encryption and self.collectives == GROUP:
+            raise ConfigError(
+                "runtime.collectives=group and runtime.rendezvous are given with runtime.encryption=true",
+                rule="what leaves a machine is encrypted, and process groups of c10d neither encrypt nor authenticate",
+                where="runtime.collectives=group",
+                fix="runtime.collectives=links, or runtime.encryption=false if the network is trusted",
+            )
 
 
 def endpoint(name: str, value: object) -> tuple[str, int]:

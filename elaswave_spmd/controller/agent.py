@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         found = find_controller(host, port, secret, options.timeout)
         address = address or found.local_host
         mailbox = SelectableMailbox()
-        links = AgentLinks(found.peer, mailbox, token=found.token, host=address)
+        links = AgentLinks(found.peer, mailbox, credentials=found.credentials, host=address)
         try:
             links.connect(CONTROLLER, found.address)
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
@@ -125,9 +125,7 @@ class Agent:
         deadline = time.monotonic() + _FAREWELL_MS / 1000
         while (left := deadline - time.monotonic()) > 0:
             item = self._mailbox.get(left)
-            if isinstance(item, PeerClosed) or (
-                isinstance(item, Envelope) and isinstance(am.decode(item.header), (am.Stop, am.Refused))
-            ):
+            if isinstance(item, PeerClosed) or isinstance(self._order_in(item), (am.Stop, am.Refused)):
                 return
 
     def _turn(self) -> bool:
@@ -142,9 +140,7 @@ class Agent:
         """Carry out an order. Returns True if it ends the run."""
         if isinstance(item, PeerClosed):
             raise _ControllerLostError
-        if not isinstance(item, Envelope):
-            return False
-        match am.decode(item.header):
+        match self._order_in(item):
             case am.PrepareRun(num_workers, settings, data):
                 self._prepare(num_workers, Settings.from_dict(settings), PreparedData.from_dict(data))
             case am.Spawn(rank, spec):
@@ -160,9 +156,21 @@ class Agent:
             case am.Stop(grace_s):
                 self._report_exits(self._fork_server.stop(grace_s))
                 return True
-            case message:
-                raise AssertionError(f"an agent got {message}")
+            case None:
+                pass
+            case _:
+                self._links.reject(am.UNEXPECTED)
         return False
+
+    def _order_in(self, item: Item | None) -> am.AnyAgentMessage | None:
+        """The controller's message in an item of the mailbox; None if it is something else, which is counted."""
+        if not isinstance(item, Envelope):
+            return None
+        message = am.try_decode(item.header)
+        if item.sender == CONTROLLER and message is not None:
+            return message
+        self._links.reject(am.UNEXPECTED)
+        return None
 
     def _prepare(self, num_workers: int, settings: Settings, theirs: PreparedData) -> None:
         raise_fd_limit(num_workers)

@@ -86,6 +86,14 @@ class ExitsReported:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """A process of the run, in words, has refused so many connections and messages since it began."""
+
+    process: str
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class MoveRequested:
     """Micro-batches, layers or workers are to be moved."""
 
@@ -113,6 +121,7 @@ Event: TypeAlias = (
     | CheckpointFound
     | ExitsReported
     | MoveRequested
+    | Rejected
     | StopRequested
     | Tick
 )

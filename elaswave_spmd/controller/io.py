@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import secrets
 import select
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
+
+import msgspec
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import GROUP, RuntimeSettings, endpoint
@@ -29,6 +30,7 @@ from elaswave_spmd.controller.events import (
     LinkEnded,
     ManifestWritten,
     Received,
+    Rejected,
     SavedState,
     StopRequested,
     Tick,
@@ -48,13 +50,17 @@ from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
+from elaswave_spmd.runtime.transport.credentials import Credentials, make_credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, Request
+from elaswave_spmd.worker.message_limits import message_limits, payload_limits
 from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
+UNDECODABLE = "message that is none of the protocol"
+_LOOK_S = 1.0  # between two looks at what was refused
 _POLL_S = 0.1  # how long the end of a worker that has no death watch can go unnoticed
 
 
@@ -173,12 +179,22 @@ class ProcessIO:
         self._mailbox = Mailbox()
         self._ready: deque[Event] = deque()  # events that were found and not returned yet
         self._stops: deque[StopRequested] = deque()  # filled by a signal handler
+        self._rejected: Counter[str] = Counter()
+        self._look_at = 0.0
         self._deaths: deque[WorkerEnded] = deque()  # filled by the death watch's threads; a deque needs no lock
-        token, host = secrets.token_bytes(16), listen_host(settings.runtime)
-        transport = cast(Transport, settings.runtime.transport)
+        agents = launcher.agents if isinstance(launcher, Launcher) else None
+        host, transport = listen_host(settings.runtime), cast(Transport, settings.runtime.transport)
+        credentials = agents.credentials if agents is not None else credentials_of(settings.runtime)
+        payloads = payload_limits(plan)
         with contextlib.ExitStack() as undo:
             self._links = Links(
-                CONTROLLER, self._mailbox, transport=transport, directory=scratch, token=token, host=host
+                CONTROLLER,
+                self._mailbox,
+                transport=transport,
+                directory=scratch,
+                credentials=credentials,
+                host=host,
+                limits=message_limits(payloads),
             )
             undo.callback(self._links.close)
             self._groups = GroupStore(host) if settings.runtime.collectives == GROUP else None
@@ -192,7 +208,7 @@ class ProcessIO:
         self._spec = RunSpec(
             settings,
             plan.data,
-            LinkSpec(self._links.address, scratch, token, host),
+            LinkSpec(self._links.address, scratch, credentials, host, payloads),
             checkpoints.orders,
             OptionSpec(
                 profile=plan.costs.to_json() if settings.schedule.profile else None,
@@ -218,11 +234,12 @@ class ProcessIO:
             if left <= 0:
                 return Tick()  # before the mailbox: a flood of messages must not keep the detector from its deadlines
             item = self._mailbox.get(min(left, _POLL_S))
-            self._ready += [*self._asked(), *self._ended()]
+            self._ready += [*self._asked(), *self._ended(), *self._rejections()]
             # A worker that fails reports it before its process ends, so the report mostly comes before the exit.
             match item:
                 case Envelope():
-                    return Received(decode(item.header), item.payloads)
+                    if (received := self._decode(item)) is not None:
+                        return received
                 case Request():
                     return item
                 case PeerClosed():
@@ -316,6 +333,26 @@ class ProcessIO:
         found = [self._deaths.popleft() for _ in range(len(self._deaths))]
         return found + [WorkerEnded(exited.rank, str(exited), now, exited) for exited in exits]
 
+    def _decode(self, envelope: Envelope) -> Received | None:
+        """The message; None if it is none, which is counted."""
+        try:
+            return Received(decode(envelope.header), envelope.payloads)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self._links.reject(UNDECODABLE)
+            return None
+
+    def _rejections(self) -> list[Rejected]:
+        """What this process has refused, if that has grown. Looked at once a second."""
+        if (now := time.monotonic()) < self._look_at:
+            return []
+        self._look_at = now + _LOOK_S
+        agents = self._launcher.agents if isinstance(self._launcher, Launcher) else None
+        counts = Counter(self._links.rejected) + Counter(agents.rejected if agents is not None else {})
+        if counts == self._rejected:
+            return []
+        self._rejected = counts
+        return [Rejected("the controller", counts)]
+
     def _died(self, rank: int) -> None:
         """Called in the death watch's thread, at the instant of the death: a deque and a wake-up, nothing else."""
         self._deaths.append(WorkerEnded(rank, "its process ended", time.monotonic()))
@@ -343,6 +380,15 @@ def listen_host(runtime: RuntimeSettings) -> str:
             fix="runtime.host=ADDRESS, one of those that `hostname -I` shows",
         )
     return address
+
+
+def credentials_of(runtime: RuntimeSettings) -> Credentials | None:
+    """New credentials for the links of a run; None where all of them are sockets in a private directory.
+
+    Raises:
+        ConfigError: encryption is wanted, and this libzmq has none.
+    """
+    return make_credentials(encrypted=runtime.encryption) if runtime.transport == "tcp" else None
 
 
 def newest_checkpoint(run_dir: Path) -> SavedState | None:

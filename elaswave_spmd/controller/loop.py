@@ -33,6 +33,7 @@ from elaswave_spmd.controller.events import (
     Received,
     Record,
     RecordLostWorker,
+    Rejected,
     Reply,
     ReportExits,
     RunFinished,
@@ -187,6 +188,8 @@ class Controller:
                 return self.protocol.rebalance(goal)
             case Tick():
                 return self._tick(now)
+            case Rejected():
+                pass  # for the log alone
         return []
 
     def _decide_message(self, message: m.AnyMessage, now: float) -> Iterable[Action]:

@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elaswave_spmd.controller.events import Action, Event, Received, Record, WriteCosts
+from elaswave_spmd.controller.events import Action, Event, Received, Record, Rejected, WriteCosts
+from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
 from elaswave_spmd.controller.summary import RunRecord, make_summary
 from elaswave_spmd.controller.supervision import Sign
@@ -305,6 +306,7 @@ class RunLog:
         self._compilations = CompilationLog(observer, self._record)
         self._damage = DamageLog(observer)
         self._groups = GroupLog(observer)
+        self._rejections = RejectionLog(observer, self._record.rejected)
 
     @property
     def has_all_weights(self) -> bool:
@@ -319,9 +321,14 @@ class RunLog:
 
     def event(self, event: Event, now: float) -> None:
         """The controller is about to decide about an event."""
+        if isinstance(event, Rejected):
+            self._rejections.counted(event.process, event.counts, now)
         if not isinstance(event, Received):
+            self._rejections.tick(now)
             return
         match event.message:
+            case m.Heartbeat(rank=rank, rejected=rejected) if rejected:
+                self._rejections.counted(f"worker {rank}", dict(rejected), now)
             case m.StepReport():
                 self._epochs.answered(now)
             case m.Applied() as message:
@@ -376,6 +383,7 @@ class RunLog:
     def finished(self) -> None:
         """The run is complete: its weights and summary."""
         plan, record = self._plan, self._record
+        self._rejections.flush()
         summary = make_summary(plan, plan.data, record, weights_sha256(record.weights))
         self.observer.on_finish(summary, record.weights)
 

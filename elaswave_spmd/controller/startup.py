@@ -19,7 +19,7 @@ from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
-from elaswave_spmd.controller.io import ProcessIO, listen_host
+from elaswave_spmd.controller.io import ProcessIO, credentials_of, listen_host
 from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.resume import ResumePoint, open_run
 from elaswave_spmd.controller.run_log import RunLog
@@ -307,4 +307,6 @@ def _open(settings: Settings) -> Agents | None:
     assert runtime.token_file is not None
     host = listen_host(runtime)
     secret = read_secret(runtime.token_file, where=checks.override("runtime.token_file", runtime.token_file))
-    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, host, runtime.agents)
+    credentials = credentials_of(runtime)
+    assert credentials is not None, "agents are for runtime.transport=tcp"
+    return Agents(endpoint("runtime.rendezvous", runtime.rendezvous), secret, credentials, host, runtime.agents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ class RunRecord:
         """By rank: the last report of a worker, once it has sent its final pages."""
         self.last: MetricsLine | None = None
         self.validation_loss: float | None = None
+        self.rejected: Counter[str] = Counter()
+        """Reason -> number of connections and messages that the run's processes have refused."""
         self.compiled: dict[int, list[int]] = {}
         """By rank: programs compiled before the worker was ready, and afterwards."""
         self._tokens = 0
@@ -79,6 +82,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,
+        **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
         "corpus": {
             "name": data.corpus,
             "sha256": data.sha256,

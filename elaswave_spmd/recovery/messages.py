@@ -270,12 +270,16 @@ class Heartbeat(Message, frozen=True):
         progress: number of actions so far.
         waiting: the training thread waits for a message, and makes no progress by itself.
         action: what it does, in words.
+        rejected: connections and messages that its links have refused so far: (reason, number).
     """
+
+    NUM_OPTIONS = 1
 
     rank: int
     progress: int
     waiting: bool
     action: str = ""
+    rejected: tuple[tuple[str, int], ...] = ()
 
 
 class Prepare(Message, frozen=True):

@@ -54,6 +54,6 @@ class HeartbeatSender:
     def _run(self) -> None:
         now = self._progress
         while True:
-            beat = Heartbeat(self._rank, now.count, now.waiting, now.action)
+            beat = Heartbeat(self._rank, now.count, now.waiting, now.action, tuple(self._links.rejected.items()))
             if not self._links.send(CONTROLLER, encode(beat)) or self._stopping.wait(self._period):
                 return

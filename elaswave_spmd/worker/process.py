@@ -31,6 +31,7 @@ from elaswave_spmd.worker.fault_injection import FaultInjector
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.worker.loop import Executor
+from elaswave_spmd.worker.message_limits import message_limits
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.plan_run import RunPlan, make_context, make_programs, plan_run
 from elaswave_spmd.worker.profiling import MemoryRow, Row
@@ -90,8 +91,9 @@ class WorkerProcess:
             mailbox,
             transport=cast(Transport, settings.runtime.transport),
             directory=spec.run.links.directory,
-            token=spec.run.links.token,
+            credentials=spec.run.links.credentials,
             host=spec.run.links.host,
+            limits=message_limits(spec.run.links.payloads),
             life_fd=spec.life_fd,
         )
         self._trace = open_trace(spec.run.options.trace, rank)

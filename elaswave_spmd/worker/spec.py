@@ -10,6 +10,7 @@ import torch
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.runtime.transport.credentials import Credentials, credentials_from_dict
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.optimizers import PageOptimizer
@@ -87,28 +88,23 @@ class Job:
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
 
 
-_TOKEN_BYTES = 16
-
-
 @dataclass(frozen=True)
 class LinkSpec:
-    """The addresses and the secret with which a worker reaches the others.
+    """The addresses and the secrets with which a worker reaches the others.
 
     Args:
         controller: address of the controller.
         directory: of the sockets on the worker's machine.
-        token: secret of the run, 16 bytes; links without it are refused.
+        credentials: of the run, over TCP; connections without them are refused. None over the sockets of one host.
         host: address of the worker's machine, for links between machines.
+        payloads: kind of message -> the most bytes of its payload (message_limits.py).
     """
 
     controller: str
     directory: str
-    token: bytes
+    credentials: Credentials | None
     host: str
-
-    def __post_init__(self) -> None:
-        if len(self.token) != _TOKEN_BYTES:
-            raise ValueError(f"a token of {len(self.token)} bytes: it has {_TOKEN_BYTES}")
+    payloads: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -180,8 +176,9 @@ class WorkerSpec:
             "data": run.data.to_dict(),
             "controller": run.links.controller,
             "directory": run.links.directory,
-            "token": run.links.token.hex(),
+            "credentials": None if run.links.credentials is None else run.links.credentials.to_dict(),
             "host": run.links.host,
+            "payloads": dict(run.links.payloads),
             "checkpoints": run.checkpoints.to_dict(),
             "options": options,
             "death_watch": None if self.death_watch is None else list(self.death_watch),
@@ -197,7 +194,14 @@ class WorkerSpec:
         # Exactly these keys: one that is ignored here might have changed what this worker computes.
         if (keys := set(fields) - {"life_fd"}) != _KEYS:
             raise ValueError(f"the specification of a worker lacks {sorted(_KEYS - keys)}, has {sorted(keys - _KEYS)}")
-        links = LinkSpec(fields["controller"], fields["directory"], bytes.fromhex(fields["token"]), fields["host"])
+        shown = fields["credentials"]
+        links = LinkSpec(
+            fields["controller"],
+            fields["directory"],
+            None if shown is None else credentials_from_dict(shown),
+            fields["host"],
+            fields["payloads"],
+        )
         run = RunSpec(
             Settings.from_dict(fields["settings"]),
             PreparedData.from_dict(fields["data"]),
@@ -216,8 +220,9 @@ _KEYS = {
     "data",
     "controller",
     "directory",
-    "token",
+    "credentials",
     "host",
+    "payloads",
     "checkpoints",
     "options",
     "death_watch",

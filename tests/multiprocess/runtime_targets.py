@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elaswave_spmd.runtime.transport.credentials import RunKeys, credentials_from_dict
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox
 
@@ -49,7 +50,7 @@ def peer(spec: dict[str, Any]) -> None:
         mailbox,
         transport=spec["transport"],
         directory=spec["directory"],
-        token=bytes.fromhex(spec["token"]),
+        credentials=spec["credentials"] and credentials_from_dict(spec["credentials"]),
         life_fd=spec["life_fd"],
     )
     links.connect(CONTROLLER, spec["controller"])
@@ -86,6 +87,6 @@ def ends_slowly(spec: dict[str, Any]) -> None:
 def until_life_ends(spec: dict[str, Any]) -> None:
     """A worker that sits in the mailbox until the controller is gone, as a training thread would."""
     mailbox = Mailbox()
-    links = Links(spec["rank"], mailbox, transport="tcp", life_fd=spec["life_fd"])
+    links = Links(spec["rank"], mailbox, transport="tcp", credentials=RunKeys.make(), life_fd=spec["life_fd"])
     assert isinstance(mailbox.get(), ControllerLost)
     links.close()

@@ -20,6 +20,7 @@ import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
+from elaswave_spmd.runtime.transport.credentials import RunKeys
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
@@ -135,14 +136,16 @@ def remote_worker(run: Launched, agent: subprocess.Popen[str]) -> int:
     return worker
 
 
-def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encryption", ["true", "false"])
+def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path, encryption: str) -> None:
     wanted = alone(tmp_path / "alone", *SHORT)
-    with site.run(*SHORT) as (run, agent):
+    with site.run(*SHORT, f"runtime.encryption={encryption}") as (run, agent):
         of_agent, of_run = end_of(agent), run.finish()
     assert (of_run.code, of_run.err) == (0, "") and (of_agent.code, of_agent.err) == (0, "")
     assert f"waiting for 1 agents at 127.0.0.1:{site.port}\nworkers: 2 on {HOST}\n" in of_run.out
     assert f"agent on {HOST}: places for 1 workers" in of_agent.out
     assert_same_bits(site.here / "run", wanted)
+    assert "rejected" not in read_summary(site.here / "run"), "nobody of the run is taken for a stranger"
     assert sorted(path.name for path in site.there.iterdir()) == ["cache", "text.txt"], "data prepared there, no run"
 
 
@@ -230,6 +233,7 @@ def test_agents_that_do_not_come_are_missed_at_the_deadline(site: Site) -> None:
     ("overrides", "telling"),
     [
         (["runtime.transport=ipc"], "runtime.transport=tcp"),
+        (["runtime.collectives=group"], "neither encrypt nor authenticate"),
         (["runtime.local_workers=3"], "runtime.local_workers=3 is more than the mesh's 2 workers"),
         (["runtime.host=203.0.113.1"], "an address of this machine"),
         (["runtime.token_file=none"], "cannot read the token file none"),
@@ -246,11 +250,11 @@ def test_an_agent_with_another_secret_is_refused(site: Site, tmp_path: Path) -> 
     other = tmp_path / "other"
     other.touch(0o600)
     other.write_text(secrets.token_hex(16))
-    store = Rendezvous("127.0.0.1", site.port, site.token_file.read_bytes())
-    store.announce("tcp://127.0.0.1:1")
+    controller = Rendezvous("127.0.0.1", site.port, site.token_file.read_bytes())
+    controller.announce("tcp://127.0.0.1:1", RunKeys.make())
     with site.agent(token_file=other) as agent:
         done = end_of(agent)
-    store.close()
+    controller.close()
     assert done.code == 2 and done.err.startswith("error: ") and "the same secret" in done.err, done.err
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from elaswave_spmd.runtime.transport.credentials import RunKeys
 from elaswave_spmd.runtime.transport.cross_memory import (
     CROSS_MEMORY_BYTES,
     BufferWithdrawn,
@@ -239,7 +240,10 @@ def test_without_a_link_back_or_over_tcp_nothing_is_offered() -> None:
         stack.callback(os.rmdir, directory)
         for transport in ("ipc", "tcp"):
             boxes = Mailbox(), Mailbox()
-            one, other = (Links(i, box, transport=transport, directory=directory) for i, box in enumerate(boxes))
+            keys = RunKeys.make() if transport == "tcp" else None
+            one, other = (
+                Links(i, box, transport=transport, directory=directory, credentials=keys) for i, box in enumerate(boxes)
+            )
             stack.callback(one.close)
             stack.callback(other.close)
             one.connect(1, other.address)

@@ -8,6 +8,9 @@ import msgspec
 
 from elaswave_spmd import errors
 
+UNEXPECTED = "message that no agent sends or gets"
+"""The reason by which messages are counted that are none of these, or of the other direction."""
+
 
 class AgentMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; encoded as a compact array [kind, fields ...]."""
@@ -39,8 +42,9 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
         if not self.kind:
             return errors.RunError(f"{source} failed:\n{self.what}")
         kinds = {kind.__name__: kind for kind in errors.UserError.__subclasses__()}
-        where = f"{self.fields['where']}, {source}" if "where" in self.fields else source
-        return kinds.get(self.kind, errors.UserError)(self.what, **(self.fields | {"where": where}))
+        fields = {name: text for name, text in self.fields.items() if name in ("rule", "where", "exists", "fix")}
+        where = f"{fields['where']}, {source}" if "where" in fields else source
+        return kinds.get(self.kind, errors.UserError)(self.what, **(fields | {"where": where}))
 
 
 # ---- agent to controller ---------------------------------------------------------------------------------------------
@@ -143,6 +147,14 @@ def decode(data: bytes | memoryview) -> AnyAgentMessage:
     """The inverse of `encode`.
 
     Raises:
-        msgspec.ValidationError: not one of our messages.
+        msgspec.MsgspecError, UnicodeDecodeError: not one of our messages.
     """
     return msgspec.msgpack.decode(data, type=AnyAgentMessage)
+
+
+def try_decode(data: bytes | memoryview) -> AnyAgentMessage | None:
+    """The inverse of `encode`; None for what is not one of our messages, which the receiver counts as `UNEXPECTED`."""
+    try:
+        return decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

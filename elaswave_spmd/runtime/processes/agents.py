@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ from elaswave_spmd.conf.format_version import version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
-from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
+from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, is_loopback, resolve_address
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
+from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
@@ -63,8 +65,9 @@ class Agents:
     """All agents of a run. For one thread.
 
     Args:
-        rendezvous: (host, port) of the store.
+        rendezvous: (host, port) at which agents look for the run.
         secret: shared with the agents.
+        credentials: of the run's links.
         host: address of this machine on which links listen.
         wanted: number of agents of the run; later ones are refused.
 
@@ -72,10 +75,13 @@ class Agents:
         ConfigError: the address is in use, or is not one of this machine.
     """
 
-    def __init__(self, rendezvous: tuple[str, int], secret: bytes, host: str, wanted: int) -> None:
+    def __init__(
+        self, rendezvous: tuple[str, int], secret: bytes, credentials: Credentials, host: str, wanted: int
+    ) -> None:
         import torch
 
         self._torch = str(torch.__version__)  # agents must have the same one
+        self.credentials = credentials
         self._wanted = wanted
         self._where = ":".join(map(str, rendezvous))
         self._agents: dict[int, Agent] = {}
@@ -87,17 +93,22 @@ class Agents:
         self._preparing = False
         self._started = False
         self._mailbox = SelectableMailbox()
-        self._store = Rendezvous(*rendezvous, secret)
+        self._rendezvous = Rendezvous(_listening_address(*rendezvous, host), rendezvous[1], secret)
         try:
-            self._links = AgentLinks(CONTROLLER, self._mailbox, token=self._store.token, host=host)
+            self._links = AgentLinks(CONTROLLER, self._mailbox, credentials=credentials, host=host)
         except BaseException:
-            self._store.close()
+            self._rendezvous.close()
             raise
-        self._store.announce(self._links.address)
+        self._rendezvous.announce(self._links.address, credentials)
 
     def __iter__(self) -> Iterator[Agent]:
         """The living agents, by host and then in the order in which they came."""
         return iter(sorted(self._agents.values(), key=lambda agent: (agent.host, -agent.peer)))
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """The connections and messages that were refused here and at the rendezvous: reason -> number."""
+        return Counter(self._links.rejected) + Counter(self._rendezvous.rejected)
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until as many agents as wanted have joined.
@@ -107,8 +118,7 @@ class Agents:
         """
         if self._wait_until(lambda: len(self._agents) == self._wanted, timeout_s):
             return
-        dropped = self._links.wrong_tokens
-        refused = [*self._refused, f"{dropped} messages with another token"] if dropped else self._refused
+        refused = [*self._refused, *(f"{number} x {reason}" for reason, number in sorted(self.rejected.items()))]
         raise RunError(
             f"{len(self._agents)} of {self._wanted} agents came to {self._where} within {timeout_s:g} s"
             + "".join(f"\n  refused: {line}" for line in refused)
@@ -170,7 +180,7 @@ class Agents:
         self._problem = None
         self._wait_until(lambda: not self._agents, timeout_s, raise_problem=False)
         self._links.close(100)
-        self._store.close()
+        self._rendezvous.close()
         self._mailbox.close()
         return self._exits
 
@@ -199,19 +209,24 @@ class Agents:
             return
         if not isinstance(item, Envelope):
             return
-        message = am.decode(item.header)
-        if isinstance(message, am.Hello):
-            self._accept_or_refuse(item.sender, message)
-            return
+        message = am.try_decode(item.header)
         agent = self._agents.get(item.sender)
-        if agent is None:  # it was refused, or is lost already
-            return
+        if agent is not None:
+            self._handle_message(agent, message)
+        elif isinstance(message, am.Hello) and item.sender < CONTROLLER and message.capacity > 0:
+            self._accept_or_refuse(item.sender, message)
+        elif message is None or isinstance(message, am.Hello):
+            self._links.reject(am.UNEXPECTED)
+        # Else it is of an agent that was refused, or is lost already.
+
+    def _handle_message(self, agent: Agent, message: am.AnyAgentMessage | None) -> None:
+        """Handle a message of an agent of the run; None: one that could not be decoded."""
         match message:
             case am.Prepared():
                 agent.prepared = True
             case am.ExitsReported():
                 self._reported.add(agent.peer)
-            case am.WorkerExited(rank, pid, code, number):
+            case am.WorkerExited(rank, pid, code, number) if rank in agent.ranks:
                 agent.ranks.discard(rank)
                 self._exits.append(RemoteExited(rank, pid, code, number, agent.host))
             case am.AgentFailed(problem):
@@ -219,11 +234,15 @@ class Agents:
                 self._send(agent, am.Stop(0.0))
                 self._lose(agent, problem.what, problem.to_error(str(agent)))
             case _:
-                raise AssertionError(f"the controller got {message} from {agent}")
+                self._links.reject(am.UNEXPECTED)
 
     def _accept_or_refuse(self, peer: int, hello: am.Hello) -> None:
         """Answer an agent's first message."""
-        self._links.connect(peer, hello.address)
+        try:
+            self._links.connect(peer, hello.address)
+        except RunError:
+            self._links.reject(am.UNEXPECTED)  # the address is none
+            return
         full = self._preparing or self._started or len(self._agents) == self._wanted
         if not full and self._links.wait_connected([peer], _CONNECT_TIMEOUT_S):
             # There is no link on which to refuse it.
@@ -261,3 +280,15 @@ class Agents:
         agent.ranks.clear()
         if self._preparing and self._problem is None:
             self._problem = problem or RunError(f"{agent} was lost: {reason}")
+
+
+def _listening_address(name: str, port: int, host: str) -> str:
+    """The one address on which the rendezvous listens: that of its name, or that of the links.
+
+    The latter where the name is known to other machines alone, or means the loopback interface on this one.
+    """
+    try:
+        address = resolve_address(name, where=f"runtime.rendezvous={name}:{port}")
+    except ConfigError:
+        return host
+    return host if is_loopback(address) and not is_loopback(name) else address

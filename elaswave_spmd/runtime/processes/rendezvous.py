@@ -1,49 +1,63 @@
-"""Rendezvous of a run's machines: a record in c10d's TCPStore holds the address at which the controller listens.
+"""Rendezvous of a run's machines: a port at which the controller gives agents what they need to join the run.
 
-Used for the start only. The store authenticates no client, so it contains no secret, and an agent trusts the record
-only with a proof that its writer knows the shared secret. Links then use a key that is derived from the secret for this
-run.
+Both ends derive the keys of this one conversation from the shared secret, so it is encrypted, and only who has the
+secret can ask or answer: what is recorded of it is worthless to others, also to pretend to be a run that has ended.
+An agent gets an id, the address of the controller's links, and the run's own credentials.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import contextlib
 import ipaddress
 import os
-import secrets
 import socket
 import stat
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import zmq
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION, version_mismatch
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.runtime.transport.tcp_store import connect_store, serve_store
+from elaswave_spmd.runtime.transport.credentials import (
+    Admission,
+    Credentials,
+    RunKeys,
+    credentials_from_dict,
+    require_curve,
+)
+from elaswave_spmd.runtime.transport.links import HANDSHAKE_MS, REJECTED_CONNECTIONS
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-T = TypeVar("T")
-_RECORD, _AGENTS = "elaswave_spmd/controller", "elaswave_spmd/agents"
 _SHORTEST_SECRET = 16  # bytes
-_STORE_TIMEOUT_S = 10.0  # for a store that listens already
+_ANSWER_TIMEOUT_S = 30.0
 _RETRY_S = 0.25
+_REFUSALS = 3  # failed handshakes in a row: one may be the end of a controller, or a machine that is too busy
+_LARGEST_BYTES = 4096  # of a frame in either direction
+_BAD_QUESTION = "question that is none, at the rendezvous"
+_FAILED_HANDSHAKES = sum(REJECTED_CONNECTIONS)
+_MONITOR = "inproc://monitor"
+_MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message: event, value
 
 
-class Record(msgspec.Struct, frozen=True):
-    """The content of the store; `proof` is a keyed hash of the other fields."""
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """An agent's question; the format comes first, so that it can be read whatever another version sends after it."""
+
+    format: int  # `FORMAT_VERSION` of the agent
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The controller's answer. To another format version it has the format alone."""
 
     format: int  # `FORMAT_VERSION` of the controller
-    address: str
-    nonce: str
-    proof: str
+    peer: int = 0
+    address: str = ""
+    credentials: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -53,13 +67,13 @@ class Found:
     Args:
         peer: the peer id of this agent.
         address: of the controller's links.
-        token: key of the links of this run.
-        local_host: address of this machine from which the store was reached.
+        credentials: of the run's links.
+        local_host: address of this machine from which the rendezvous was reached.
     """
 
     peer: int
     address: str
-    token: bytes
+    credentials: Credentials
     local_host: str
 
 
@@ -127,95 +141,236 @@ def resolve_address(host: str, *, where: str) -> str:
 
 
 class Rendezvous:
-    """The controller's end: serves the store until `close`.
+    """The controller's end: a thread that answers agents, from `announce` until `close`.
 
     Args:
-        host, port: at which agents look for it. On loopback it listens there only, otherwise on all addresses.
+        host, port: the address at which it listens, and only there.
         secret: shared with the agents.
 
     Raises:
-        ConfigError: the port is in use.
+        ConfigError: the address is not of this machine, or in use; or this libzmq cannot encrypt.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        self._secret = secret
-        self._nonce = secrets.token_hex(16)
-        loopback = is_loopback(host)
+        where = f"runtime.rendezvous={host}:{port}"
+        require_curve(where, "a run on one machine")
+        keys = _keys_of(secret)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._admission = Admission(self._context, keys)
+        self._socket = _new_socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        keys.secure_server(self._socket)
         try:
-            listener = socket.create_server((host if loopback else "", port))
-        except OSError as error:
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
             raise ConfigError(
                 f"cannot listen at {host}:{port} ({error.strerror or error})",
-                rule="the store of a run needs a port of its own on the controller's machine",
-                where=f"runtime.rendezvous={host}:{port}",
+                rule="the rendezvous of a run needs a port of its own on the controller's machine",
+                where=where,
                 fix="another port, here and for the agents",
             ) from error
-        local = host if loopback else "127.0.0.1"
-        self._store: TCPStore | None = serve_store(listener, local, _STORE_TIMEOUT_S)
+        self._socket.monitor(_MONITOR, _FAILED_HANDSHAKES)
+        self._monitor = _new_socket(self._context, zmq.PAIR)
+        self._monitor.connect(_MONITOR)
+        self._lock = threading.Lock()  # guards the counts
+        self._rejected: Counter[str] = Counter()
+        self._num_agents = 0
+        self._answer = Answer(FORMAT_VERSION)
+        self._stop_read, self._stop_write = os.pipe()
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     @property
-    def token(self) -> bytes:
-        """The key of this run's links to agents."""
-        return _token(self._secret, self._nonce)
+    def rejected(self) -> Mapping[str, int]:
+        """The connections and questions that were refused: reason -> number."""
+        with self._lock:
+            return dict(self._rejected)
 
-    def announce(self, address: str) -> None:
-        """Publish the address at which the controller listens."""
-        assert self._store is not None
-        proof = _proof(self._secret, FORMAT_VERSION, address, self._nonce)
-        self._store.set(_RECORD, msgspec.json.encode(Record(FORMAT_VERSION, address, self._nonce, proof)).decode())
+    def announce(self, address: str, credentials: Credentials) -> None:
+        """Begin to answer.
+
+        Args:
+            address: at which the controller's links listen.
+            credentials: of these links.
+        """
+        self._answer = Answer(FORMAT_VERSION, 0, address, credentials.to_dict())
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; idempotent."""
-        self._store = None
+        """Stop answering; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._stop_write)  # ends the thread
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self._stop_read)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(100)  # an answer may be on its way
+        self._admission.close()
+        self._context.term()
+
+    def _serve(self) -> None:
+        """The thread: answers, admits, and counts what it refuses."""
+        poller = zmq.Poller()
+        for waited in (self._socket, self._admission.socket, self._monitor, self._stop_read):
+            poller.register(waited, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stop_read in ready:
+                return
+            self._admission.answer()
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._reply(self._socket.recv_multipart(zmq.NOBLOCK))
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._count(
+                        REJECTED_CONNECTIONS[_MONITOR_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]]
+                    )
+
+    def _reply(self, frames: list[bytes]) -> None:
+        """Answer one question, which comes from a process that has the secret, though perhaps of another version."""
+        try:
+            if len(frames) != 2:
+                raise msgspec.ValidationError("a question has one frame")
+            question = msgspec.msgpack.decode(frames[1], type=Question)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self._count(_BAD_QUESTION)
+            return
+        answer = Answer(FORMAT_VERSION)
+        if not version_mismatch(question.format):
+            self._num_agents += 1
+            answer = msgspec.structs.replace(self._answer, peer=-1 - self._num_agents)
+        with contextlib.suppress(zmq.ZMQError):  # the agent has gone meanwhile
+            self._socket.send_multipart([frames[0], msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+
+    def _count(self, reason: str) -> None:
+        with self._lock:
+            self._rejected[reason] += 1
 
 
 def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Found:
-    """Wait for the controller's store, read its record, and draw the next peer id.
+    """Wait until a process listens at the rendezvous, and ask it how to join the run.
 
     Raises:
         RunError: no process listens there within `timeout_s` seconds.
-        ConfigError: the controller has another secret or format version, or no run is announced there.
+        ConfigError: the process has another secret or format version, or is no controller.
     """
     where = f"{host}:{port}"
+    require_curve(f"the rendezvous {where}", "a run on one machine")
     deadline = time.monotonic() + timeout_s
-    while True:
-        # Tried with a plain socket first: c10d's own client prints a warning at every try, and cannot be interrupted.
-        try:
-            with socket.create_connection((host, port), _STORE_TIMEOUT_S) as probe:
-                local_host = str(probe.getsockname()[0])
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RunError(f"no controller at {where} within {timeout_s:g} s: {error.strerror or error}") from error
-            time.sleep(_RETRY_S)
-
-    def read_record() -> tuple[Record, TCPStore]:
-        store = connect_store(host, port, _STORE_TIMEOUT_S)
-        return msgspec.json.decode(store.get(_RECORD), type=Record), store
-
-    try:
-        record, store = _call_with_timeout(read_record, 3 * _STORE_TIMEOUT_S)
-    except (RuntimeError, TimeoutError, msgspec.MsgspecError) as error:  # c10d's errors are RuntimeErrors
-        raise ConfigError(
-            f"no run is announced at {where}, though a process listens there ({error})",
-            rule="an agent joins the controller of a run at its runtime.rendezvous",
-            where=where,
-        ) from error
-    if mismatch := version_mismatch(record.format):
+    address, local_host = _addresses_of(host, port, deadline, timeout_s)
+    with _Inquiry(address, _keys_of(secret)) as inquiry:
+        answer = inquiry.answer(where, deadline, timeout_s)
+    if mismatch := version_mismatch(answer.format):
         raise ConfigError(
             f"the controller at {where} {mismatch}",
             rule="agents and controller have the same format version",
             where=where,
             fix="install the same version of elaswave_spmd on all machines",
         )
-    if not hmac.compare_digest(record.proof, _proof(secret, record.format, record.address, record.nonce)):
-        raise ConfigError(
-            f"the controller at {where} has another secret",
-            rule="agents and controller have the same secret",
-            where=f"the token file; {where}",
-            fix="copy the controller's runtime.token_file to this machine",
-        )
-    return Found(-1 - int(store.add(_AGENTS, 1)), record.address, _token(secret, record.nonce), local_host)
+    try:
+        credentials = credentials_from_dict(answer.credentials)
+    except ValueError as error:
+        raise _no_controller(where, f"its answer is none: {error}") from error
+    return Found(answer.peer, answer.address, credentials, local_host)
+
+
+class _Inquiry:
+    """One question to what listens at an address, over a connection on which both sides show that they have the secret.
+
+    A context manager.
+    """
+
+    def __init__(self, address: str, keys: RunKeys) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = _new_socket(self._context, zmq.DEALER)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, int(1e3 * _RETRY_S))
+        keys.secure_client(self._dealer)
+        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_CONNECTED | _FAILED_HANDSHAKES, _MONITOR)
+        self._dealer.connect(address)
+        self._dealer.send(msgspec.msgpack.encode(Question(FORMAT_VERSION)))
+
+    def __enter__(self) -> _Inquiry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        monitor = self._monitor
+        self._dealer.disable_monitor()
+        self._dealer.close(0)
+        monitor.close(0)
+        self._context.term()
+
+    def answer(self, where: str, deadline: float, timeout_s: float) -> Answer:
+        """The answer, once it is there; see `find_controller`.
+
+        Args:
+            deadline: until which a process must listen, `timeout_s` seconds after the begin.
+        """
+        poller = zmq.Poller()
+        poller.register(self._dealer, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        listens, refusals = False, 0
+        while (left := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(1e3 * left) + 1))
+            if self._dealer in ready:
+                return self._decode(where)
+            if self._monitor not in ready:
+                continue
+            event, _ = _MONITOR_EVENT.unpack(self._monitor.recv_multipart()[0])
+            if event == zmq.EVENT_CONNECTED:
+                if not listens:
+                    listens, deadline = True, time.monotonic() + _ANSWER_TIMEOUT_S
+                continue
+            # A connection that only ends may have met the end of a controller, or a machine that is too busy.
+            refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _REFUSALS
+            if refusals >= _REFUSALS:
+                raise ConfigError(
+                    f"the process that listens at {where} has another secret, or is no controller of elaswave_spmd",
+                    rule="agents and controller have the same secret",
+                    where=f"the token file; {where}",
+                    fix="copy the controller's runtime.token_file to this machine",
+                )
+        if listens:
+            raise _no_controller(where, f"no answer within {_ANSWER_TIMEOUT_S:g} s")
+        raise RunError(f"no controller at {where} within {timeout_s:g} s: nothing listens there")
+
+    def _decode(self, where: str) -> Answer:
+        try:
+            return msgspec.msgpack.decode(self._dealer.recv(), type=Answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _no_controller(where, f"its answer is none: {error}") from error
+
+
+def _addresses_of(host: str, port: int, deadline: float, timeout_s: float) -> tuple[str, str]:
+    """ZeroMQ's address of the rendezvous, and the address of this machine that reaches it.
+
+    Raises:
+        RunError: the name is unknown, or no network leads there, until the deadline.
+    """
+    while True:
+        try:
+            address = socket.gethostbyname(host)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, port))  # sends nothing: it chooses the interface
+                return f"tcp://{address}:{port}", str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = error.strerror or error
+                raise RunError(f"no controller at {host}:{port} within {timeout_s:g} s: {why}") from error
+            time.sleep(_RETRY_S)
+
+
+def _no_controller(where: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"no run is announced at {where}, though a process listens there ({why})",
+        rule="an agent joins the controller of a run at its runtime.rendezvous",
+        where=where,
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -226,29 +381,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _call_with_timeout(call: Callable[[], T], seconds: float) -> T:
-    """The result of `call`, in a thread of its own: c10d waits without limit for a listener that never answers."""
-    done: list[T | BaseException] = []
-
-    def work() -> None:
-        try:
-            done.append(call())
-        except BaseException as error:
-            done.append(error)
-
-    thread = threading.Thread(target=work, name="rendezvous", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    if isinstance(done[0], BaseException):
-        raise done[0]
-    return done[0]
+def _keys_of(secret: bytes) -> RunKeys:
+    """The keys of the rendezvous; those of the run are others, and made anew for each run."""
+    return RunKeys.derive(secret, "rendezvous")
 
 
-def _proof(secret: bytes, format_version: int, address: str, nonce: str) -> str:
-    return hmac.new(secret, f"controller {format_version} {address} {nonce}".encode(), hashlib.sha256).hexdigest()
-
-
-def _token(secret: bytes, nonce: str) -> bytes:
-    return hmac.new(secret, f"links {nonce}".encode(), hashlib.sha256).digest()
+def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    made = context.socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.RCVHWM, 0)  # a monitor that is full would hold up libzmq's thread
+    made.setsockopt(zmq.MAXMSGSIZE, _LARGEST_BYTES)
+    return made

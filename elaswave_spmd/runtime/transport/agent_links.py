@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zmq
 
+from elaswave_spmd.runtime.transport.credentials import Credentials
+from elaswave_spmd.runtime.transport.frames import MessageLimits
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Mailbox
 
@@ -16,13 +18,15 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 4,
 }
+# Settings, the names of data, a traceback: far below this. These messages have no payloads.
+_LIMITS = MessageLimits(header_bytes=16 << 20, payload_bytes=0)
 
 
 class AgentLinks(Links):
     """TCP links that also report `PeerClosed`, within half a minute, for a peer whose machine lost power or network."""
 
-    def __init__(self, me: int, mailbox: Mailbox, *, token: bytes, host: str) -> None:
-        super().__init__(me, mailbox, transport="tcp", token=token, host=host)
+    def __init__(self, me: int, mailbox: Mailbox, *, credentials: Credentials, host: str) -> None:
+        super().__init__(me, mailbox, transport="tcp", credentials=credentials, host=host, limits=_LIMITS)
 
     def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = super()._new_socket(kind)

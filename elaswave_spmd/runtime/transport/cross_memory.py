@@ -59,8 +59,16 @@ class RemoteBuffer:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> RemoteBuffer:
-        """The inverse of `encode`."""
-        return cls(*_REMOTE_BUFFER.unpack(data))
+        """The inverse of `encode`.
+
+        Raises:
+            struct.error: `data` has another size.
+            ValueError: no offer is of so many bytes, or has this number.
+        """
+        buffer = cls(*_REMOTE_BUFFER.unpack(data))
+        if buffer.num_bytes > _MAX_BYTES or buffer.number <= 0:
+            raise ValueError(f"no offered buffer: {buffer}")
+        return buffer
 
 
 class OfferedBuffers:

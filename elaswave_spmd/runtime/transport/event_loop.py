@@ -12,21 +12,24 @@ from collections.abc import Callable
 
 import zmq
 
-# libzmq reads from a connection in batches of 8 KiB, and delivers the messages within a batch at any byte offset.
-# Payloads below this size are therefore copied, which aligns them; larger ones have memory of their own.
-_SMALL_BYTES = 16 * 1024
+from elaswave_spmd.runtime.transport.credentials import Admission
+from elaswave_spmd.runtime.transport.frames import Message, MessageReader, MessageRejected
+
 _BURST = 256  # messages received from the PULL socket before the other sockets are polled
 _MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message: event, value
 
 
 class EventLoop:
-    """The thread that owns the PULL socket and the monitors.
+    """The thread that owns the PULL socket, the monitors and the handler that admits connections.
 
     It waits for their file descriptors, the life pipe, and a pipe of its own through which other threads give it work.
 
     Args:
         pull: the bound PULL socket; closed when the thread ends.
-        file: called with the first frame and the payloads of each message.
+        reader: reads its messages.
+        admission: answers for its connections, closed when the thread ends; None if all are admitted.
+        file: called with each message. May raise MessageRejected.
+        reject: called with the reason for each message that is dropped.
         life_fd: read end of the controller's life pipe, or None.
         on_controller_lost: called when the life pipe ends.
 
@@ -36,12 +39,18 @@ class EventLoop:
     def __init__(
         self,
         pull: zmq.Socket[bytes],
-        file: Callable[[bytes, tuple[memoryview, ...]], None],
+        reader: MessageReader,
+        admission: Admission | None,
+        file: Callable[[Message], None],
+        reject: Callable[[str], None],
         life_fd: int | None,
         on_controller_lost: Callable[[], None],
     ) -> None:
         self._pull = pull
+        self._reader = reader
+        self._admission = admission
         self._file = file
+        self._reject = reject
         self._on_controller_lost = on_controller_lost
         self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
         self._pending_work: deque[Callable[[], None]] = deque()
@@ -57,6 +66,8 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._register(pull.FD, lambda: None)  # the PULL socket is read on every turn anyway
         self._register(self._wake_read, self._drain_wake)
+        if admission is not None:
+            self._register(admission.socket.FD, admission.answer)
         if life_fd is not None:
             self._register(life_fd, lambda: self._life_ended(life_fd))
 
@@ -75,15 +86,21 @@ class EventLoop:
     def run(self) -> None:
         """The thread's main function; returns after `stop`."""
         pending = True  # zmq's descriptors signal changes only, so read before the first wait
+        if self._admission is not None:
+            self._admission.answer()
         while not self._stopping:
             for key, _ in self._selector.select(0 if pending else None):
                 key.data()
             while self._pending_work:
                 self._pending_work.popleft()()
             pending = self._drain_pull()
+        # First, as with every monitor: it must not be closed while its socket may still report to it.
+        self._pull.disable_monitor()
         for monitor in list(self._monitors):
             self._remove(monitor)
         self._pull.close(0)
+        if self._admission is not None:
+            self._admission.close()
         self._selector.close()
 
     def close_wake_pipe(self) -> None:
@@ -140,15 +157,11 @@ class EventLoop:
 
         Bursts keep a busy PULL socket from delaying the monitors, by which a lost peer is noticed.
         """
-        pull = self._pull
         for _ in range(_BURST):
             try:
-                head = pull.recv(zmq.NOBLOCK)
+                self._file(self._reader.read())
             except zmq.Again:
                 return False
-            payloads: tuple[memoryview, ...] = ()
-            while pull.getsockopt(zmq.RCVMORE):
-                frame = pull.recv(copy=False)
-                payloads += (memoryview(bytearray(frame.buffer)) if len(frame) < _SMALL_BYTES else frame.buffer,)
-            self._file(head, payloads)
+            except MessageRejected as rejected:
+                self._reject(str(rejected))
         return True

@@ -21,7 +21,8 @@ PROBE_BYTES = 1 << 20
 TRIES = 5
 """Messages of each size."""
 
-_MARK = b"\xc1"  # begins no message of the protocol: MessagePack leaves it unused
+MARK = b"\xc1"
+"""Begins every message of a measurement, and none of the protocol: MessagePack leaves it unused."""
 _HEADER = struct.Struct("<cBI")  # mark, kind, number
 _PROBE, _ANSWER = 0, 1
 
@@ -67,11 +68,13 @@ class LinkProbe:
 
     def tap(self, item: Item) -> bool:
         """Handle a message of a measurement; True if it was one. Called by the mailbox in the event-loop thread."""
-        if not isinstance(item, Envelope) or not item.header.startswith(_MARK):
+        if not isinstance(item, Envelope) or not item.header.startswith(MARK):
             return False
+        if len(item.header) != _HEADER.size:
+            return False  # none of ours, nor of the protocol
         _, kind, number = _HEADER.unpack(item.header)
         if kind == _PROBE:
-            self._send(item.sender, _HEADER.pack(_MARK, _ANSWER, number), ())
+            self._send(item.sender, _HEADER.pack(MARK, _ANSWER, number), ())
             return True
         now = self._clock()
         with self._lock:
@@ -86,4 +89,4 @@ class LinkProbe:
         self._number += 1
         payload = (bytes(PROBE_BYTES),) if len(self._small_s) == TRIES else ()
         self._sent_at = self._clock()
-        self._send(self._peer, _HEADER.pack(_MARK, _PROBE, self._number), payload)
+        self._send(self._peer, _HEADER.pack(MARK, _PROBE, self._number), payload)

@@ -12,25 +12,30 @@ peer that has not bound yet is refused for good, so connect only after the peer 
 On one host large payloads that their sender never writes to again go by cross-memory copies (cross_memory.py), once the
 peer has shown that it can read this process's memory. A buffer that is withdrawn before it is read breaks the link as a
 lost connection does: later messages of that sender are dropped until there is another link.
+
+Who may connect is decided by libzmq in the handshake, over TCP by the credentials of the run (credentials.py), on one
+host by the mode of the sockets' directory. What then comes may still be no message of ours: it is dropped and counted
+(frames.py), and never an exception of the event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import ipaddress
 import os
+import stat
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import zmq
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.runtime.transport.credentials import Admission, Credentials
 from elaswave_spmd.runtime.transport.cross_memory import (
     CROSS_MEMORY_BYTES,
     BufferWithdrawn,
@@ -40,6 +45,18 @@ from elaswave_spmd.runtime.transport.cross_memory import (
     open_cross_memory,
 )
 from elaswave_spmd.runtime.transport.event_loop import EventLoop
+from elaswave_spmd.runtime.transport.frames import (
+    FRAME_BYTES,
+    MALFORMED,
+    MAX_FRAME_BYTES,
+    MAX_PAYLOADS,
+    TOO_LARGE,
+    Message,
+    MessageLimits,
+    MessageReader,
+    MessageRejected,
+    frames_of,
+)
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
 
 SOCKETS = "elaswave-"
@@ -53,11 +70,21 @@ Transport = Literal["ipc", "tcp"]
 ZERO_COPY_BYTES = 64 * 1024
 """From this size on a payload is sent by reference; below, pyzmq's thread that drops the reference costs more."""
 
-# The first frame of a message: sender, token, one byte of kind, header. A kind below 0x80 is a message whose payload i
-# is replaced by a `RemoteBuffer` if bit i is set; the others belong to the cross-memory handshake.
-_SENDER = struct.Struct("<i")
+REJECTED_CONNECTIONS: Mapping[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "connection with other credentials",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "connection with another protocol or key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "connection without a handshake",
+}
+"""The events of a listening socket's monitor by which connections are counted that were not admitted."""
+
+HANDSHAKE_MS = 10_000
+"""How long a connection may take to show its credentials, from when it is accepted."""
+
+# A kind below 0x80 is a message whose payload i is replaced by a `RemoteBuffer` if bit i is set; the others belong to
+# the cross-memory handshake.
 _MESSAGE, _TRY_READING, _CAN_READ, _COPIED = 0, 0x81, 0x82, 0x83
 _MAX_OFFERED = 7  # payloads of one message: one bit of the kind each
+_LAST_OFFERED = (1 << _MAX_OFFERED) - 1
 _OFFER_NUMBER = struct.Struct("<q")
 _READING_TEST = b"can read"
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
@@ -74,8 +101,16 @@ def socket_directory() -> str:
     """Make a new private directory whose path is short enough for ipc sockets. The caller removes it."""
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = base and len(base) < 40 and os.access(base, os.W_OK)
+    usable = base and len(base) < 40 and os.access(base, os.W_OK) and not _why_not_private(base)
     return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
+
+
+def _why_not_private(directory: str | Path) -> str:
+    """The mode and owner of a directory that other users may look into or change; empty if it is private."""
+    status = os.stat(directory)
+    mode = stat.S_IMODE(status.st_mode)
+    private = not mode & 0o077 and status.st_uid == os.geteuid()
+    return "" if private else f"mode {mode:04o} and owner {status.st_uid}"
 
 
 class _Link:
@@ -85,12 +120,19 @@ class _Link:
         peer: peer id of the receiver.
         socket: connects to the receiver; closed by `close`.
         number: of this link in this process; no other link ever has it.
-        prefix: sender and token, the beginning of each message.
+        me: this process's peer id.
+        frame_bytes: the largest frame; None for any size.
         offered: the buffers of this process that others may copy; None without cross-memory copies.
     """
 
     def __init__(
-        self, peer: int, socket: zmq.Socket[bytes], number: int, prefix: bytes, offered: OfferedBuffers | None
+        self,
+        peer: int,
+        socket: zmq.Socket[bytes],
+        number: int,
+        me: int,
+        frame_bytes: int | None,
+        offered: OfferedBuffers | None,
     ) -> None:
         self.peer = peer
         self.lock = threading.Lock()  # guards `open`
@@ -100,7 +142,8 @@ class _Link:
         self.up = threading.Event()  # set after the handshake, or when the link is closed
         self.bytes_sent = 0
         self.messages_sent = 0
-        self._prefix = prefix
+        self._me = me
+        self._frame_bytes = frame_bytes
         self._offered = offered
         self._number = number
         # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
@@ -123,12 +166,14 @@ class _Link:
         for view in views:
             if not view.c_contiguous:
                 raise ValueError(f"a payload must be contiguous; got shape {view.shape}, strides {view.strides}")
+        if len(views) > MAX_PAYLOADS:
+            raise ValueError(f"{len(views)} payloads in one message, which has at most {MAX_PAYLOADS}")
         size = sum(view.nbytes for view in views)
         offered = self._offer_large(views) if immutable and self.peer_can_read else 0
-        head = b"".join((self._prefix, bytes((kind | offered,)), header))
+        head, frames = frames_of(self._me, kind | offered, header, views, self._frame_bytes)
         # The lock also keeps the frames of two threads' messages apart.
         with self.lock:
-            sent = self.open is not None and self._put(self.open, head, views)
+            sent = self.open is not None and self._put(self.open, head, frames)
             if sent and kind == _MESSAGE:
                 self.bytes_sent += len(head) + size
                 self.messages_sent += 1
@@ -148,14 +193,14 @@ class _Link:
         return replaced
 
     @staticmethod
-    def _put(socket: zmq.Socket[bytes], head: bytes, views: Sequence[memoryview]) -> bool:
-        last = len(views)
+    def _put(socket: zmq.Socket[bytes], head: bytes, frames: Sequence[memoryview]) -> bool:
+        last = len(frames)
         try:
             # There is no high-water mark, so a socket that does not accept a message has lost its connection. Without
             # DONTWAIT the call would wait for another one, which never comes, and hold the lock that `close` needs.
-            for i, frame in enumerate((head, *views)):
+            for i, frame in enumerate((head, *frames)):
                 flags = zmq.DONTWAIT | (zmq.SNDMORE if i < last else 0)
-                socket.send(frame, flags, copy=i == 0 or views[i - 1].nbytes < ZERO_COPY_BYTES)
+                socket.send(frame, flags, copy=i == 0 or frames[i - 1].nbytes < ZERO_COPY_BYTES)
         except zmq.Again:
             return False
         return True
@@ -179,14 +224,16 @@ class Links:
         me: this process's peer id: a rank, or `CONTROLLER`.
         mailbox: messages and notices are filed here.
         transport: "ipc" (Unix sockets; peers on one host) or "tcp".
-        directory: existing directory for the ipc socket, see `socket_directory`; not used by tcp.
-        token: secret of the run, sent in each message; messages with another one are dropped and counted.
-        host: address that tcp binds and reports to peers. Beyond loopback a token of 16 bytes or more is required.
+        directory: existing directory for the ipc socket, which only its user may enter, see `socket_directory`; not
+            used by tcp.
+        credentials: of the run, for tcp: connections that do not show them are refused and counted. None for ipc.
+        host: address that tcp binds and reports to peers.
+        limits: of the messages that are taken; others are dropped and counted.
         life_fd: read end of a pipe whose write end only the controller holds; its end files `ControllerLost`.
 
     Raises:
-        ConfigError: unknown transport, directory missing or its path too long, token too short for `host`, or an
-            address that cannot be bound.
+        ConfigError: unknown transport, a directory that is missing, not private or has too long a path, or an address
+            that cannot be bound.
 
     A new object runs one thread of its own named `links-<me>` beside libzmq's. `close` ends it.
     """
@@ -198,16 +245,19 @@ class Links:
         *,
         transport: Transport = "ipc",
         directory: str = "",
-        token: bytes = b"",
+        credentials: Credentials | None = None,
         host: str = "127.0.0.1",
+        limits: MessageLimits = MessageLimits(),  # noqa: B008  (frozen)
         life_fd: int | None = None,
     ) -> None:
-        _check(transport, directory, token, host)
+        _check(transport, directory)
+        assert (transport == "tcp") == (credentials is not None), "links over tcp have credentials, others have none"
         self.me = me
-        self.wrong_tokens = 0
-        self._token = token
+        self._credentials = credentials
+        self._frame_bytes = FRAME_BYTES if transport == "tcp" else None
+        self._limits = limits
+        self._rejected: Counter[str] = Counter()
         self._mailbox = mailbox
-        self._prefix = _SENDER.pack(me) + token
         offered, reader = open_cross_memory() if transport == "ipc" else (None, None)  # ipc: all peers are on this host
         self._offered: OfferedBuffers | None = offered
         self._reader: RemoteReader | None = reader
@@ -220,12 +270,23 @@ class Links:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)  # the default, 1,023, would be used up by a few hundred links
         self._pull = self._new_socket(zmq.PULL)
+        admission = None
         try:
+            if credentials is not None:
+                admission = Admission(self._context, credentials)
+                credentials.secure_server(self._pull)
+                self._pull.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
             self.address = self._bind(transport, directory, host)
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(f"links cannot bind an address in {directory or host} ({error})") from error
-        self._loop = EventLoop(self._pull, self._file, life_fd, lambda: mailbox.put(ControllerLost()))
+        reader = MessageReader(self._pull, limits, self._frame_bytes)
+        lost = ControllerLost()
+        self._loop = EventLoop(
+            self._pull, reader, admission, self._file, self.reject, life_fd, lambda: mailbox.put(lost)
+        )
+        if credentials is not None:
+            self._watch_strangers()
         self._thread = threading.Thread(target=self._loop.run, name=f"links-{me}", daemon=True)
         self._thread.start()
 
@@ -238,8 +299,11 @@ class Links:
                 return
             socket = self._new_socket(zmq.PUSH)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never: see the invariant at the top
+            if self._credentials is not None:
+                self._credentials.secure_client(socket)
             self._num_connects += 1
-            link = self._links[peer] = _Link(peer, socket, self._num_connects, self._prefix, self._offered)
+            number = self._num_connects
+            link = self._links[peer] = _Link(peer, socket, number, self.me, self._frame_bytes, self._offered)
             self._loop.watch(link.monitor, lambda event: self._link_event(link, event))
             try:
                 socket.connect(address)
@@ -271,7 +335,7 @@ class Links:
                 alive for however long the receiver takes.
 
         Raises:
-            ValueError: a buffer is not contiguous; nothing is sent then.
+            ValueError: a buffer is not contiguous, or there are more than `MAX_PAYLOADS`; nothing is sent then.
         """
         link = self._links.get(peer)
         return link is not None and link.send(header, payloads, immutable=immutable)
@@ -287,6 +351,17 @@ class Links:
     def peers(self) -> tuple[int, ...]:
         """The peers with an open link."""
         return tuple(peer for peer, link in list(self._links.items()) if link.open is not None)
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """The connections that were not admitted and the messages that were dropped: reason -> number so far."""
+        with self._edit:
+            return dict(self._rejected)
+
+    def reject(self, reason: str) -> None:
+        """Count a connection or a message among those that were rejected. Any thread."""
+        with self._edit:
+            self._rejected[reason] += 1
 
     def bytes_sent(self, peer: int) -> int:
         """Bytes handed to the present link of `peer`, headers included."""
@@ -322,7 +397,18 @@ class Links:
         socket.setsockopt(zmq.LINGER, 0)  # closing discards unsent messages at once, unless `close` says otherwise
         socket.setsockopt(zmq.SNDHWM, 0)  # no high-water mark: sending never blocks
         socket.setsockopt(zmq.RCVHWM, 0)
+        if self._frame_bytes is not None:
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a connection that sends a larger frame is closed
         return socket
+
+    def _watch_strangers(self) -> None:
+        """Count the connections that are not admitted."""
+        address = "inproc://strangers"
+        self._pull.monitor(address, sum(REJECTED_CONNECTIONS) | zmq.EVENT_MONITOR_STOPPED)
+        # No high-water mark: a monitor that is full would hold up libzmq's thread, and all links with it.
+        monitor = self._new_socket(zmq.PAIR)
+        monitor.connect(address)
+        self._loop.watch(monitor, lambda event: self.reject(REJECTED_CONNECTIONS[event]))
 
     def _bind(self, transport: Transport, directory: str, host: str) -> str:
         if transport == "tcp":
@@ -332,32 +418,39 @@ class Links:
         self._pull.bind(f"ipc://{path}")
         return f"ipc://{path}"
 
-    def _file(self, head: bytes, payloads: tuple[memoryview, ...]) -> None:
-        start = len(self._prefix)
-        # Compared in constant time, so that the time of a refusal tells nothing about the token.
-        if len(head) <= start or not hmac.compare_digest(head[_SENDER.size : start], self._token):
-            self.wrong_tokens += 1
-            return
-        sender, kind, header = _SENDER.unpack_from(head)[0], head[start], head[start + 1 :]
-        if kind >= _TRY_READING:
-            self._handle_handshake(sender, kind, header)
-        elif sender not in self._broken:
-            whole = self._copy_offered(sender, kind, payloads) if kind else payloads
-            if whole is not None:
-                self._mailbox.put(Envelope(sender, header, whole))
+    def _file(self, message: Message) -> None:
+        """File a message in the mailbox, or handle it if it is of the handshake. Event-loop thread.
 
-    def _handle_handshake(self, sender: int, kind: int, header: bytes) -> None:
+        Raises:
+            MessageRejected: it is of a kind that there is not, or has other contents than its kind.
+        """
+        sender, kind = message.sender, message.kind
+        if kind >= _TRY_READING:
+            self._handle_handshake(message)
+        elif kind > _LAST_OFFERED or kind >> len(message.payloads):
+            raise MessageRejected(MALFORMED)
+        elif sender not in self._broken:
+            whole = self._copy_offered(message) if kind else message.payloads
+            if whole is not None:
+                self._mailbox.put(Envelope(sender, message.header, whole))
+
+    def _handle_handshake(self, message: Message) -> None:
         """Answer a message of the cross-memory handshake. Event-loop thread."""
+        sender, kind = message.sender, message.kind
+        if kind > _COPIED or message.payloads or self._credentials is not None:  # over TCP there is no handshake
+            raise MessageRejected(MALFORMED)
         if kind == _TRY_READING:  # the first message on a link
+            buffer = _decode_buffer(message.header, len(_READING_TEST))
             self._broken.discard(sender)
-            buffer = RemoteBuffer.decode(header)
             with contextlib.suppress(BufferWithdrawn, PermissionError):
                 if self._reader is not None and self._reader.read(buffer) == _READING_TEST:
                     with self._edit:
                         self._readable[sender] = buffer.number
                     self._report_can_read(sender)
             return
-        (number,) = _OFFER_NUMBER.unpack(header)
+        if len(message.header) != _OFFER_NUMBER.size:
+            raise MessageRejected(MALFORMED)
+        (number,) = _OFFER_NUMBER.unpack(message.header)
         link = self._links.get(sender)
         if kind == _CAN_READ and link is not None and link.reading_test == number:
             link.peer_can_read = True
@@ -371,26 +464,31 @@ class Links:
         if link is not None and number is not None:
             link.send(_OFFER_NUMBER.pack(number), kind=_CAN_READ)
 
-    def _copy_offered(
-        self, sender: int, offered: int, payloads: tuple[memoryview, ...]
-    ) -> tuple[memoryview, ...] | None:
+    def _copy_offered(self, message: Message) -> tuple[memoryview, ...] | None:
         """The payloads, with copies of those that the sender offered. Event-loop thread.
 
         Returns:
             None if a buffer was withdrawn: it is lost, and so is everything that follows on this link.
+
+        Raises:
+            MessageRejected: the location of a buffer is none, or it is over the limit.
         """
-        assert self._reader is not None, "a sender offers nothing before the reading test has succeeded"
-        whole = list(payloads)
-        for i, payload in enumerate(payloads):
-            if offered >> i & 1:
-                buffer = RemoteBuffer.decode(payload)
-                try:
-                    whole[i] = self._reader.read(buffer)
-                except (BufferWithdrawn, PermissionError):
-                    self._broken.add(sender)
-                    return None
-                if (link := self._links.get(sender)) is not None:
-                    link.send(_OFFER_NUMBER.pack(buffer.number), kind=_COPIED)
+        sender = message.sender
+        if self._reader is None or sender not in self._readable:  # nothing is offered before the reading test succeeded
+            raise MessageRejected(MALFORMED)
+        limit = self._limits.payload_limit(message.header)
+        buffers = {
+            i: _decode_buffer(payload, limit) for i, payload in enumerate(message.payloads) if message.kind >> i & 1
+        }
+        whole = list(message.payloads)
+        for i, buffer in buffers.items():
+            try:
+                whole[i] = self._reader.read(buffer)
+            except (BufferWithdrawn, PermissionError):
+                self._broken.add(sender)
+                return None
+            if (link := self._links.get(sender)) is not None:
+                link.send(_OFFER_NUMBER.pack(buffer.number), kind=_COPIED)
         return tuple(whole)
 
     def _link_event(self, link: _Link, event: int) -> None:
@@ -406,29 +504,39 @@ class Links:
             self._mailbox.put(PeerClosed(link.peer))
 
 
-def _check(transport: str, directory: str, token: bytes, host: str) -> None:
+def _decode_buffer(data: bytes | memoryview, most_bytes: int) -> RemoteBuffer:
+    """The location of a buffer of another process.
+
+    Raises:
+        MessageRejected: it is none, or the buffer is larger than `most_bytes`.
+    """
+    try:
+        buffer = RemoteBuffer.decode(data)
+    except (ValueError, struct.error):
+        raise MessageRejected(MALFORMED) from None
+    if buffer.num_bytes > most_bytes:
+        raise MessageRejected(TOO_LARGE)
+    return buffer
+
+
+def _check(transport: str, directory: str) -> None:
     if transport not in ("ipc", "tcp"):
         raise ConfigError(
             f"runtime.transport={transport} is no transport", where="runtime.transport", exists="ipc, tcp"
         )
-    if transport == "ipc" and not Path(directory).is_dir():
+    if transport == "tcp":
+        return
+    if not Path(directory).is_dir():
         raise ConfigError(f"the directory {directory!r} for ipc sockets does not exist", where="directory")
-    if transport == "ipc" and len(os.fsencode(str(Path(directory).absolute()))) > _LONGEST_IPC_DIRECTORY:
+    if len(os.fsencode(str(Path(directory).absolute()))) > _LONGEST_IPC_DIRECTORY:
         raise ConfigError(
             f"the directory {directory} is too long for ipc sockets",
             rule="the path of an ipc socket must fit into 108 bytes",
             fix="use links.socket_directory()",
         )
-    if transport == "tcp" and len(token) < 16 and not _is_loopback(host):
+    if why_not := _why_not_private(directory):
         raise ConfigError(
-            f"the links' token has {len(token)} bytes",
-            rule="links beyond loopback need a token of at least 16 bytes",
-            where=f"host {host}",
+            f"the directory {directory} for ipc sockets has {why_not}",
+            rule="only the user who starts the run may enter the directory of its sockets: who does is admitted",
+            fix="use links.socket_directory()",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

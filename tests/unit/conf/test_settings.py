@@ -47,6 +47,7 @@ def nested(name: str, value: object) -> dict[str, Any]:
 
 BAD = [
     ("elastic.evict_slower_than", 1.0), ("elastic.evict_slower_than", -0.1), ("schedule.microbatches", "yes"),
+    ("runtime.encryption", "curve"),
     ("schedule.layers", 1), ("schedule.stages", None), ("schedule.memory_limit", 0), ("schedule.every", 0),
     ("schedule.window", 0), ("schedule.min_gain", 1.0), ("schedule.patience", 0),
     ("schedule.lasting", -1.0), ("schedule.profile", ""),

@@ -58,7 +58,7 @@ class Workers:
     def spawn(self, rank: int, spec: dict[str, Any]) -> None:
         self._mailboxes[rank] = mailbox = Mailbox()
         self.specs[rank] = spec
-        self._links[rank] = Links(rank, mailbox, directory=spec["directory"], token=bytes.fromhex(spec["token"]))
+        self._links[rank] = Links(rank, mailbox, directory=spec["directory"])
         self._links[rank].connect(CONTROLLER, spec["controller"])
         if rank == 1:
             self.script(self)

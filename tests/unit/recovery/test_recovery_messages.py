@@ -67,6 +67,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Leaving(3),
     m.SpawnRequest(3, 2),
     m.Heartbeat(3, 2**40, True, "votes of step 7"),
+    m.Heartbeat(3, 2**40, True, "votes of step 7", (("malformed message", 2),)),
     m.Applied(9, 0, 1, 0.1, 0.2, False),
     m.Measured(3, 7, ((0, 0.25, 0.5, 4, 4), (1, 0.0, 0.5, 0, 4)), ((0, 4096, 1024),), 4, (1e-4, 2e9)),
     m.ValidationLoss(5, 2, (0, 2), (1.25, 3.0)),
@@ -99,6 +100,7 @@ def test_no_plan_and_an_empty_plan_are_two_things() -> None:
 OPTIONS_OFF: list[tuple[m.Message, int]] = [
     (m.Vote(7, 3, 1, (0.5,), 1.25), 5),
     (m.Applied(9, 0, 1, 0.1, 0.2, True), 6),
+    (m.Heartbeat(3, 7, False, "forward"), 4),
     (m.Damaged(3, 5, 8, ((0, 0, 3),)), 4),
     (m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, ()), 10),
 ]

@@ -15,6 +15,7 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.agents import Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.processes.rendezvous import find_controller
+from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
@@ -27,7 +28,7 @@ class Remote:
     def __init__(self, port: int) -> None:
         found = find_controller("127.0.0.1", port, SECRET, 10.0)
         self.mailbox = Mailbox()
-        self.links = Links(found.peer, self.mailbox, transport="tcp", token=found.token)
+        self.links = Links(found.peer, self.mailbox, transport="tcp", credentials=found.credentials)
         self.links.connect(CONTROLLER, found.address)
         assert not self.links.wait_connected([CONTROLLER], 10)
 
@@ -78,7 +79,7 @@ def port() -> int:
 
 @pytest.fixture
 def agents(port: int) -> Iterator[Agents]:
-    made = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=2)
+    made = Agents(("127.0.0.1", port), SECRET, RunKeys.make(), "127.0.0.1", wanted=2)
     yield made
     made.close(0.0)
 
@@ -181,16 +182,36 @@ def test_one_agent_too_many_is_refused(agents: Agents, remote: Make) -> None:
     assert len(list(agents)) == 2
 
 
-def test_a_token_of_another_run_is_counted(agents: Agents, remote: Make) -> None:
-    good = remote()
-    wrong = Links(-9, Mailbox(), transport="tcp", token=b"x" * 32)
+def test_keys_of_another_run_are_counted(agents: Agents, remote: Make) -> None:
+    remote()
+    wrong = Links(-9, Mailbox(), transport="tcp", credentials=RunKeys.make())
     wrong.connect(CONTROLLER, find_controller("127.0.0.1", int(agents._where.split(":")[1]), SECRET, 5).address)
-    assert not wrong.wait_connected([CONTROLLER], 10)
-    wrong.send(CONTROLLER, am.encode(am.Hello(FORMAT_VERSION, good.links.address, "b", 1, "")))
-    settle(agents, lambda: agents._links.wrong_tokens)
-    with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: 1 messages with another token"):
+    assert wrong.wait_connected([CONTROLLER], 10)
+    settle(agents, lambda: agents.rejected)
+    with pytest.raises(RunError, match=r"0 of 2 .*\n  refused: 1 x connection with another protocol or key"):
         agents.wait_for_all(0.1)
     wrong.close()
+
+
+def test_messages_that_are_none_are_counted_and_end_nothing(agents: Agents, remote: Make) -> None:
+    """Of an agent of the run, which has its keys: nonsense, orders, a second Hello, the end of another's worker."""
+    _, there = prepared(agents, remote)
+    wrong = [
+        *(b"", b"\xc1", b"\x91\xa5Hello", b"\xff" * 100),
+        *map(am.encode, (am.Stop(1.0), am.Spawn(3, {}), am.WorkerExited(77, 1, None, 9))),
+        am.encode(am.Hello(FORMAT_VERSION, there.links.address, "b", 0, "")),
+    ]
+    for header in wrong:
+        there.links.send(CONTROLLER, header)
+    settle(agents, lambda: agents.rejected.get(am.UNEXPECTED) == len(wrong))
+    there.hello()
+    settle(agents, lambda: agents.rejected.get(am.UNEXPECTED) == len(wrong) + 1)
+    assert [agent.host for agent in agents] == ["b", "c"] and not agents.poll()
+
+
+def test_a_problem_with_unknown_fields_is_still_an_error_of_its_kind() -> None:
+    error = am.Problem("DataError", "x", {"rule": "a", "colour": "b"}).to_error("the agent on b")
+    assert isinstance(error, DataError) and error.rule == "a"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +292,7 @@ def test_the_reason_of_a_failed_agent_is_reported_with_its_lost_workers(agents: 
 
 
 def test_close_waits_for_agents_to_end_and_returns_their_last_exits(port: int) -> None:
-    agents = Agents(("127.0.0.1", port), SECRET, "127.0.0.1", wanted=1)
+    agents = Agents(("127.0.0.1", port), SECRET, RunToken.make(), "127.0.0.1", wanted=1)
     there = Remote(port).hello()
     agents.wait_for_all(10)
     there.answer_next(am.PrepareRun, am.Prepared())

@@ -1,20 +1,27 @@
-"""The rendezvous at a store: secrets in files, the proof of a record, and a controller that is missing or another."""
+"""The rendezvous: secrets in files, what agents are told, and a controller that is missing or another."""
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zmq
 
 from elaswave_spmd.conf.format_version import FORMAT_VERSION
 from elaswave_spmd.errors import ConfigError, DataError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes import rendezvous as module
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller, read_secret, resolve_address
+from elaswave_spmd.runtime.transport.credentials import RunKeys, RunToken
+from tests.waiting import eventually
 
 SECRET, ADDRESS = b"a secret of some bytes", "tcp://127.0.0.1:1234"
+KEYS = RunKeys.make()
 
 
 @pytest.fixture
@@ -24,9 +31,9 @@ def port() -> int:
 
 
 @pytest.fixture
-def store(port: int) -> Iterator[Rendezvous]:
+def controller(port: int) -> Iterator[Rendezvous]:
     made = Rendezvous("127.0.0.1", port, SECRET)
-    made.announce(ADDRESS)
+    made.announce(ADDRESS, KEYS)
     yield made
     made.close()
 
@@ -39,41 +46,107 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_agents_find_the_controller_and_get_ids_of_their_own(store: Rendezvous, port: int) -> None:
+def test_agents_find_the_controller_and_get_ids_of_their_own(controller: Rendezvous, port: int) -> None:
     found = [find_controller("127.0.0.1", port, SECRET, 5.0) for _ in range(2)]
     assert [it.peer for it in found] == [-2, -3]
-    assert {(it.address, it.token, it.local_host) for it in found} == {(ADDRESS, store.token, "127.0.0.1")}
-    assert SECRET not in store.token and len(store.token) == 32
+    assert {(it.address, it.credentials, it.local_host) for it in found} == {(ADDRESS, KEYS, "127.0.0.1")}
+    assert not controller.rejected, "whoever looks for a controller knocks once, with the right key"
 
 
-def test_every_run_has_a_key_of_its_own(store: Rendezvous, port: int) -> None:
-    store.close()
-    again = Rendezvous("127.0.0.1", port, SECRET)
-    assert again.token != store.token
-    again.close()
-
-
-def test_another_secret_is_refused(store: Rendezvous, port: int) -> None:
-    with pytest.raises(ConfigError, match="has another secret"):
+def test_another_secret_is_refused(controller: Rendezvous, port: int) -> None:
+    with pytest.raises(ConfigError, match="has another secret, or is no controller"):
         find_controller("127.0.0.1", port, SECRET + b"!", 5.0)
+    eventually(lambda: controller.rejected)
 
 
-def test_an_address_that_somebody_else_wrote_is_not_believed(store: Rendezvous, port: int) -> None:
-    Rendezvous.announce(store, ADDRESS)
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+def test_a_record_of_a_run_that_has_ended_is_worthless(port: int) -> None:
+    """Somebody who has copied all that passed, and serves it again at the same port, has no run to offer."""
+    recorded: list[bytes] = []
+    controller = Rendezvous("127.0.0.1", port, SECRET)
+    controller.announce(ADDRESS, KEYS)
+    with Tap(port, recorded) as tap:
+        assert find_controller("127.0.0.1", tap.port, SECRET, 5.0).address == ADDRESS
+    controller.close()
+    for secret in (KEYS.client, KEYS.server, ADDRESS):
+        assert secret.encode() not in b"".join(recorded), "what passes is encrypted"
+    with socket.create_server(("127.0.0.1", port)) as server:
+        threading.Thread(target=serve_again, args=[server, recorded], daemon=True).start()
+        with pytest.raises(ConfigError, match="has another secret, or is no controller"):
+            find_controller("127.0.0.1", port, SECRET, 5.0)
 
-    client = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    record = client.get(module._RECORD).decode()
-    client.set(module._RECORD, record.replace("1234", "4321"))
-    with pytest.raises(ConfigError, match="has another secret"):
-        find_controller("127.0.0.1", port, SECRET, 5.0)
+
+class Tap:
+    """Passes one connection on to a port, and records what comes back."""
+
+    def __init__(self, port: int, recorded: list[bytes]) -> None:
+        self._to, self._recorded = port, recorded
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+
+    def __enter__(self) -> Tap:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._server.close()
+
+    def _pass_on(self) -> None:
+        near, _ = self._server.accept()
+        with near, socket.create_connection(("127.0.0.1", self._to)) as far:
+            ends = {near: far, far: near}
+            while True:
+                for end in select.select(list(ends), [], [])[0]:
+                    if not (data := end.recv(65536)):
+                        return
+                    if end is far:
+                        self._recorded.append(data)
+                    ends[end].sendall(data)
+
+
+def serve_again(server: socket.socket, recorded: list[bytes]) -> None:
+    """Answer everybody with what was recorded, one piece for each that comes."""
+    with suppress(OSError):
+        while True:
+            client, _ = server.accept()
+            with client:
+                for piece in recorded:
+                    client.sendall(piece)
+                    client.recv(65536)
+
+
+def test_it_listens_at_one_address_only(controller: Rendezvous, port: int) -> None:
+    with socket.create_server(("127.0.0.2", port)):
+        pass  # another process may have the same port at another address
+
+
+def test_questions_that_are_none_are_counted(controller: Rendezvous, port: int) -> None:
+    """Of a program that has the secret, but is no agent of ours."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    module._keys_of(SECRET).secure_client(dealer)
+    dealer.connect(f"tcp://127.0.0.1:{port}")
+    for frames in ([b""], [b"\xc1"], [b"\x91\xa1x"], [b"a", b"b"], [b""] * 100):
+        dealer.send_multipart(frames)
+    eventually(lambda: controller.rejected == {module._BAD_QUESTION: 5})
+    context.destroy(0)
+    assert find_controller("127.0.0.1", port, SECRET, 5.0).credentials == KEYS
+
+
+def test_a_token_is_told_as_well_as_keys(port: int) -> None:
+    token = RunToken.make()
+    controller = Rendezvous("127.0.0.1", port, SECRET)
+    controller.announce(ADDRESS, token)
+    assert find_controller("127.0.0.1", port, SECRET, 5.0).credentials == token
+    controller.close()
+    controller.close()
 
 
 def test_another_format_version_is_refused_with_both_named(
-    store: Rendezvous, port: int, monkeypatch: pytest.MonkeyPatch
+    controller: Rendezvous, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FORMAT_VERSION", FORMAT_VERSION + 1)
-    store.announce(ADDRESS)
     with pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", port, SECRET, 5.0)
     assert f"format version {FORMAT_VERSION + 1}," in caught.value.what
@@ -86,13 +159,13 @@ def test_a_missing_controller_is_reported_after_the_timeout(port: int) -> None:
 
 
 def test_a_listener_that_never_answers_is_not_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_STORE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", silent.getsockname()[1], SECRET, 5.0)
     assert caught.value.what.startswith("no run is announced at 127.0.0.1:")
 
 
-def test_a_taken_port_is_refused(store: Rendezvous, port: int) -> None:
+def test_a_taken_port_is_refused(controller: Rendezvous, port: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Rendezvous("127.0.0.1", port, SECRET)
     assert caught.value.where == f"runtime.rendezvous=127.0.0.1:{port}"

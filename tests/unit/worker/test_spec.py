@@ -9,6 +9,7 @@ import pytest
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.runtime.transport.credentials import Credentials, RunKeys, RunToken
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 
@@ -33,14 +34,17 @@ def data(monkeypatch: pytest.MonkeyPatch) -> PreparedData:
     return found
 
 
-def spec_of(data: PreparedData, options: OptionSpec | None = None) -> WorkerSpec:
-    links = LinkSpec("ipc:///tmp/controller", "/tmp/run", bytes(range(16)), "127.0.0.1")
+def spec_of(
+    data: PreparedData, options: OptionSpec | None = None, credentials: Credentials | None = None
+) -> WorkerSpec:
+    links = LinkSpec("tcp://127.0.0.1:1", "/tmp/run", credentials, "127.0.0.1", {"Publish": 8})
     run = RunSpec(Settings(), data, links, CheckpointOrders("/runs/1", "1", 2, 10, 100), options or OptionSpec())
     return WorkerSpec(3, run, ("/tmp/run/mutexes", 5))
 
 
-def test_a_specification_survives_the_pipe(data: PreparedData) -> None:
-    spec = spec_of(data, OptionSpec(profile="{}", groups="127.0.0.1:1"))
+@pytest.mark.parametrize("credentials", [None, RunKeys.make(), RunToken.make()], ids=["none", "keys", "token"])
+def test_a_specification_survives_the_pipe(data: PreparedData, credentials: Credentials | None) -> None:
+    spec = spec_of(data, OptionSpec(profile="{}", groups="127.0.0.1:1"), credentials)
     fields = json.loads(json.dumps(spec.to_dict())) | {"life_fd": 7}
     found = WorkerSpec.from_dict(fields)
     assert (found.rank, found.run, found.death_watch, found.life_fd) == (3, spec.run, spec.death_watch, 7)
@@ -63,5 +67,7 @@ def test_keys_that_are_unknown_or_missing_are_refused(data: PreparedData, change
 def test_values_that_no_worker_can_have_are_refused(data: PreparedData) -> None:
     with pytest.raises(ValueError, match="rank -1"):
         WorkerSpec(-1, spec_of(data).run)
-    with pytest.raises(ValueError, match="token of 3 bytes"):
-        LinkSpec("a", "b", b"abc", "c")
+    fields = spec_of(data, credentials=RunToken.make()).to_dict()
+    for wrong in ({"token": "abc"}, {"key": "abc"}, {"server": "x" * 40, "client": "y" * 39}):
+        with pytest.raises(ValueError):
+            WorkerSpec.from_dict(fields | {"credentials": wrong})

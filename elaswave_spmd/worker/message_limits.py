@@ -1,0 +1,55 @@
+"""Limits of the messages of a run: how large the payload of each kind can be, by the layout of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.transport.frames import MessageLimits
+from elaswave_spmd.runtime.transport.link_probe import MARK, PROBE_BYTES
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+# No bound is known before a layer has run, which is up to the model: 64 GiB is more than one micro-batch is anywhere.
+_BOUNDARY_BYTES = 1 << 36
+_LIMITED = (m.Activation, m.ActivationGradient, m.PartialSum, m.ReducedGradient, m.Publish, m.PageState, m.FinalPages)
+
+
+def payload_limits(plan: RunPlan) -> dict[str, int]:
+    """Kind of message -> the most bytes of its payload. Kinds that are not named have no payload.
+
+    Whatever range of pages a payload is, it is of one layer.
+    """
+    layers, job = plan.description.layout.layers, plan.job
+    page = plan.settings.page.size
+    states = 1 + len(job.optimizer.state_names)
+    most_state = page + max(layer.num_state_elements for layer in layers)  # the page of the loss is besides
+    most_gradient = page + max(layer.num_gradient_elements for layer in layers)
+    return {
+        "Activation": _BOUNDARY_BYTES,
+        "ActivationGradient": _BOUNDARY_BYTES,
+        "PartialSum": 4 * most_gradient,
+        "ReducedGradient": 4 * most_gradient,
+        "Publish": job.torch_dtype.itemsize * most_state,
+        "PageState": 4 * states * most_state,
+        "FinalPages": 4 * most_state,
+    }
+
+
+def message_limits(payloads: Mapping[str, int]) -> MessageLimits:
+    """The limits of a process's links.
+
+    Args:
+        payloads: as `payload_limits` gives them.
+    """
+    kinds = tuple((_start_of(kind), payloads[kind.__name__]) for kind in _LIMITED)
+    return MessageLimits(payload_bytes=0, kinds=((MARK, PROBE_BYTES), *kinds))
+
+
+def _start_of(kind: type[m.Message]) -> bytes:
+    """The first bytes of every encoded message of a kind: MessagePack's array of so many items, then the name."""
+    assert not kind.NUM_OPTIONS, "all messages of the kind must have as many fields"
+    name = kind.__name__.encode()
+    return bytes((0x91 + len(kind.__struct_fields__), 0xA0 + len(name))) + name
