@@ -302,17 +302,24 @@ class RunSettings(Section, group="run"):
 
 @dataclass(frozen=True)
 class ElasticSettings(Section, group="elastic"):
-    """The membership of a run: workers that may come and go."""
+    """The membership of a run: workers that may come and go.
+
+    `spares` are kept at their number: a new one is started for each that has taken a place or has died. So with spares
+    every lost worker is replaced, whether or not `replace` is given. `replacements_per_minute`: 20 are a whole machine
+    of workers at once, and no more than a worker every 3 seconds, which is what a start takes of one processor's time.
+    """
 
     enabled: bool = setting(True, "false: the first loss of a worker ends the run")
     min_workers: int = setting(1, "with fewer workers the run writes a checkpoint and stops", at_least=1)
     replace: bool = setting(False, "start a new worker for each one that was lost")
+    spares: int = setting(0, "workers beside the mesh, ready to take the place of a lost one at once", at_least=0)
+    replacements_per_minute: int = setting(20, "new workers in place of lost ones, within a minute", at_least=1)
     evict_slower_than: float = setting(
         0.0, "remove a worker that stays slower than this share of the median speed; 0: none", at_least=0, below=1
     )
 
     def check_rules(self) -> None:
-        for name in ("replace", "evict_slower_than"):
+        for name in ("replace", "spares", "evict_slower_than"):
             if (value := getattr(self, name)) and not self.enabled:
                 given = checks.override(f"elastic.{name}", value)
                 raise ConfigError(
@@ -321,6 +328,11 @@ class ElasticSettings(Section, group="elastic"):
                     where=f"{given} elastic.enabled=false",
                     fix=f"leave one of the two out: elastic.enabled or elastic.{name}",
                 )
+
+    @property
+    def replaces(self) -> bool:
+        """True if lost workers are replaced."""
+        return self.replace or self.spares > 0
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,9 @@ def socket_address(folder: Path) -> Iterator[str]:
 
 def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The answer to `status` as rows of (name, text) for a person."""
-    pids: dict[int, int | None] = {w["rank"]: w["pid"] for w in answer["members"] + answer["newcomers"]}
+    pids: dict[int, int | None] = {
+        w["rank"]: w["pid"] for w in answer["members"] + answer["newcomers"] + answer["spares"]
+    }
     rows = [("run", f"{answer['run_dir']}" + (", its workers are starting" if answer["starting"] else ""))]
     done = f"{answer['version']:,} of {count(answer['total_steps'], 'step')}"
     if answer["loss_hex"] is not None:
@@ -127,6 +129,8 @@ def status_rows(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"stage {number}", shown))
     newcomers = [w["rank"] for w in answer["newcomers"]]
     rows += [("newcomers", ", ".join(_worker(rank, pids) for rank in newcomers[:_SHOWN]))] if newcomers else []
+    spares = [f"{_worker(w['rank'], pids)}{'' if w['ready'] else ', starting'}" for w in answer["spares"][:_SHOWN]]
+    rows += [("spares", "; ".join(spares))] if spares else []
     rows += [(name, format_ints(answer[name])) for name in ("leaving", "learners") if answer[name]]
     rows += [("losses", answer["unsurvived"])] if answer["unsurvived"] else []
     return rows + [("event" if not i else "", event["text"]) for i, event in enumerate(answer["events"])]

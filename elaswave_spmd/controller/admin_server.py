@@ -21,6 +21,7 @@ from typing import Any, TypeGuard, cast
 from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.admin_client import ANSWER_S, SOCKET
 from elaswave_spmd.controller.events import Action, Reply, Spawn
+from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
@@ -45,10 +46,16 @@ class Administration:
     """
 
     def __init__(
-        self, protocol: ControllerProtocol, roster: Roster, observer: RunObserver, elastic: ElasticSettings
+        self,
+        protocol: ControllerProtocol,
+        roster: Roster,
+        replacements: Replacements,
+        observer: RunObserver,
+        elastic: ElasticSettings,
     ) -> None:
         self._protocol = protocol
         self._roster = roster
+        self._replacements = replacements
         self._observer = observer
         self._elastic = elastic
 
@@ -74,7 +81,8 @@ class Administration:
         protocol, observer = self._protocol, self._observer
         mesh, last = protocol.placement.mesh, observer.last
         replicas = protocol.placement.replica_map(protocol.layout)
-        pids = self._roster.pids
+        pids, spares = self._roster.pids, self._replacements.spares
+        beside = [rank for rank in sorted(pids) if rank not in mesh]
         return {
             "run_dir": str(observer.run_dir.path),
             "starting": not protocol.started,
@@ -93,7 +101,8 @@ class Administration:
                 for stage, ranks in enumerate(mesh.stages)
                 for rank in ranks
             ],
-            "newcomers": [{"rank": rank, "pid": pids[rank]} for rank in sorted(pids) if rank not in mesh],
+            "newcomers": [{"rank": rank, "pid": pids[rank]} for rank in beside if rank not in spares],
+            "spares": [{"rank": rank, "pid": pids[rank], "ready": spares[rank]} for rank in beside if rank in spares],
             "leaving": protocol.leaving,
             "changing": protocol.changing,
             "learners": sorted({rank for pages in all_replica_sets(replicas) for rank in pages.learners}),

@@ -13,6 +13,7 @@ cause.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -34,23 +35,25 @@ from elaswave_spmd.controller.events import (
     RestartFrom,
     RunStopped,
     SavedState,
-    Spawn,
     StopRequested,
     Tick,
     WorkerEnded,
 )
+from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError, exception_line
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import Save, Unrecoverable
+from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.failure_detector import BrokenLinks
+from elaswave_spmd.recovery.failure_detector import BrokenLinks, Suspect
 from elaswave_spmd.recovery.replica_check import Copies
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
+_MOST_STARTS = 3  # how often the first mesh waits for a worker in one place
+_START = 0  # the step of what fails before the first one
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -104,7 +107,8 @@ class FailurePolicy:
 
     Args:
         survives: the run goes on after a loss (elastic.enabled).
-        replaces: a worker is started in place of each that is lost (elastic.replace).
+        replaces: a worker is started in place of each that is lost (elastic.replace or elastic.spares).
+        start_s: how long a worker of the first mesh may take to be ready (timeouts.start).
         min_workers: with fewer the run does not begin again from a checkpoint (elastic.min_workers).
         max_skipped: this many steps in a row whose gradient is not finite end the run (optim.max_skipped).
         restarts: the run may begin again from a checkpoint: its workers can be started a second time.
@@ -113,6 +117,7 @@ class FailurePolicy:
 
     survives: bool
     replaces: bool
+    start_s: float
     min_workers: int
     max_skipped: int
     restarts: bool
@@ -123,7 +128,8 @@ class FailurePolicy:
         elastic = settings.elastic
         return cls(
             survives=elastic.enabled,
-            replaces=elastic.replace,
+            replaces=elastic.replaces,
+            start_s=settings.timeouts.start,
             min_workers=elastic.min_workers,
             max_skipped=settings.optim.max_skipped,
             # Agents end with the launcher that they have met, so a run with agents cannot start its workers again.
@@ -138,13 +144,22 @@ class FailureHandler:
     All methods are called by the controller's thread, with events in the order in which they came.
 
     Args:
+        replacements: what is started in place of workers that are lost.
         run_dir: the run's directory, in which the state lies that the error of a saved run names.
     """
 
-    def __init__(self, policy: FailurePolicy, protocol: ControllerProtocol, roster: Roster, run_dir: Path) -> None:
+    def __init__(
+        self,
+        policy: FailurePolicy,
+        protocol: ControllerProtocol,
+        roster: Roster,
+        replacements: Replacements,
+        run_dir: Path,
+    ) -> None:
         self._policy = policy
         self._protocol = protocol
         self._roster = roster
+        self._replacements = replacements
         self._run_dir = run_dir
         self._copies = Copies()
         self._num_skipped = 0  # steps in a row without an update
@@ -152,6 +167,7 @@ class FailureHandler:
         self._links = BrokenLinks()
         self._signal = ""  # by which the run was asked to end
         self._unexplained: dict[int, int] = {}  # rank -> the step in which its end was seen, before its cause is known
+        self._lost_before: dict[int, int] = {}  # rank -> how many were lost in its place while workers start
         self._ending: _Ending | None = None
 
     @property
@@ -168,7 +184,7 @@ class FailureHandler:
         """
         rank, step, report = message.rank, message.step, message.report
         headline = exception_line(report)
-        if self._survives_losses and rank not in self._protocol.placement.mesh:  # it has never joined, or has left
+        if self._survives_exceptions and rank not in self._protocol.placement.mesh:  # it has not joined, or has left
             return self._declare_lost(rank, f"an exception: {headline}", now)
         if (bug := self._end_by_bug(message)) is not None:
             return bug
@@ -176,22 +192,38 @@ class FailureHandler:
         return self._declare_lost(rank, f"an exception: {headline}", now)
 
     def worker_ended(self, event: WorkerEnded) -> list[Action]:
-        """A worker's process has ended, or it was found to hang."""
+        """A worker's process has ended."""
         if event.rank not in self._roster:
             # It has left, or is known to be lost: a death watch reports a death before the process is reaped, so the
             # second event about the same worker brings the exit code.
             return self._explain(event)
-        if not self._survives_losses:
+        if not self._policy.survives:
             if event.exited is not None and event.exited.signal is not None:
                 return [End(RunStopped(RunError(str(event.exited))))]
             self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
             return []
+        if not self._protocol.started:
+            return self._ended_at_start(event)
         if event.rank in self._protocol.placement.mesh:
             # Filed under the step that was under way: two crashes in one step are taken for a bug.
             self._unexplained[event.rank] = self._protocol.version + 1
             if end := self._explain(event):
                 return end
         return self._declare_lost(event.rank, event.reason, event.at)
+
+    def suspected(self, suspects: Sequence[Suspect], now: float) -> list[Action]:
+        """Workers live, as far as is known, and hang, or are not ready in time. They are lost."""
+        actions: list[Action] = []
+        late = [suspect.rank for suspect in suspects if suspect.rank not in self._protocol.addresses]
+        if late and not (self._policy.survives or self._protocol.started):
+            error = RunError(f"workers {late} did not start within {self._policy.start_s:g} s")
+            return [End(RunStopped(error))]
+        for suspect in suspects:
+            if self._policy.survives:
+                actions += self._declare_lost(suspect.rank, suspect.reason, now, is_late=suspect.rank in late)
+            else:
+                actions += self.worker_ended(WorkerEnded(suspect.rank, suspect.reason, now))
+        return actions
 
     def fingerprints(self, message: m.Fingerprints, now: float) -> list[Action]:
         """Compare replicas by their hashes. A worker that a majority contradicts is lost: its memory is not trusted."""
@@ -224,33 +256,82 @@ class FailureHandler:
         """A worker is no member any more: its links end with it."""
         self._links.forget(rank)
 
+    def replace_lost(self, now: float) -> list[Action]:
+        """Start the workers that are missing by now. With every loss, and with every tick, since starts are limited."""
+        protocol = self._protocol
+        if protocol.version >= protocol.steps or protocol.stops or self.is_ending:
+            return []
+        return self._replacements.due(now, spares=protocol.started)[1]
+
     @property
-    def _survives_losses(self) -> bool:
-        """True while the run can go on after a loss: not while the first workers start."""
+    def _survives_exceptions(self) -> bool:
+        """True while the run can go on after an exception: not while the first workers start.
+
+        An exception before the first step is one of the program or of its machine: the next worker would raise it, too.
+        """
         return self._policy.survives and self._protocol.started
 
-    def _declare_lost(self, rank: int, reason: str, at: float) -> list[Action]:
-        """Go on without a worker. A worker is lost once, whichever of its detectors is the first."""
+    def _ended_at_start(self, event: WorkerEnded) -> list[Action]:
+        """A worker of the first mesh has ended before there is one. What ends it from outside is a loss.
+
+        An exit code is the end of the run, as an exception is; so is a crash in native code that repeats.
+        """
+        if (exited := event.exited) is None:
+            return []  # a death watch; what follows tells how the process ended, which is no hurry while nobody trains
+        if exited.signal is None and exited.code:
+            self._ending = _AwaitReport(event, event.at + _LAST_WORDS_S)
+            return []
+        if _is_crash(exited):
+            first, _ = self._crashes.setdefault(_START, (event.rank, str(exited)))
+            if first != event.rank:
+                return [End(RunStopped(RunError(f"{exited}, as worker {first} did while workers started")))]
+        return self._declare_lost(event.rank, event.reason, event.at)
+
+    def _declare_lost(self, rank: int, reason: str, at: float, *, is_late: bool = False) -> list[Action]:
+        """Go on without a worker. A worker is lost once, whichever of its detectors is the first.
+
+        Args:
+            is_late: it is given up since it was not ready in time.
+        """
         if rank not in self._roster:
             return []
         # Now, not with RemoveMember, which carries the decision out: what comes in between is of a lost worker already.
         self._roster.remove(rank)
         self._links.forget(rank)
-        mesh = self._protocol.placement.mesh
+        if not self._protocol.started:
+            return self._lost_at_start(rank, reason, at, is_late=is_late)
+        mesh, is_spare = self._protocol.placement.mesh, rank in self._replacements.spares
         # The Prepare in `change` comes before the replacement, whose start takes long: until it is sent, the other
         # workers may wait for the one that is lost.
-        change = self._protocol.lost(rank, reason)
+        change = self._protocol.lost(rank, reason, spare=self._replacements.lost(rank))
+        replacement = self.replace_lost(at)
         if rank in mesh:
-            replacement = [Spawn(self._roster.allocate(1))] if self._policy.replaces else []
             return [RecordLostWorker(rank, at), *change, *replacement]
-        fields = {
-            "ranks": [rank],
-            "mesh_epoch": mesh.epoch,
-            "mesh": mesh.shape.name,
-            "reason": reason,
-            "message": f"worker {rank} is lost before it joined ({reason})",
-        }
-        return [Record("fail", fields), Kill(rank), *change]  # it may live, and be late
+        if is_spare:
+            record = self._record_loss(rank, reason, "spare", f"spare worker {rank} is lost ({reason})")
+            return [record, RemoveMember(rank, lost=True), *replacement]
+        record = self._record_loss(rank, reason, "join", f"worker {rank} is lost before it joined ({reason})")
+        return [record, Kill(rank), *change, *replacement]  # it may live, and be late
+
+    def _lost_at_start(self, rank: int, reason: str, now: float, *, is_late: bool) -> list[Action]:
+        """The first mesh is formed without a worker, or with the one that is started in its place.
+
+        The first mesh does not wait for the third one in a place, nor for a second one where the first was late: what
+        ends or stops workers in every start shall not keep the others waiting for ever.
+        """
+        record = self._record_loss(rank, reason, "start", f"worker {rank} is lost while workers start ({reason})")
+        number = self._lost_before.pop(rank, 0) + 1
+        self._replacements.lost(rank)
+        ranks, started = self._replacements.due(now, spares=False)
+        self._lost_before.update(dict.fromkeys(ranks, number))
+        awaited = ranks[0] if ranks and number < (2 if is_late else _MOST_STARTS) else None
+        return [record, *self._protocol.lost(rank, reason, replacement=awaited), *started]
+
+    def _record_loss(self, rank: int, reason: str, phase: str, message: str) -> Record:
+        """The event of a worker that is lost as no member of the mesh."""
+        mesh = self._protocol.placement.mesh
+        about = {"ranks": [rank], "mesh_epoch": mesh.epoch, "mesh": mesh.shape.name}
+        return Record("fail", {**about, "phase": phase, "reason": reason, "message": message})
 
     def _end_by_bug(self, message: m.Failed) -> list[Action] | None:
         """The end of the run, if this report ends it: no loss is survived now, or another worker failed in this step.
@@ -259,7 +340,7 @@ class FailureHandler:
         in one step are taken for a bug in the program: without an end, all would be lost one after the other.
         """
         first = self._crashes.get(message.step, (message.rank, message.report))
-        if self._survives_losses and first[0] == message.rank:
+        if self._survives_exceptions and first[0] == message.rank:
             return None
         # A worker may have failed because another one was killed: then that is the cause, and its exit is known by now.
         self._ending = _AwaitExits(WorkerError(*first))
@@ -292,7 +373,7 @@ class FailureHandler:
         for verdict in self._links.heartbeat(rank):
             if verdict.lost is None:
                 actions += self._protocol.relink(verdict.ends, verdict.reason)
-            elif not self._survives_losses:
+            elif not self._policy.survives:
                 return [*actions, End(RunStopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
             else:
                 actions += self._declare_lost(verdict.lost, verdict.reason, now)
@@ -491,28 +572,3 @@ class Stopping:
         if not why and now > self._until:
             why = f"not within {self._seconds:g} s (timeouts.shutdown)"
         return self._failures.end(SaveEnded(self._save, why), now) if why else []
-
-
-class StartDeadline:
-    """The deadline of the first workers, by which all of them must be ready (timeouts.start).
-
-    A worker that compiles gets as much time again with each layer that it has done.
-    """
-
-    def __init__(self, protocol: ControllerProtocol, seconds: float, now: float) -> None:
-        self._protocol = protocol
-        self._seconds = seconds
-        self._until = now + seconds
-
-    def heartbeat(self, message: m.Heartbeat, now: float) -> None:
-        """A worker gets on with something."""
-        if not message.waiting and message.rank not in self._protocol.addresses:
-            self._until = now + self._seconds
-
-    def check(self, now: float) -> list[Action]:
-        """The end of the run, if a worker is late."""
-        if self._protocol.started or now <= self._until:
-            return []
-        protocol = self._protocol
-        missing = [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]
-        return [End(RunStopped(RunError(f"workers {missing} did not start within {self._seconds:g} s")))]

@@ -44,8 +44,9 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
     WriteManifest,
 )
-from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, StartDeadline, Stopping
+from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
+from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
@@ -108,15 +109,19 @@ class Controller:
         )
         self._roster = Roster(plan.placement.mesh.members)
         self._supervision = Supervision(settings.timeouts, now)
+        self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
         self._failures = FailureHandler(
-            FailurePolicy.from_settings(settings), self.protocol, self._roster, log.observer.run_dir.path
+            FailurePolicy.from_settings(settings),
+            self.protocol,
+            self._roster,
+            self._replacements,
+            log.observer.run_dir.path,
         )
         self._checkpoints = CheckpointCoordinator(checkpoints)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
-        self._start_deadline = StartDeadline(self.protocol, settings.timeouts.start, now)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
-        self._admin = Administration(self.protocol, self._roster, log.observer, settings.elastic)
+        self._admin = Administration(self.protocol, self._roster, self._replacements, log.observer, settings.elastic)
 
     def run(self) -> Outcome:
         """Run until the job has finished, has stopped, or must restart from a checkpoint.
@@ -197,10 +202,13 @@ class Controller:
         match message:
             case m.Ready() if message.rank in self._roster:  # else it was lost while it started
                 self._supervision.watch(message.rank, now)
-                return [Connect(message.rank, message.address, message.holds_mutex), *protocol.ready(message)]
+                connect = Connect(message.rank, message.address, message.holds_mutex)
+                if self._replacements.ready(message):
+                    about = {"ranks": [message.rank], "message": f"worker {message.rank} is ready, as a spare"}
+                    return [connect, Record("spare", about)]
+                return [connect, *protocol.ready(message)]
             case m.Heartbeat():
                 self._supervision.heartbeat(message, now)
-                self._start_deadline.heartbeat(message, now)
                 return failures.heartbeat(message.rank, now)
             case m.StepReport():
                 return protocol.report_received(message)
@@ -238,12 +246,11 @@ class Controller:
         return []
 
     def _tick(self, now: float) -> Iterable[Action]:
-        """Deadlines: workers that hang, the start of the first workers, a last checkpoint."""
+        """Deadlines: workers that hang or do not start, a last checkpoint. Workers that are started by now."""
         free = self.protocol.free_to_leave if self._supervision.has_leavers else ()
-        actions: list[Action] = []
-        for suspect in self._supervision.tick(now, self.protocol.unanswered, free):
-            actions += self._failures.worker_ended(WorkerEnded(suspect.rank, suspect.reason, now))
-        return [*actions, *self._start_deadline.check(now), *self._stopping.check(now)]
+        suspects = self._supervision.tick(now, self.protocol.unanswered, free)
+        actions = self._failures.suspected(suspects, now)
+        return [*actions, *self._failures.replace_lost(now), *self._stopping.check(now)]
 
     # ---- carrying actions out
 
@@ -311,8 +318,7 @@ class Controller:
 
     def _spawn(self, ranks: Iterable[int], newcomers: bool) -> None:
         for rank in ranks:
-            if newcomers:  # the first workers have a deadline of their own (StartDeadline)
-                self._supervision.expect(rank)
+            self._supervision.expect(rank, joins=self.protocol.started)
             spawned = self._io.spawn(rank)
             self._roster.add(rank, spawned.pid)
             if newcomers:
@@ -336,6 +342,6 @@ class Controller:
         if not self._log.has_all_weights:
             raise RunError("all workers have finished, but pages of the trained weights have not come")
         stop = m.encode(m.Stop())
-        for rank in self.protocol.addresses:
+        for rank in (*self.protocol.addresses, *self._replacements.spares):
             self._io.send(rank, stop)
         self._log.finished()

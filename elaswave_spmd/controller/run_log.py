@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.events import Action, Event, Received, Record, Rejected, WriteCosts
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
 from elaswave_spmd.controller.summary import RunRecord, make_summary
 from elaswave_spmd.controller.supervision import Sign
+from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
@@ -75,6 +76,21 @@ class EpochEvents:
         self._prepared_at = 0.0
         self._answered_at = 0.0
 
+    def first_mesh(self, planned: Mesh, first: m.Reconfigure) -> None:
+        """The first workers have their places. Writes an event if they are others than planned."""
+        if first.stages != planned.stages:
+            tp, fsdp = planned.shape.axis_size("tp"), planned.shape.axis_size("fsdp")
+            mesh = MeshShape.of_stages(map(len, first.stages), tp=tp, fsdp=fsdp).name
+            text = f"training begins on {mesh}, workers {', '.join(str(r) for s in first.stages for r in s)}"
+            self._observer.on_event(
+                "begin",
+                mesh=mesh,
+                stages=first.stages,
+                layer_cuts=first.layer_cuts,
+                microbatch_counts=first.microbatch_counts,
+                message=f"{text}: others were lost while workers started",
+            )
+
     def lost(self, rank: int, at: float, sign: Sign | None) -> None:
         """A loss was seen at a time; `sign`: the last that is known of the worker."""
         self._seen.setdefault(rank, _Seen(at, sign))
@@ -117,6 +133,7 @@ class EpochEvents:
                 stages=mesh.stages,
                 layer_cuts=epoch.placement.layer_cuts,
                 microbatch_counts=epoch.placement.microbatch_counts,
+                **({"phase": "run"} if kind == "fail" else {}),
                 copies=epoch.num_copies,
                 bytes_moved=moved,
                 bytes_bound=bound,
@@ -357,8 +374,10 @@ class RunLog:
             case Broadcast(message=m.Prepare()):
                 self._epochs.preparing(now)
             # The first step is timed from the first Reconfigure: before it, workers import and compile.
-            case Broadcast(message=m.Reconfigure()) if not self._placed:
+            case Broadcast(ranks=ranks, message=m.Reconfigure() as first) if not self._placed:
                 self._placed = True
+                self._num_workers = len(ranks)
+                self._epochs.first_mesh(self._plan.placement.mesh, first)
                 self._committed_at = now
             case Committed(applied):
                 self._committed(applied, now)
@@ -367,11 +386,14 @@ class RunLog:
                 self._record.validation_loss = loss
                 self.observer.on_validation(step, loss, self._plan.job.num_validation_microbatches)
             case EpochBegun():
+                self._record.lost_workers["run"] += list(action.kinds.values()).count("fail")
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
             case RemoveMember(rank):  # its report of bytes is no part of the summary
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
+                if kind == "fail":
+                    self._record.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 self.observer.on_event(kind, **fields)
             case WriteCosts(text):
                 self.observer.run_dir.write_costs(text)

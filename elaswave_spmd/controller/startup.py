@@ -246,7 +246,7 @@ def start_launcher(settings: Settings, scratch: str, *, here: bool = False) -> L
         if agents is not None:
             undo.callback(agents.close, 0.0)
         # Before the fork server: workers inherit the limit from it.
-        raise_fd_limit(settings.mesh.shape.num_workers + settings.runtime.agents)
+        raise_fd_limit(settings.mesh.shape.num_workers + settings.elastic.spares + settings.runtime.agents)
         local = start_fork_server(worker_start(settings), scratch, settings.timeouts.orphan_grace, here=here)
         undo.pop_all()
     return Launcher(local, agents)

@@ -38,6 +38,8 @@ class RunRecord:
         """Reason -> number of connections and messages that the run's processes have refused."""
         self.compiled: dict[int, list[int]] = {}
         """By rank: programs compiled before the worker was ready, and afterwards."""
+        self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
+        """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
         self._tokens = 0
         self._seconds = 0.0
 
@@ -79,6 +81,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "params": plan.description.layout.num_parameters,
         "mesh": plan.placement.mesh.shape.name,
         "sharding": plan.placement.shardings.name,
+        "lost_workers": dict(record.lost_workers),
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,

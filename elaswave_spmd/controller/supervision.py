@@ -52,9 +52,9 @@ class Supervision:
         """True while a worker has asked to leave."""
         return self._liveness.has_leavers
 
-    def expect(self, rank: int) -> None:
-        """A newcomer has been started. Starts its timeout (timeouts.join)."""
-        self._liveness.expect(rank)
+    def expect(self, rank: int, *, joins: bool) -> None:
+        """A worker has been started. Its timeout begins: timeouts.join if the run has begun, else timeouts.start."""
+        self._liveness.expect(rank, self._timeouts.join if joins else self._timeouts.start)
 
     def watch(self, rank: int, now: float) -> None:
         """The worker is ready. Starts its heartbeat timeout."""

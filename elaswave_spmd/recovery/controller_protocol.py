@@ -213,6 +213,8 @@ class ControllerProtocol:
         self._validates_at = validates_at
         self._num_validation_microbatches = num_validation_microbatches
         self._started = False
+        self._starters = set(placement.mesh.members)  # workers that the first mesh waits for
+        self._lost_at_start: dict[int, str] = {}  # rank -> reason
         # Epochs and changes of them. The last epoch number may be that of a change which another one has overtaken.
         self._last_epoch = placement.mesh.epoch
         self._wanted_stages = placement.num_stages
@@ -234,13 +236,19 @@ class ControllerProtocol:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Members of the present epoch that are not known to be lost."""
-        return tuple(rank for rank in self.placement.mesh.members if rank not in self._pending.lost)
+        """Members of the present epoch (before the first: the planned ones) that are not known to be lost."""
+        lost = self._pending.lost if self._started else self._lost_at_start
+        return tuple(rank for rank in self.placement.mesh.members if rank not in lost)
 
     @property
     def started(self) -> bool:
         """True once the workers of the first mesh have been told their places in it."""
         return self._started
+
+    @property
+    def stops(self) -> bool:
+        """True once the run is about to stop with its state saved: nobody joins it any more."""
+        return bool(self._saving)
 
     @property
     def leaving(self) -> tuple[int, ...]:
@@ -296,33 +304,77 @@ class ControllerProtocol:
     def ready(self, message: Ready) -> list[ProtocolAction]:
         """A worker listens. When all of the first mesh do, they get their places; a later one is a newcomer."""
         self.addresses[message.rank] = message.address
-        if self._started:
-            self._pending.newcomers.append(message.rank)
-            return self._begin(after=self._next_boundary())
-        members = self.placement.mesh.members
-        if len(self.addresses) < len(members) or not set(members) <= self.addresses.keys():
-            return []
-        self._started = True
-        return self._send_all(self._reconfigure_message(self.version, None))
+        if not self._started:
+            self._starters.add(message.rank)  # also one that was not waited for: it has come in time
+            return self._start_if_complete()
+        self._pending.newcomers.append(message.rank)
+        return self._begin(after=self._next_boundary())
 
-    def lost(self, rank: int, reason: str) -> list[ProtocolAction]:
+    def lost(
+        self, rank: int, reason: str, *, spare: Ready | None = None, replacement: int | None = None
+    ) -> list[ProtocolAction]:
         """A worker is lost for good. The mesh changes at once: the others may be waiting for it in this very step.
 
         Losses of workers that are no members, or of the same worker again, change nothing.
+
+        Args:
+            spare: a worker that is ready and takes its place in the same change.
+            replacement: before the first epoch: a worker that is being started in its place. The first mesh waits for
+                it. Later it is a newcomer like any other, and its Ready begins a change.
         """
         self.addresses.pop(rank, None)
-        if rank in self._pending.newcomers:
-            self._pending.newcomers.remove(rank)
-            return [RemoveMember(rank, lost=True)]
-        if rank not in self.placement.mesh or rank in self._pending.lost or not self._started:
-            return []
+        if not self._started:
+            return self._lost_at_the_start(rank, reason, replacement)
+        if spare is not None:
+            self.addresses[spare.rank] = spare.address
+            self._pending.newcomers.append(spare.rank)
+        if rank not in self.placement.mesh or rank in self._pending.lost:
+            removed = [RemoveMember(rank, lost=True)] if rank in self._pending.newcomers else []
+            self._pending.newcomers = [newcomer for newcomer in self._pending.newcomers if newcomer != rank]
+            return [*removed, *(self._begin(after=self._next_boundary()) if spare is not None else [])]
         self._pending.lost[rank] = reason
         self._pending.leaving.pop(rank, None)
         return [RemoveMember(rank, lost=True), *self._begin(after=AT_ONCE)]
 
+    # ---- the first mesh
+
+    def _lost_at_the_start(self, rank: int, reason: str, replacement: int | None) -> list[ProtocolAction]:
+        """A worker is lost before the first epoch. No state is lost with it: each worker begins with the same state."""
+        if rank not in self._starters:
+            return []
+        self._starters.remove(rank)
+        self._lost_at_start[rank] = reason
+        if replacement is not None:
+            self._starters.add(replacement)
+        return [RemoveMember(rank, lost=True), *self._start_if_complete()]
+
+    def _start_if_complete(self) -> list[ProtocolAction]:
+        """The first epoch, once everybody whom it waits for is ready; the end, if these are too few."""
+        starters = self._starters
+        if len(starters) < (least := max(1, self._policy.min_workers)):
+            who = "; ".join(f"worker {rank}: {reason}" for rank, reason in sorted(self._lost_at_start.items()))
+            left = reconfiguration.why_too_few(len(starters), [], least)
+            return [Unrecoverable((), f"{left}, as {len(self._lost_at_start)} were lost while workers started ({who})")]
+        if not starters <= self.addresses.keys():
+            return []
+        self._started = True
+        as_planned = starters == set(self.placement.mesh.members)
+        if not as_planned:
+            self.placement = reconfiguration.first_placement(
+                self.placement,
+                self.layout,
+                starters,
+                self._domains.get,
+                partial(self._assigner.assign, self.placement),
+                (self._policy.mirror_count, self._policy.mirror_scatter),
+            )
+        return self._send_all(self._reconfigure_message(self.version, None, as_planned=as_planned))
+
+    # ---- events, from the first epoch on
+
     def drain(self, rank: int, reason: str) -> list[ProtocolAction]:
         """A member is asked to leave: at the next boundary between two steps, so that nothing is computed again."""
-        if rank not in self.members or rank in self._pending.leaving:
+        if rank not in self.members or rank in self._pending.leaving or not self._started:
             return []
         self._pending.leaving[rank] = reason
         return self._begin(after=self._next_boundary())
@@ -565,7 +617,9 @@ class ControllerProtocol:
             actions += [Send(rank, Stop()), RemoveMember(rank, lost=False)]
         return actions
 
-    def _reconfigure_message(self, version: int, recovery: tuple[Recompute, ...] | None) -> Reconfigure:
+    def _reconfigure_message(
+        self, version: int, recovery: tuple[Recompute, ...] | None, *, as_planned: bool = False
+    ) -> Reconfigure:
         # A validation whose losses are not all here is run again: its workers, or their losses, may be gone.
         again = version and not self._saving and self._validates_at(version) and self._validated < version
         validate = version if again else None
@@ -578,6 +632,7 @@ class ControllerProtocol:
             validate,
             saves=bool(self._saving),
             recovered=recovered,
+            as_planned=as_planned,
         )
 
     def _send_all(self, message: Message) -> list[ProtocolAction]:

@@ -37,6 +37,14 @@ class _Watched:
     suspected: bool = False
 
 
+@dataclass
+class _Starting:
+    """A worker that is not ready yet: since when that is waited for, or since its last sign of progress; how long."""
+
+    since: float
+    seconds: float
+
+
 class Liveness:
     """Watches the heartbeats of workers.
 
@@ -61,7 +69,7 @@ class Liveness:
         self._workers: dict[int, _Watched] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, rank); ranks that are gone are skipped
         self._leavers = set[int]()
-        self._starting: dict[int, float] = {}  # newcomer -> when it was started, or last reported progress
+        self._starting: dict[int, _Starting] = {}
         self._prepare_epoch = -1
         self._unanswered = frozenset[int]()
         self._busy_seconds = 0.0
@@ -72,10 +80,10 @@ class Liveness:
         """True while a watched worker has asked to leave."""
         return bool(self._leavers)
 
-    def expect(self, rank: int) -> None:
-        """A newcomer has been started: it is to be ready, and watched, within `timeouts.join`."""
+    def expect(self, rank: int, seconds: float) -> None:
+        """A worker has been started: it is to be ready, and watched, within so many seconds."""
         assert rank not in self._workers, rank
-        self._starting[rank] = self._clock
+        self._starting[rank] = _Starting(self._clock, seconds)
 
     def watch(self, rank: int) -> None:
         """Expect heartbeats of `rank` from now on."""
@@ -119,7 +127,8 @@ class Liveness:
             self._leavers.add(rank)
 
     def heartbeat(self, rank: int, progress: int, waiting: bool, action: str = "") -> None:
-        """A heartbeat has come. A newcomer gets as much time again; of others that are not watched it is ignored.
+        """A heartbeat has come. A worker that starts gets as much time again; of others that are not watched it is
+        ignored.
 
         A suspect stays one.
 
@@ -130,8 +139,8 @@ class Liveness:
         """
         worker = self._workers.get(rank)
         if worker is None:
-            if rank in self._starting and not waiting:  # it has compiled something
-                self._starting[rank] = self._clock
+            if (starting := self._starting.get(rank)) is not None and not waiting:  # it has compiled something
+                starting.since = self._clock
             return
         if worker.progress is not None and progress != worker.progress:
             if progress > worker.progress:
@@ -160,7 +169,7 @@ class Liveness:
         assert dt >= 0, dt
         self._clock += min(dt, self._timeouts.heartbeat)
         usual = self._usual_limit()
-        suspects = self._late_newcomers()
+        suspects = self._late_starters()
         while self._deadlines and self._deadlines[0][0] <= self._clock:
             _, rank = heapq.heappop(self._deadlines)
             worker = self._workers.get(rank)
@@ -176,10 +185,10 @@ class Liveness:
                 heapq.heappush(self._deadlines, (deadline, rank))
         return sorted(suspects, key=lambda suspect: suspect.rank)
 
-    def _late_newcomers(self) -> list[Suspect]:
-        """Newcomers that are given up; nothing is expected of them any more."""
-        late = [rank for rank, since in self._starting.items() if self._clock - since >= self._timeouts.join]
-        return [Suspect(rank, f"not ready after {self._clock - self._starting.pop(rank):.1f} s") for rank in late]
+    def _late_starters(self) -> list[Suspect]:
+        """Workers that are given up before they are ready; nothing is expected of them any more."""
+        late = [rank for rank, starting in self._starting.items() if self._clock - starting.since >= starting.seconds]
+        return [Suspect(rank, f"not ready after {self._clock - self._starting.pop(rank).since:.1f} s") for rank in late]
 
     def _usual_limit(self) -> float:
         """Seconds that an action may take, by the mean of those that the watched workers have finished."""

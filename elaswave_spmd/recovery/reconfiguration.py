@@ -14,6 +14,7 @@ from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure,
 from elaswave_spmd.scheduling.partition import balance_layers
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, disown, graduate, to_rows
 from elaswave_spmd.sharding.state_sharding import Stages
 
@@ -109,6 +110,34 @@ def next_placement(
     return replace(old, mesh=mesh, layer_cuts=cuts, microbatch_counts=counts, replicas=None)
 
 
+def first_placement(
+    planned: Placement,
+    layout: ModelLayout,
+    starters: Collection[int],
+    domain_of: Callable[[int], Path | None],
+    assign: Callable[[Stages, int], tuple[tuple[int, ...], ...]],
+    mirrors: tuple[int, int],
+) -> Placement:
+    """The placement of the first epoch on other workers than planned: some were lost while they started.
+
+    No state is lost with them, and none has to move: every worker begins with the initial values, or reads what it
+    needs from the checkpoint. So replicas are placed as on a new mesh.
+
+    Args:
+        starters: the workers that are left, and those that were started in place of others.
+        domain_of, assign: as in `next_placement`.
+        mirrors: mirrors of each page, and the workers that share those of one (0: chosen).
+    """
+    removed = [rank for rank in planned.mesh.members if rank not in starters]
+    newcomers = sorted(rank for rank in starters if rank not in planned.mesh)
+    stages = next_stages(planned.mesh.stages, removed, newcomers, planned.num_stages)
+    placement = next_placement(planned, layout, planned.mesh.epoch, stages, domain_of, assign)
+    if planned.replicas is None:
+        return placement
+    sharding = placement.state_sharding(*mirrors)
+    return replace(placement, replicas=place_replicas(layout, sharding, least_pages=least_pages(layout)))
+
+
 def placement_at(goal: Goal | None, placement: Placement) -> Placement:
     """The same epoch with micro-batches, layers and workers as the goal has them, without replicas.
 
@@ -151,12 +180,18 @@ def reconfigure_message(
     *,
     saves: bool,
     recovered: tuple[int, ...] = (),
+    as_planned: bool = False,
 ) -> Reconfigure:
-    """The Reconfigure of an epoch; arguments as its fields."""
+    """The Reconfigure of an epoch; arguments as its fields.
+
+    Args:
+        as_planned: it is the first epoch, on the workers that it was planned for.
+    """
     mesh = placement.mesh
-    # In the first epoch every worker computes the same replica map from the settings, so that it need not be sent to
-    # each of a thousand workers; but only the controller knows several failure domains, in which mirrors are spread.
-    known = not mesh.epoch and len({path for _, path in mesh.topology.domains}) == 1
+    # In the planned first epoch every worker computes the same replica map from the settings, so that it need not be
+    # sent to each of a thousand workers; but only the controller knows several failure domains, in which mirrors are
+    # spread, and who was lost while workers started.
+    known = as_planned and len({path for _, path in mesh.topology.domains}) == 1
     rows = to_rows(placement.replicas) if placement.replicas is not None and not known else ()
     return Reconfigure(
         epoch=mesh.epoch,

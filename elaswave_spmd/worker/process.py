@@ -20,7 +20,7 @@ from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
@@ -165,7 +165,8 @@ class WorkerProcess:
         early: list[Envelope] = []
         while True:
             item = self._mailbox.get()
-            if isinstance(item, ControllerLost):
+            # Interrupted by SIGTERM: a worker that is no member may go, and need not be let go.
+            if isinstance(item, ControllerLost | Interrupted):
                 raise WorkerStopped
             if not isinstance(item, Envelope):
                 continue

@@ -70,6 +70,7 @@ from tests.cluster.simulated_io import (
     checkpoint_spec,
     run_plan,
 )
+from tests.cluster.starting import Phases, StartFault, Starting
 from tests.cluster.stories import draw_goal
 from tests.cluster.wires import Link, SimulatedChannel, Wires
 
@@ -94,6 +95,7 @@ class SimulatedCluster:
         trace: gets a line for everything that a reader of a failed run wants to know.
         device: that all workers share; None: the CPU.
         checkpoint_every: steps between checkpoints, which are kept in memory; 0: none.
+        starting: workers take time to start; None: they are ready at once, and nothing happens to them before.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class SimulatedCluster:
         trace: Callable[[str], None] | None = None,
         device: Device | None = None,
         checkpoint_every: int = 0,
+        starting: Starting | None = None,
     ) -> None:
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._description = description
@@ -124,6 +127,8 @@ class SimulatedCluster:
         self._trace = trace
         self._device = device or HostDevice(device_of("cpu"))
         self._policy = policy or Policy()
+        self._starting = starting or Starting()
+        self._phases = Phases(starting, seed) if starting is not None else None
         self._newest = -1  # the worker that was started last
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []  # killed, or evicted by the controller
@@ -154,12 +159,14 @@ class SimulatedCluster:
             table.clear()
         for known in (self._applied, self._leaving, self._validation_losses, self.broken_links, self._closed_links):
             known.clear()
+        if self._phases is not None:
+            self._phases.clear()
         self._healthy = placement
         self._checkpoint = checkpoint
         self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
         self._end = None
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven)
-        plan = run_plan(self._job, placement, self._description, self._policy)
+        plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic)
         self._io = SimulatedIO(self)
         log = SimulatedLog(plan, self, checkpoint)
         self.controller = Controller(plan, self._io, log, checkpoint_spec(plan, self._orders, checkpoint))
@@ -297,15 +304,31 @@ class SimulatedCluster:
     # ---- workers
 
     def spawn(self, rank: int) -> None:
-        """A worker starts, and is ready at once."""
+        """A worker starts, and is ready at once; or, where starts take time, in some of its turns."""
         self._newest = rank
         worker = self._workers[rank] = Worker(rank, SimulatedChannel(rank, self))
         if self._uneven:
             worker.pace = self._random.choice((1.0, 1.0, 1.0, 0.05))
+        if self._phases is not None:
+            self._phases.begin(rank)
+            return
         try:
             worker.port.send(CONTROLLER, m.Ready(rank, f"sim://{rank}"))
         except Killed as killed:
             self._kill(rank, *killed.args)
+
+    def _start(self, worker: Worker, phases: Phases) -> None:
+        """A turn of a worker that starts."""
+        phase, fault = phases.turn(worker.rank)
+        if phase == "ready" and not phases.is_starting(worker.rank):
+            worker.port.send(CONTROLLER, m.Ready(worker.rank, f"sim://{worker.rank}"))
+        if fault is not None:
+            self.inject(worker.rank, fault)
+
+    def first_mesh_begun(self, members: Sequence[int]) -> None:
+        """The first workers have their places. Who was lost before took no state away."""
+        self._window = [rank for rank in self._window if rank in members]
+        self._mirrored = len(members)
 
     def _begin(self, worker: Worker, first: m.Reconfigure) -> None:
         """The worker becomes a member of the mesh, with the first Reconfigure that it gets."""
@@ -358,6 +381,9 @@ class SimulatedCluster:
     def _advance(self, worker: Worker) -> None:
         """One turn of a worker."""
         try:
+            if self._phases is not None and self._phases.is_starting(worker.rank):
+                self._start(worker, self._phases)
+                return
             for link in self._closed_links_of(worker.rank):  # as worker.channel does: reported, and handled
                 del self._closed_links[link]
                 closed = m.LinkClosed(*link)
@@ -387,7 +413,7 @@ class SimulatedCluster:
             for fault in self.plan.at_point(worker.rank, point, step):
                 self.inject(worker.rank, fault)
 
-    def inject(self, rank: int, fault: AnyFault, out: Link | None = None) -> None:
+    def inject(self, rank: int, fault: AnyFault | StartFault, out: Link | None = None) -> None:
         """Lets a fault happen to a worker.
 
         Args:
@@ -402,6 +428,8 @@ class SimulatedCluster:
         self.plan.injected(self.turn)
         self.note("FAULT", rank, fault)
         later, kind = self.turn + self._random.randint(0, 60), fault.kind
+        if kind == "term" and self._phases is not None and self._workers[rank].executor is None:
+            kind = "kill"  # a worker that is no member ends by itself, as nobody has to let it go
         if kind in LOSSES:
             self._absent.append(rank)
         if kind in ("kill", "replace"):
@@ -544,7 +572,8 @@ class SimulatedCluster:
         """True if a turn can make a difference: a worker that waits, waits for a message."""
         port = worker.port
         can_hear = port.inbox or port.then or self._wires.has_some_for(worker.rank)
-        return bool(worker.stopped_for or can_hear or self._closed_links_of(worker.rank))
+        starts = self._phases is not None and self._phases.is_starting(worker.rank)
+        return bool(starts or worker.stopped_for or can_hear or self._closed_links_of(worker.rank))
 
     def _choose(self, ranks: Sequence[int]) -> int:
         if not self._uneven:

@@ -13,7 +13,7 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError, Trained
+from tests.cluster.starting import Starting
 from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens, silenced
 from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
 
@@ -51,6 +52,7 @@ class Schedule:
         faults: what happens.
         grouped: stages publish through groups.
         checkpoint_every: steps between checkpoints, from which a run that has lost state begins again; 0: none.
+        starting: workers take time to start, may be lost meanwhile, and are replaced; None: none of this.
     """
 
     seed: int
@@ -65,10 +67,18 @@ class Schedule:
     faults: tuple[AnyFault, ...] = ()
     grouped: bool = False
     checkpoint_every: int = 0
+    starting: Starting | None = None
 
     @classmethod
     def draw(
-        cls, seed: int, *, moving: bool = False, grouped: bool = False, checkpoints: bool = False, silent: bool = False
+        cls,
+        seed: int,
+        *,
+        moving: bool = False,
+        grouped: bool = False,
+        checkpoints: bool = False,
+        silent: bool = False,
+        starting: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -76,6 +86,8 @@ class Schedule:
             moving: the same, and micro-batches, layers and workers are moved meanwhile.
             grouped, checkpoints: the same, with process groups, or with checkpoints.
             silent: the same, and workers that stop are taken for lost however soon they go on.
+            starting: the same, and workers take time to start; some are lost meanwhile, in a later life of the run as
+                well; replacements and spares are drawn.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -104,6 +116,8 @@ class Schedule:
             faults=tuple(map(silenced, draw_ahead(r, faults))) if silent else draw_ahead(r, faults),
             grouped=grouped,
         )
+        if starting:
+            drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
         if not checkpoints:
             return drawn
         more = random.Random(f"checkpoints {seed}")  # with fewer mirrors, so that more losses need a checkpoint
@@ -205,6 +219,7 @@ def cluster_of(
         uneven=schedule.uneven,
         trace=trace,
         checkpoint_every=schedule.checkpoint_every,
+        starting=schedule.starting,
     )
 
 
@@ -341,10 +356,12 @@ def run_many(
     grouped: bool = False,
     checkpoints: bool = False,
     silent: bool = False,
+    starting: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
-    run_seed = partial(_run_seed, moving, grouped, checkpoints, silent)
+    kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
+    run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
             tally.add(*run_seed(seed))
@@ -355,8 +372,8 @@ def run_many(
     return tally
 
 
-def _run_seed(moving: bool, grouped: bool, checkpoints: bool, silent: bool, seed: int) -> tuple[int, Ended]:
-    return seed, run(Schedule.draw(seed, moving=moving, grouped=grouped, checkpoints=checkpoints, silent=silent))
+def _run_seed(kinds: Mapping[str, bool], seed: int) -> tuple[int, Ended]:
+    return seed, run(Schedule.draw(seed, **kinds))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -369,9 +386,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--grouped", action="store_true", help="stages publish through groups")
     parser.add_argument("--checkpoints", action="store_true", help="a run that has lost state begins again from one")
     parser.add_argument("--silent", action="store_true", help="workers that stop are lost however soon they go on")
+    parser.add_argument("--starting", action="store_true", help="workers are lost while they start, and are replaced")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
-    kind = {name: getattr(options, name) for name in ("moving", "grouped", "checkpoints", "silent")}
+    kind = {name: getattr(options, name) for name in ("moving", "grouped", "checkpoints", "silent", "starting")}
     if options.seed is not None:
         schedule = Schedule.draw(options.seed, **kind)
         print(schedule)

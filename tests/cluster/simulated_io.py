@@ -7,7 +7,7 @@ behind `ControllerIO` and the file system.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +30,7 @@ from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.actions import EpochBegun, Save, Unrecoverable
+from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.display import Pace
@@ -69,12 +69,14 @@ MOST_TURNS = 300_000
 STOP = m.encode(m.Stop())
 
 
-def run_plan(job: Job, placement: Placement, description: ModelDescription, policy: Policy) -> RunPlan:
-    """The plan of a run in the simulated cluster, with settings that say the same."""
+def run_plan(
+    job: Job, placement: Placement, description: ModelDescription, policy: Policy, elastic: ElasticSettings
+) -> RunPlan:
+    """The plan of a run in the simulated cluster, with settings that say the same; `elastic`: what is replaced."""
     scatter = max(policy.mirror_scatter, policy.mirror_count) if policy.mirror_scatter else 0  # settings allow no less
     settings = Settings(
         mesh=MeshSettings(stages=tuple(map(len, placement.mesh.stages))),
-        elastic=ElasticSettings(min_workers=policy.min_workers),
+        elastic=replace(elastic, min_workers=policy.min_workers),
         mirror=MirrorSettings(count=policy.mirror_count, scatter=scatter),
         timeouts=TIMEOUTS,
     )
@@ -140,6 +142,8 @@ class SimulatedLog(RunLog):
     def action(self, action: Action, now: float) -> None:
         super().action(action, now)
         match action:
+            case Broadcast(ranks, m.Reconfigure(epoch=0)):
+                self._cluster.first_mesh_begun(ranks)
             case EpochBegun():
                 self._cluster.result.epochs.append(action)
                 self._cluster.note("EPOCH", action)

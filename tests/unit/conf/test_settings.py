@@ -84,6 +84,7 @@ BAD = [
     ("run.dir", ""), ("run.dir", ["a"]), ("run.tensorboard", 1), ("run.tensorboard", None),
     ("run.trace", "yes"),
     ("elastic.enabled", "yes"), ("elastic.min_workers", 0), ("elastic.min_workers", 2), ("elastic.replace", 1),
+    ("elastic.spares", -1), ("elastic.replacements_per_minute", 0),
     ("mirror.count", -1), ("mirror.scatter", 0.5), ("mirror.verify_every", None),
     ("checkpoint.every", -1), ("checkpoint.keep", 0),
     *((f"timeouts.{field.name}", value) for field in dataclasses.fields(Timeouts) for value in (0, -1.0, "1 s", None)),

@@ -22,6 +22,7 @@ from elaswave_spmd.controller import admin_client
 from elaswave_spmd.controller import admin_server as module
 from elaswave_spmd.controller.admin_server import Administration, ControlSocket
 from elaswave_spmd.controller.events import Action, Reply, Spawn
+from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import ControlError
 from elaswave_spmd.mesh import Mesh, MeshShape
@@ -61,7 +62,8 @@ class World:
         self.folder = folder / "run"
         self.observer = RunObserver(RunDir.create(self.folder, "", model="m", mesh="x"), board=False)
         self.observer.on_start(RunInfo("m", "x", "", 9, 9, 3))
-        self.control = Administration(self.protocol, self.roster, self.observer, elastic)
+        self.replacements = Replacements(ReplacementPolicy.from_settings(elastic), self.roster)
+        self.control = Administration(self.protocol, self.roster, self.replacements, self.observer, elastic)
         self.socket: ControlSocket | None = None
 
     @property

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
-from elaswave_spmd.controller.events import End, RunStopped
-from elaswave_spmd.controller.failures import StartDeadline
+from elaswave_spmd.conf.schema import Timeouts
 from elaswave_spmd.controller.run_log import CompilationLog
 from elaswave_spmd.controller.summary import RunRecord
+from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.recovery.messages import Heartbeat, Measured, Ready
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -42,20 +41,26 @@ def test_programs_of_the_start_and_of_later(tmp_path: Path) -> None:
 
 
 def is_late(*, ready: bool, beat: Heartbeat | None) -> bool:
-    """True if the run ends 12 s after its start, of at most 10 s, with this heartbeat of worker 3 after 5 s."""
-    mesh = SimpleNamespace(members=(3,))
-    addresses = {3: "a"} if ready else {}
-    protocol = SimpleNamespace(started=False, addresses=addresses, placement=SimpleNamespace(mesh=mesh))
-    deadline = StartDeadline(cast(Any, protocol), 10.0, now=100.0)
-    if beat is not None:
-        deadline.heartbeat(beat, 105.0)
-    actions = deadline.check(112.0)
-    assert all(isinstance(it, End) and isinstance(it.outcome, RunStopped) for it in actions)
-    return bool(actions)
+    """True if worker 3 of the first mesh is given up within 12 s, of 10 that it has, with this heartbeat after 5 s."""
+    timeouts = Timeouts(start=10.0, progress=9.0, status=2.0, suspect=1.0)
+    supervision = Supervision(timeouts, 100.0)
+    supervision.expect(3, joins=False)
+    found = []
+    for tick in range(120):
+        now = 100.1 + tick / 10
+        if tick == 50 and beat is not None:
+            supervision.heartbeat(beat, now)
+        if tick == 60 and ready:
+            supervision.watch(3, now)
+        if tick >= 60 and ready:
+            supervision.heartbeat(Heartbeat(3, 0, True), now)
+        found += supervision.tick(now, (0, ()), ())
+    assert all(suspect.rank == 3 and "not ready" in suspect.reason for suspect in found)
+    return bool(found)
 
 
 def test_a_worker_that_compiles_has_more_time_to_start() -> None:
     assert not is_late(ready=False, beat=Heartbeat(3, 1, False, "compiling"))
     assert is_late(ready=False, beat=None)
     assert is_late(ready=False, beat=Heartbeat(3, 1, True)), "it waits"
-    assert is_late(ready=True, beat=Heartbeat(3, 1, False)), "what it does after its start does not count"
+    assert not is_late(ready=True, beat=None), "it is ready"

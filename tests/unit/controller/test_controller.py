@@ -29,7 +29,7 @@ from tests.unit.controller.made_up_workers import Script, Workers, run_to_end, s
 
 @pytest.fixture(scope="module", params=[True, False], ids=["elastic", "not elastic"])
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
-    """While the first workers start, a loss ends every run."""
+    """While the first workers start, what a worker fails of by itself ends every run."""
     settings = settings_in(tmp_path_factory.mktemp("controller"), enabled=request.param)
     data = prepare_data(data_spec(settings))
     return plan_run(settings, data)
@@ -57,8 +57,9 @@ def end(planned: RunPlan, scratch: str, tmp_path: Path) -> Callable[..., tuple[o
         with observer, pytest.raises((Exception, KeyboardInterrupt)) as caught:
             run_to_end(controller)
         workers.stop()
-        start, stop = read_events(tmp_path / "run")
+        start, *between, stop = read_events(tmp_path / "run")
         assert (start["event"], stop["event"]) == ("start", "stop")
+        assert {event["event"] for event in between} <= {"fail"}
         assert not (tmp_path / "run" / "summary.json").exists()
         return caught.value, stop["message"]
 
@@ -69,10 +70,16 @@ KILLED = Exited(rank=1, pid=77, code=None, signal=9)
 KILLED_TEXT = "worker 1 (pid 77) was ended by signal 9 (SIGKILL)"
 
 
-def test_workers_that_do_not_start_are_named(end) -> None:
-    error, stop = end(lambda workers: workers.start(0), start_timeout_s=0.3)
+def test_workers_that_do_not_start_are_named(end, planned: RunPlan) -> None:
+    error, stop = end(lambda workers: None, start_timeout_s=0.3)
     assert isinstance(error, RunError)
-    assert str(error) == stop == "workers [1] did not start within 0.3 s"
+    if not planned.settings.elastic.enabled:
+        assert str(error) == stop == "workers [0, 1] did not start within 0.3 s"
+        return
+    why = (
+        "0 workers are left, elastic.min_workers is 1, as 2 were lost while workers started (worker 0: not ready after"
+    )
+    assert stop.startswith(f"the run cannot go on: {why}") and "; worker 1: not ready after" in stop
 
 
 def test_workers_that_have_started_have_time(end) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -320,12 +321,60 @@ def test_the_last_worker_that_is_asked_to_leave_writes_a_checkpoint(told: Callab
 QUICK = {"heartbeat": 0.05, "suspect": 1.0, "status": 1.1, "join": 1.2, "leave": 1.2}
 
 
+SHORT_START = {"heartbeat": 0.05, "suspect": 0.9, "status": 1.0, "progress": 1.1, "start": 1.2, "join": 1.2}
+
+
 def test_the_first_workers_have_the_time_of_the_settings_to_start(told: Callable[..., Told]) -> None:
-    run = told(
-        lambda story, layout: story.workers.start(0),
-        timeouts={"heartbeat": 0.05, "suspect": 0.3, "status": 0.4, "progress": 0.5, "start": 0.6},
+    """Who is late is lost, and the first mesh is formed without it."""
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        story.start(0)
+        assert [r for s in story.places(0)[-1].stages for r in s] == [0] and story.places(0)[-1].epoch == 0
+        story.workers.start(1)  # too late: nobody takes it
+        story.versions[0] = 0
+        the_rest(story, layout, 0)
+
+    run = told(tell, timeouts=SHORT_START)
+    assert run.error is None and run.story.workers.killed == [1] and run.kinds.count("fail") == 1
+    fail = run.event("fail")
+    assert (fail["ranks"], fail["phase"]) == ([1], "start") and "not ready after" in fail["reason"]
+    assert (run.event("begin")["mesh"], run.event("begin")["stages"]) == ("single", [[0]])
+    assert [line.workers for line in read_metrics(run.folder)] == [1] * STEPS
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["before it is ready", "after that"])
+def test_a_worker_that_is_killed_while_workers_start_is_replaced(told: Callable[..., Told], ready: bool) -> None:
+    """The first mesh waits for the one in its place, and its epoch is the first."""
+
+    def tell(story: Story, layout: ModelLayout) -> None:
+        if ready:
+            story.workers.start(1)
+        story.kill(1)
+        story.until(lambda: 2 in story.workers.ranks)
+        story.start(0, 2)
+        assert [r for s in story.places(0)[-1].stages for r in s] == [0, 2] and story.places(2)[-1].epoch == 0
+        assert story.places(0)[-1].replicas, "nobody could have planned where replicas are on these workers"
+        story.versions.update({0: 0, 2: 0})
+        the_rest(story, layout, 0, 2)
+
+    run = told(tell, replace=True)
+    assert run.error is None and "join" not in run.kinds and run.story.workers.ranks == [0, 1, 2]
+    assert (run.event("fail")["ranks"], run.event("fail")["phase"]) == ([1], "start")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["lost_workers"] == {"start": 1, "run": 0, "join": 0, "spare": 0}
+
+
+def test_with_too_few_workers_left_a_run_does_not_start(told: Callable[..., Told]) -> None:
+    def tell(story: Story, layout: ModelLayout) -> None:
+        story.kill(1)
+        story.until(lambda: False)
+
+    run = told(tell, min_workers=2)
+    text = (
+        "1 workers are left, elastic.min_workers is 2, as 1 were lost while workers started "
+        "(worker 1: worker 1 (pid 71) was ended by signal 9 (SIGKILL))"
     )
-    assert str(run.error) == "workers [1] did not start within 0.6 s"
+    assert text in str(run.error) and not run.story.places(0)
 
 
 def test_a_worker_that_does_not_answer_is_taken_for_lost(told: Callable[..., Told]) -> None:

@@ -29,11 +29,13 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
+from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.actions import Save, Unrecoverable
-from elaswave_spmd.recovery.messages import Failed, Fingerprints
+from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
+from elaswave_spmd.recovery.failure_detector import Suspect
+from elaswave_spmd.recovery.messages import Failed, Fingerprints, Ready
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.sharding.replicas import ReplicaSet
 
@@ -41,31 +43,43 @@ from elaswave_spmd.sharding.replicas import ReplicaSet
 class World:
     """Workers 0 and 1 are members, 2 is a newcomer; keeps what is decided about losses."""
 
-    def __init__(self, **elastic: bool) -> None:
+    def __init__(self, **elastic: Any) -> None:
         self.roster = Roster([0, 1, 2])
         for rank in (0, 1, 2):
             self.roster.add(rank, None)
         self.told: list[tuple[int, str]] = []
+        self.awaited: list[int | None] = []  # for each of these losses, the replacement that the first mesh waits for
+        self.spares_used: list[int] = []
         self.relinked: list[tuple[set[int], str]] = []
         mesh = Mesh.initial(MeshShape.of_stages((2,)))
         self.protocol = SimpleNamespace(
             started=True,
             version=4,
+            steps=9,
+            stops=False,
+            addresses={0: "a", 1: "b"},
             placement=SimpleNamespace(mesh=mesh),
             members=(0, 1),
             lost=self.lost,
             relink=self.relink,
         )
         settings = Settings.from_dict({"elastic": elastic, "mesh": {"dp": 2}})
+        self.replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self.roster)
         self.losses = FailureHandler(
-            FailurePolicy.from_settings(settings), cast(Any, self.protocol), self.roster, Path("run")
+            FailurePolicy.from_settings(settings),
+            cast(Any, self.protocol),
+            self.roster,
+            self.replacements,
+            Path("run"),
         )
         self.actions: list[Action] = []
         self.checkpoint: Any = None
         self.now = 1.0
 
-    def lost(self, rank: int, reason: str) -> list[Any]:
+    def lost(self, rank: int, reason: str, spare: Any = None, replacement: int | None = None) -> list[Any]:
         self.told.append((rank, reason))
+        self.awaited.append(replacement)
+        self.spares_used += [spare.rank] if spare is not None else []
         return []
 
     def relink(self, ends: frozenset[int], reason: str) -> list[Any]:
@@ -139,11 +153,11 @@ def test_a_loss_is_told_once() -> None:
     assert "SIGKILL" in world.told[0][1] and not world.spawned
 
 
-def test_a_lost_member_is_replaced_and_a_newcomer_is_not() -> None:
+def test_a_lost_member_is_replaced_and_so_is_a_newcomer() -> None:
     world = World(replace=True)
     world.exits(0, signal=9)
     world.exits(2, signal=9)
-    assert world.spawned == [3]
+    assert world.spawned == [3, 4]
     assert world.newcomers_lost == [(2, "worker 2 (pid 72) was ended by signal 9 (SIGKILL)")]
     assert world.reported == [0] and [rank for rank, _ in world.told] == [0, 2] and sorted(world.roster.pids) == [1]
     assert world.ended == [2], "it may only be late: it must not come when the mesh has given it up"
@@ -222,10 +236,135 @@ def test_who_was_let_go_may_end_as_it_likes() -> None:
     assert not world.told and not world.newcomers_lost
 
 
+def starting(**elastic: Any) -> World:
+    """Workers 0 and 1 are those of the first mesh, and start."""
+    world = World(**elastic)
+    world.protocol.started = False
+    world.protocol.addresses = {}
+    world.roster.remove(2)
+    return world
+
+
+def test_whoever_is_killed_while_workers_start_is_lost() -> None:
+    world = starting()
+    world.gone(WorkerEnded(1, "its process ended", 1.0))  # by a death watch: it may be a crash
+    assert not world.told
+    world.exits(1, signal=9)
+    assert [rank for rank, _ in world.told] == [1] and world.awaited == [None] and not world.spawned
+    (record,) = [action for action in world.actions if isinstance(action, Record)]
+    assert (record.kind, record.fields["phase"], record.fields["ranks"]) == ("fail", "start", [1])
+
+
+def test_the_first_mesh_waits_for_a_replacement_but_not_for_ever() -> None:
+    world = starting(replace=True)
+    for rank in (1, 3, 4, 5):
+        for new in set(world.spawned) - set(world.roster.pids):
+            world.roster.add(new, None)
+        world.exits(rank, signal=9)
+    assert world.spawned == [3, 4, 5, 6], "each is replaced"
+    assert world.awaited == [3, 4, None, None]
+
+
+def test_the_first_mesh_waits_for_one_replacement_of_a_worker_that_is_late() -> None:
+    world = starting(replace=True)
+    world.do(world.losses.suspected([Suspect(1, "not ready after 300.0 s")], world.now))
+    world.roster.add(3, None)
+    world.do(world.losses.suspected([Suspect(3, "not ready after 300.0 s")], world.now))
+    assert world.awaited == [3, None] and world.spawned == [3, 4]
+
+
+def test_who_is_ready_and_silent_is_not_late() -> None:
+    world = starting(replace=True)
+    for rank, new in ((1, 3), (3, 4)):
+        world.protocol.addresses = {rank: "a"}
+        world.do(world.losses.suspected([Suspect(rank, "no heartbeat for 2.0 s")], world.now))
+        world.roster.add(new, None)
+    assert world.awaited == [3, 4]
+
+
+@pytest.mark.parametrize("signal", [11, 6])
+def test_a_crash_that_repeats_while_workers_start_is_a_bug(signal: int) -> None:
+    world = starting(replace=True)
+    world.exits(1, signal=signal)
+    assert [rank for rank, _ in world.told] == [1] and world.awaited == [3]
+    world.roster.add(3, None)
+    with pytest.raises(RunError, match=r"worker 3 .*, as worker 1 did while workers started"):
+        world.exits(3, signal=signal)
+
+
+def test_who_leaves_while_workers_start_is_lost() -> None:
+    world = starting()
+    world.exits(1, code=0)  # by SIGTERM
+    assert [rank for rank, _ in world.told] == [1]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_exception_while_workers_start_ends_the_run(enabled: bool) -> None:
+    world = starting(enabled=enabled)
+    world.exits(1, code=7)  # its own report may come
+    with pytest.raises(RunError, match=r"worker 1 .* exit code 7"):
+        world.time_passes()
+    world = starting(enabled=enabled)
+    with pytest.raises(WorkerError, match="ValueError"):
+        world.failed(Failed(0, "ValueError", 0))
+    world = starting(enabled=enabled)
+    world.exits(1, code=1)
+    with pytest.raises(WorkerError, match="ValueError: the cause"):
+        world.failed(Failed(1, "ValueError: the cause", 0))
+    assert not world.told
+
+
+def test_workers_of_a_run_that_is_not_elastic_are_late() -> None:
+    world = starting(enabled=False)
+    with pytest.raises(RunError, match=r"workers \[0, 1\] did not start within 300 s"):
+        world.do(world.losses.suspected([Suspect(0, "not ready"), Suspect(1, "not ready")], world.now))
+
+
+def spares_of(world: World, *ranks: int) -> None:
+    """These spares, the only ones, have been started and are ready."""
+    world.do(world.losses.replace_lost(world.now))
+    for rank in ranks:
+        world.roster.add(rank, None)
+        assert world.replacements.ready(Ready(rank, "s"))
+
+
+def test_a_spare_takes_the_place_of_a_lost_member_and_another_one_is_started() -> None:
+    world = World(spares=1)
+    spares_of(world, 3)
+    world.exits(1, signal=9)
+    assert world.spares_used == [3] and world.spawned == [3, 4] and world.replacements.spares == {4: False}
+    world.exits(2, signal=9)  # a newcomer; the next spare is not ready yet
+    assert world.spares_used == [3] and world.spawned == [3, 4, 5]
+    world.roster.add(4, None)
+    world.roster.add(5, None)
+    assert not world.replacements.ready(Ready(4, "a")), "it goes to the place"
+    assert world.replacements.ready(Ready(5, "a"))
+
+
+def test_a_spare_that_dies_is_noticed_and_replaced() -> None:
+    world = World(spares=2)
+    spares_of(world, 3, 4)
+    world.exits(3, signal=9)
+    assert world.told == [(3, world.told[0][1])] and not world.spares_used and not world.reported
+    (record,) = [action for action in world.actions if isinstance(action, Record)]
+    assert (record.kind, record.fields["phase"]) == ("fail", "spare")
+    assert RemoveMember(3, lost=True) in world.actions and world.spawned == [3, 4, 5]
+    world.exits(0, signal=9)
+    assert world.spares_used == [4]
+
+
+def test_nobody_is_started_for_a_run_that_ends() -> None:
+    for name, value in (("version", 9), ("stops", True)):
+        world = World(replace=True)
+        setattr(world.protocol, name, value)
+        world.exits(1, signal=9)
+        assert not world.spawned
+
+
 @pytest.mark.parametrize("started", [True, False])
 def test_what_is_not_survived_ends_the_run(started: bool) -> None:
     def make() -> World:
-        world = World(enabled=not started)
+        world = World(enabled=False)
         world.protocol.started = started
         return world
 

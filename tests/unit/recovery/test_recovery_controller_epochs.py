@@ -26,7 +26,6 @@ from tests.unit.recovery.controller_cases import (
     LAYOUT,
     STEPS,
     answer,
-    make,
     prepares,
     reconfigures,
     replicas_of,
@@ -55,13 +54,6 @@ def test_a_loss_is_answered_at_once() -> None:
     assert {rank: (p.epoch, p.after) for rank, p in prepares(effects).items()} == {0: (1, AT_ONCE), 2: (1, AT_ONCE)}
     assert protocol.lost(1, "again") == [], "a worker is lost once"
     assert protocol.lost(77, "unknown") == []
-
-
-def test_a_loss_before_the_first_place_changes_nothing() -> None:
-    protocol = make()
-    protocol.ready(Ready(0, "a"))
-    assert protocol.lost(0, "killed") == [] and not protocol.changing
-    assert 0 not in protocol.addresses, "its place waits for somebody who listens"
 
 
 def test_the_place_after_a_loss_says_everything() -> None:

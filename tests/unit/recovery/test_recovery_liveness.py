@@ -57,7 +57,7 @@ def test_the_forgotten_and_the_unknown_are_never_suspect() -> None:
 
 def test_a_newcomer_that_still_compiles_gets_its_time_again() -> None:
     liveness = Liveness(T)
-    liveness.expect(5)
+    liveness.expect(5, T.join)
     assert all(liveness.tick(BEAT) == [] for _ in range(int(T.join / BEAT) - 1))
     liveness.heartbeat(5, 1, False, "compiling")
     count, suspect = ticks_until_suspect(liveness, limit=10_000)
@@ -257,8 +257,8 @@ def test_an_answer_may_take_as_long_as_a_first_action() -> None:
 
 def test_a_newcomer_that_is_not_ready_is_given_up_and_said_once() -> None:
     liveness = Liveness(W)
-    liveness.expect(5)
-    liveness.expect(4)
+    liveness.expect(5, W.join)
+    liveness.expect(4, W.join)
     for _ in range(11):
         assert liveness.tick(BEAT) == []
     assert liveness.tick(BEAT) == [Suspect(4, "not ready after 3.0 s"), Suspect(5, "not ready after 3.0 s")]
@@ -268,7 +268,7 @@ def test_a_newcomer_that_is_not_ready_is_given_up_and_said_once() -> None:
 def test_a_newcomer_that_is_ready_or_gone_is_waited_for_no_longer() -> None:
     liveness = Liveness(W)
     for rank in (4, 5):
-        liveness.expect(rank)
+        liveness.expect(rank, W.join)
     liveness.watch(4)
     liveness.forget(5)
     for _ in range(40):
@@ -278,7 +278,7 @@ def test_a_newcomer_that_is_ready_or_gone_is_waited_for_no_longer() -> None:
 
 def test_a_long_pause_gives_no_newcomer_up() -> None:
     liveness = Liveness(W)
-    liveness.expect(4)
+    liveness.expect(4, W.join)
     assert liveness.tick(3600.0) == []
 
 
