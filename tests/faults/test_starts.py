@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.controller.admin_client import ask
-from elaswave_spmd.errors import ControlError
+from elaswave_spmd.errors import ControlError, DataError
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.faults.fault_runs import PATIENT, TINY, Bits, Changes, all_events
 from tests.multiprocess import held_model
@@ -32,7 +32,7 @@ class Held:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind by now."""
-        with suppress(OSError):
+        with suppress(DataError):
             return [event for event in read_events(self.run.folder / "run") if event["event"] == kind]
         return []
 
@@ -53,6 +53,11 @@ class Held:
     def wait_for_held(self, count: int) -> list[int]:
         eventually(lambda: len(self.held()) >= count, self.run.process)
         return self.held()
+
+    def wait_for_new(self, *known: int) -> int:
+        """Waits until a worker that is none of these is held. Its process id."""
+        eventually(lambda: set(self.held()) - {*known}, self.run.process)
+        return min(set(self.held()) - {*known})
 
     def let_go(self, *pids: int) -> None:
         """These start, or all, from now on."""
@@ -203,9 +208,9 @@ def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path, und
         held.let_go()
         held.run.wait_for_steps(3)
         (held.hold / "go").unlink()
-        os.kill(held.pids()[1], signal.SIGKILL)
-        (first,) = held.wait_for_held(1)
-        os.kill(first, signal.SIGKILL)
+        pids = held.pids()
+        os.kill(pids[1], signal.SIGKILL)
+        os.kill(held.wait_for_new(*pids.values()), signal.SIGKILL)
         held.wait_for("fail", 2)
         held.let_go()
         held.wait_for("join")
@@ -220,9 +225,9 @@ def test_the_limit_of_replacements_is_said_once(tmp_path: Path, undisturbed: Und
         held.let_go()
         held.run.wait_for_steps(3)
         (held.hold / "go").unlink()
-        os.kill(held.pids()[1], signal.SIGKILL)
-        (first,) = held.wait_for_held(1)
-        os.kill(first, signal.SIGKILL)
+        pids = held.pids()
+        os.kill(pids[1], signal.SIGKILL)
+        os.kill(held.wait_for_new(*pids.values()), signal.SIGKILL)
         limit = held.wait_for("replacements")
         done = held.finish()
         assert_bits(tmp_path, undisturbed, done)

@@ -1,9 +1,9 @@
 """A small GPT whose workers start when a test lets them, and whose steps wait for the test; `write` puts it in place.
 
-Each worker process writes a file `at-PID` into the folder `hold` when it makes the model for the first time, before it
-is ready, and goes on when `go-PID` or `go` is there. From step 6 on each micro-batch waits before it is computed, longer
-in every step, until `end` is there. With a file `raise` a worker raises an exception instead, with `crash` it crashes.
-No bit depends on any of this.
+Each worker process writes a file `at-PID` into the folder `hold` when it makes the model for the first time, before
+it is ready, and goes on when `go-PID` or `go` is there. From step 6 on each micro-batch waits before it is computed,
+longer in every step, until `end` is there. With a file `raise` a worker raises an exception instead, with `crash` it
+crashes. No bit depends on any of this.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from elaswave_spmd.controller.replacements import Replacements
+from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.recovery.messages import AT_ONCE, Publish, StepReport, Vote
+from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.state import HeldState
@@ -143,6 +145,35 @@ def _no_fence() -> Patches:
     return {(WorkerProtocol, "vote_received"): _vote_received}
 
 
+def _first_replicas_unsent() -> Patches:
+    """Workers of a first mesh that was not planned take the replicas from the plan."""
+    reconfigure_message = ControllerProtocol._reconfigure_message
+
+    def _reconfigure_message(self: ControllerProtocol, *about: Any, as_planned: bool = False) -> Reconfigure:
+        return reconfigure_message(self, *about, as_planned=not self.placement.mesh.epoch)
+
+    return {(ControllerProtocol, "_reconfigure_message"): _reconfigure_message}
+
+
+def _waits_for_the_lost() -> Patches:
+    """The first mesh waits for workers that were lost while they started."""
+
+    def _lost_at_the_start(self: ControllerProtocol, rank: int, reason: str, replacement: int | None) -> list[Any]:
+        return [RemoveMember(rank, lost=True)]
+
+    return {(ControllerProtocol, "_lost_at_the_start"): _lost_at_the_start}
+
+
+def _spares_that_are_gone() -> Patches:
+    """A spare that was lost while it waited takes a lost worker's place."""
+    lost = Replacements.lost
+
+    def _lost(self: Replacements, rank: int) -> Ready | None:
+        return None if rank in self._waiting else lost(self, rank)
+
+    return {(Replacements, "lost"): _lost}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -153,7 +184,17 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "applies a reduced gradient twice": _applies_twice,
     "votes two steps ahead": _votes_two_ahead,
     "counts votes of older epochs": _no_fence,
+    "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
+    "waits for workers that were lost while they started": _waits_for_the_lost,
+    "gives a place to a spare that was lost": _spares_that_are_gone,
 }
+STARTING = frozenset(list(MUTANTS)[-3:])
+"""Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
+
+
+def schedule_for(name: str, seed: int) -> Schedule:
+    """The schedule of a seed, of the kind that shows this mutant."""
+    return Schedule.draw(seed, starting=name in STARTING)
 
 
 @contextmanager
@@ -169,7 +210,7 @@ def find(name: str, limit: int, enough: int = 3) -> list[int]:
     """The first seeds below `limit` whose schedules show the damage."""
     found = []
     for seed in range(limit):
-        schedule = Schedule.draw(seed)
+        schedule = schedule_for(name, seed)
         undisturbed(schedule.run.key)
         with planted(name):
             if run(schedule).failure:

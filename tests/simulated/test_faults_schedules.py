@@ -59,6 +59,15 @@ def test_workers_that_live_are_taken_for_lost(moving: bool) -> None:
     assert tally.ends["bits"] > CHUNK // 2
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_workers_are_lost_while_they_start(checkpoints: bool) -> None:
+    """At first, and, with checkpoints, when the run begins again; replacements and spares are lost as well."""
+    tally = run_many(range(CHUNK), checkpoints=checkpoints, starting=True)
+    assert tally.failures == {}
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
+    assert not checkpoints or tally.restarts > CHUNK // 10
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     ended = run(FAILED_ONCE[name])
