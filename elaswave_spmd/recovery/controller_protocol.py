@@ -248,7 +248,7 @@ class ControllerProtocol:
     @property
     def stops(self) -> bool:
         """True once the run is about to stop with its state saved: nobody joins it any more."""
-        return bool(self._saving)
+        return bool(self._saving or self._stop_wanted)
 
     @property
     def leaving(self) -> tuple[int, ...]:
