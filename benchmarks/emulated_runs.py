@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import marked, new_directory, program
+from benchmarks.processes import new_directory, processes_with, program
 from benchmarks.recovery_runs import json_lines
 from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
@@ -180,7 +180,7 @@ def _busy(before: _Used, after: _Used) -> float:
 def _cpu_seconds(mark: str) -> dict[int, float]:
     """Process id -> processor time, for all processes that carry the mark (Linux)."""
     found, tick = {}, os.sysconf("SC_CLK_TCK")
-    for pid in marked(mark):
+    for pid in processes_with(mark):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has just ended

@@ -69,7 +69,7 @@ class Program:
 
     def workers(self) -> list[int]:
         """The worker processes of a run of this project: grandchildren, since the fork server starts them."""
-        parents = {pid: _parent(pid) for pid in marked(self.mark)}
+        parents = processes_with(self.mark)
         fork_servers = {pid for pid, parent in parents.items() if parent == self.process.pid}
         return sorted(pid for pid, parent in parents.items() if parent in fork_servers)
 
@@ -78,8 +78,9 @@ class Program:
 def program(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
     """Starts a program, and ends all its processes at exit. Its temporary files go to `directory`, too."""
     directory.mkdir(parents=True, exist_ok=True)
-    log, mark = directory / "output", secrets.token_hex(8)
-    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory), _MARK: mark}
+    log, mark = directory / "output", f"{_MARK}={secrets.token_hex(8)}"
+    own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory)}
+    own[_MARK] = mark.partition("=")[2]
     process = None
     try:
         with log.open("wb") as output:
@@ -106,7 +107,7 @@ def end_marked(mark: str) -> None:
         RuntimeError: a process cannot be killed.
     """
     deadline = time.monotonic() + _END_S
-    while left := marked(mark):
+    while left := list(processes_with(mark)):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -115,14 +116,20 @@ def end_marked(mark: str) -> None:
         time.sleep(_LOOK_S)
 
 
-def marked(mark: str) -> list[int]:
-    """The living processes with this mark, whatever their session (Linux)."""
-    sought, found = f"{_MARK}={mark}".encode(), []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if sought in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    found.append(int(entry))
+def processes_with(mark: str) -> dict[int, int]:
+    """Process id -> parent's id of all living processes with a mark NAME=VALUE in their environment (Linux).
+
+    Whatever their session and their parent are; without those that have ended and are not waited for yet.
+    """
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        # It may have just ended, or be somebody else's.
+        with contextlib.suppress(OSError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX" and mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = int(parent)
     return found
 
 
@@ -146,10 +153,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.bits import Outcome, differences, read_outcome
 from benchmarks.harness import say
-from benchmarks.processes import Program, marked, new_directory, program
+from benchmarks.processes import Program, new_directory, processes_with, program
 from benchmarks.soak_checks import Event, Strike, by_kind, leaked, lives, untold
 from benchmarks.soak_plans import (
     ANY,
@@ -483,7 +483,7 @@ class Soak:
             SoakError: some are left.
         """
         until = time.monotonic() + _ORPHANS_S
-        while left := [pid for mark in self._marks for pid in marked(mark)]:
+        while left := [pid for mark in self._marks for pid in processes_with(mark)]:
             if time.monotonic() > until:
                 raise SoakError(f"{len(left)} processes are left: {[_command(pid) for pid in left]}")
             time.sleep(_LOOK_S)

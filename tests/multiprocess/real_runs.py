@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from benchmarks.processes import processes_with
 from tests.multiprocess.train_server import TrainServer
 from tests.waiting import PATIENCE_S
 
@@ -108,21 +109,6 @@ def launch(folder: Path, *arguments: str, mark: str = "", script: Path = TRAIN) 
                 continue
         process.communicate()
         shutil.rmtree(sockets, ignore_errors=True)
-
-
-def processes_with(mark: str) -> dict[int, int]:
-    """Process id -> parent's id of all living processes whose environment began with `mark` in it."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX" and mark in (entry / "environ").read_text(errors="replace"):
-                found[int(entry.name)] = int(parent)
-        except OSError:  # it has just ended, or is somebody else's
-            continue
-    return found
 
 
 @cache
