@@ -28,6 +28,7 @@ from benchmarks.soak_plans import (
     CHECKPOINT,
     CONTROLLER_KILL,
     CONTROLLER_TERM,
+    HANG,
     JOIN,
     KILL,
     LATE,
@@ -262,7 +263,7 @@ class Soak:
 
     def _output(self) -> str:
         assert self._run is not None
-        return self._run.log.read_text(errors="replace").strip()[-1500:]
+        return self._run.log.read_text(errors="replace").strip()[-500:]
 
     def _touch(self) -> None:
         self._progress = (self._watch.step, self._watch.life, time.monotonic())
@@ -381,21 +382,25 @@ class Soak:
 
     # ---- faults
 
-    def _members(self) -> list[tuple[int | None, int]]:
-        """(rank, pid) of the living workers, newcomers included. Ranks are None while workers start."""
+    def _members(self, *, newcomers: bool = True) -> list[tuple[int | None, int]]:
+        """(rank, pid) of the living workers. Ranks are None while workers start."""
         assert self._run is not None
         status = self._watch.status()
         if status is None or status["starting"]:
             return [(None, pid) for pid in self._run.workers()]
-        return [(w["rank"], w["pid"]) for w in status["members"] + status["newcomers"] if w["pid"] is not None]
+        return [
+            (w["rank"], w["pid"]) for w in status["members"] + status["newcomers"] * newcomers if w["pid"] is not None
+        ]
 
     def _strike_workers(self, fault: Fault) -> None:
         if fault.moment != START:
             self._pace(fault)
-        known = self._members() if fault.moment in (CHECKPOINT, VALIDATION) else None
+        # A newcomer that stands still delays nobody: it is given up after timeouts.join, when a run may be over.
+        stops = fault.kind in (PAUSE, LATE, HANG)
+        known = self._members(newcomers=not stops) if fault.moment in (CHECKPOINT, VALIDATION) else None
         moment = self._await(fault)
-        workers = known or self._members()
-        if fault.newcomer and moment == JOIN and (status := self._watch.status()):
+        workers = known or self._members(newcomers=not stops)
+        if fault.newcomer and not stops and moment == JOIN and (status := self._watch.status()):
             new = {w["rank"] for w in status["newcomers"]} | set(status["learners"])
             workers = sorted(workers, key=lambda worker: worker[0] not in new)
             victims = workers[:1] + [workers[1 + i] for i in chosen(fault.victims[1:], len(workers) - 1)]
