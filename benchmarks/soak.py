@@ -2,6 +2,7 @@
 
     python -m benchmarks.soak [--kills N] [--seed N] [--per-run N] [--keep DIR] [--json PATH]
     python -m benchmarks.soak --seed N --run K [--per-run N]          one run again, as the line of a failure says
+    python -m benchmarks.soak --hosts       agents in network namespaces: links cut, hosts stopped, agents killed
 
 `python train.py` with a small model on the source text of Python's library, on five meshes, over Unix sockets and
 TCP, at all ZeRO levels; two runs of three replace what they lose, the others shrink. Faults are drawn from the seed:
@@ -19,6 +20,7 @@ No fault takes the last worker of a run, which nothing but a checkpoint survives
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -27,11 +29,15 @@ from pathlib import Path
 
 from benchmarks.harness import Result, parser, say
 from benchmarks.processes import new_directory, stop_on_signals
+from benchmarks.soak_hosts import FAULTS as HOST_FAULTS
+from benchmarks.soak_hosts import MESHES as HOST_MESHES
+from benchmarks.soak_hosts import HostReport, run_hosts, why_not
 from benchmarks.soak_plans import KINDS, MOMENTS, draw
 from benchmarks.soak_runs import SETTINGS, Place, Report, run_plan
 
 _KILLS, _QUICK_KILLS = 1000, 40
 _PER_RUN = 12
+_HOST_STEPS = 300
 _TOLD = ("fail", "leave", "join", "restart")
 _STEPS_PER_FAULT, _STEPS_MORE = 30, 60
 
@@ -43,9 +49,12 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1, help="that plans are drawn from (1)")
     options.add_argument("--run", type=int, help="only the run of this number")
     options.add_argument("--per-run", type=int, default=_PER_RUN, help=f"faults of a plan ({_PER_RUN})")
+    options.add_argument("--hosts", action="store_true", help="faults of hosts instead: agents in network namespaces")
     options.add_argument("--keep", type=Path, help="where to keep the files of runs with problems")
     args = options.parse_args()
     stop_on_signals()
+    if args.hosts:
+        return hosts(args.json, args.keep, quick=args.quick)
     kills = args.kills or (_QUICK_KILLS if args.quick else _KILLS)
     steps = _STEPS_PER_FAULT * args.per_run + _STEPS_MORE
     settings = {"commit": _commit(), "seed": args.seed, "kills": kills, "per_run": args.per_run, "steps": steps}
@@ -71,6 +80,36 @@ def main() -> int:
     problems = [f"--seed {r.plan.seed} --run {r.plan.number}: {p}" for r in reports for p in r.problems]
     result.data = {"faults": sum(len(r.strikes) for r in reports), "runs": len(reports), "problems": problems}
     return result.finish(args.json, problems)
+
+
+def hosts(path: Path | None, keep: Path | None, *, quick: bool) -> int:
+    """Runs over three hosts, each with one fault of a host. Returns the exit code: 1 if anything did not hold."""
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return 0
+    result = Result("soak_hosts", {"commit": _commit(), "steps": _HOST_STEPS, "settings": SETTINGS})
+    reports: list[HostReport] = []
+    with new_directory("k-") as directory:
+        place = Place(directory, _HOST_STEPS)
+        standard = place.undisturbed()
+        for mesh, fault in itertools.product(list(HOST_MESHES)[: 1 if quick else None], HOST_FAULTS):
+            say(f"{mesh}: {fault}")
+            report = run_hosts(mesh, fault, place, standard, keep)
+            reports.append(report)
+            say(
+                f"  {'PROBLEMS' if report.problems else 'equal'} in {report.seconds:.0f} s; the agent {report.agent_end}"
+            )
+            for problem in report.problems:
+                say(f"  PROBLEM: {problem}")
+    rows = [
+        [r.mesh, r.fault, "no" if r.problems else "yes", r.told["fail"], r.told["join"], r.agent_end, round(r.seconds)]
+        for r in reports
+    ]
+    columns = ("mesh", "host", "all held", "losses told", "joins", "its agent ended with", "seconds")
+    result.table("One of three hosts, two workers on each", columns, rows)
+    problems = [f"{r.mesh}, {r.fault}: {problem}" for r in reports for problem in r.problems]
+    result.data = {"runs": len(reports), "problems": problems}
+    return result.finish(path, problems)
 
 
 def _line(report: Report, total: int) -> str:
