@@ -96,9 +96,8 @@ def hosts(path: Path | None, keep: Path | None, *, quick: bool) -> int:
             say(f"{mesh}: {fault}")
             report = run_hosts(mesh, fault, place, standard, keep)
             reports.append(report)
-            say(
-                f"  {'PROBLEMS' if report.problems else 'equal'} in {report.seconds:.0f} s; the agent {report.agent_end}"
-            )
+            held = "PROBLEMS" if report.problems else "equal"
+            say(f"  {held} in {report.seconds:.0f} s; the agent ended with {report.agent_end}")
             for problem in report.problems:
                 say(f"  PROBLEM: {problem}")
     rows = [

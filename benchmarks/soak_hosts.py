@@ -36,8 +36,8 @@ FAULTS = {
     KILLED: "SIGKILL to an agent",
 }
 _SECONDS = {CUT_2: 2.0, CUT_20: 20.0}
-MESHES = {"dp3_pp2": "zero1", "dp6": "zero3"}
-"""Mesh of six workers, two on each host -> sharding."""
+MESHES = {"dp6": ("sharding=zero3",), "dp3_pp2": ("sharding=zero1", "mirror.count=2")}
+"""Mesh of six workers, two on each host -> its settings. A stage of three has two of one host, so it needs two mirrors."""
 _PORT = 29400
 _BEGIN_STEP = 30
 _START_S, _END_S = 120.0, 300.0
@@ -74,15 +74,15 @@ class Network:
         for name in (self._bridge, *self.hosts):
             _ip("netns", "add", name)
             self._made.append(name)
-        _ip("-n", self._bridge, "link", "add", "br", "type", "bridge")
-        _ip("-n", self._bridge, "link", "set", "br", "up")
+        _ip("-n", self._bridge, "link", "add", "name", "bridge0", "type", "bridge")
+        _ip("-n", self._bridge, "link", "set", "bridge0", "up")
         for number, host in enumerate(self.hosts):
             port = ("name", f"p{number}", "netns", self._bridge)
-            _ip("-n", host, "link", "add", "eth", "type", "veth", "peer", *port)
-            _ip("-n", host, "addr", "add", f"{self.address(number)}/24", "dev", "eth")
+            _ip("-n", host, "link", "add", "name", "eth0", "type", "veth", "peer", *port)
+            _ip("-n", host, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
             _ip("-n", host, "link", "set", "lo", "up")
-            _ip("-n", host, "link", "set", "eth", "up")
-            _ip("-n", self._bridge, "link", "set", f"p{number}", "up", "master", "br")
+            _ip("-n", host, "link", "set", "eth0", "up")
+            _ip("-n", self._bridge, "link", "set", f"p{number}", "up", "master", "bridge0")
 
     def address(self, number: int) -> str:
         return f"10.77.0.{number + 1}"
@@ -96,7 +96,7 @@ class Network:
         _ip("-n", self._bridge, "link", "set", f"p{number}", "nomaster")
 
     def mend(self, number: int) -> None:
-        _ip("-n", self._bridge, "link", "set", f"p{number}", "master", "br")
+        _ip("-n", self._bridge, "link", "set", f"p{number}", "master", "bridge0")
 
     def close(self) -> None:
         while self._made:
@@ -157,7 +157,7 @@ class HostRun:
         meeting = f"{self._network.address(0)}:{_PORT}"
         several = [f"runtime.rendezvous={meeting}", "runtime.agents=2", "runtime.local_workers=2"]
         several += ["runtime.transport=tcp", f"runtime.token_file={token}", f"run.dir={self._watch.run_dir}"]
-        several += [f"mesh={self.report.mesh}", f"sharding={MESHES[self.report.mesh]}", "elastic.replace=true"]
+        several += [f"mesh={self.report.mesh}", *MESHES[self.report.mesh], "elastic.replace=true"]
         train = [sys.executable, "train.py", "run.tensorboard=false", *self._place.words(), *several]
         run = stack.enter_context(self._program(0, train))
         agent = [sys.executable, "-m", "elaswave_spmd", "agent", meeting, "--token-file", str(token)]
