@@ -4,18 +4,20 @@
 #   make test        all tests
 #   make test-xla    the tests that need PyTorch/XLA
 #   make golden      bits and outcomes as recorded in tests/golden.json: 192 simulated runs, 8 real ones, 2,000 schedules
+#   make soak        40 faults at awkward moments of real runs, drawn from a seed: 2 to 4 minutes on two cores
 #   make train PYTHON=python3.12                                              another Python for .venv
 #   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"    the CPU build of torch, 200 MB in place of 5 GB
 PYTHON ?= python3
 PIP_ARGS ?=
 TRAIN_ARGS ?= mesh=dp2_pp2
 TEST_ARGS ?=
+SOAK_ARGS ?= --quick
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train check check-units check-schedules test test-xla golden lint clean
+.PHONY: train check check-units check-schedules test test-xla golden soak lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -38,6 +40,9 @@ test: $(STAMP)
 
 golden: $(STAMP)
 	$(BIN)/python -m tests.golden check --jobs 2
+
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
 # PyTorch/XLA's tests, in an environment of their own: torch_xla fits one version of torch only. Where that environment cannot be
 # made, they run in .venv, which skips them, with the reason.

@@ -36,7 +36,7 @@ from benchmarks.soak_plans import KINDS, MOMENTS, draw
 from benchmarks.soak_runs import SETTINGS, Place, Report, run_plan
 
 _KILLS, _QUICK_KILLS = 1000, 40
-_PER_RUN = 12
+_PER_RUN, _QUICK_PER_RUN = 12, 8
 _HOST_STEPS = 300
 _TOLD = ("fail", "leave", "join", "restart")
 _STEPS_PER_FAULT, _STEPS_MORE = 30, 60
@@ -48,7 +48,7 @@ def main() -> int:
     options.add_argument("--kills", type=int, help=f"faults ({_KILLS}; with --quick {_QUICK_KILLS})")
     options.add_argument("--seed", type=int, default=1, help="that plans are drawn from (1)")
     options.add_argument("--run", type=int, help="only the run of this number")
-    options.add_argument("--per-run", type=int, default=_PER_RUN, help=f"faults of a plan ({_PER_RUN})")
+    options.add_argument("--per-run", type=int, help=f"faults of a plan ({_PER_RUN}; with --quick {_QUICK_PER_RUN})")
     options.add_argument("--hosts", action="store_true", help="faults of hosts instead: agents in network namespaces")
     options.add_argument("--keep", type=Path, help="where to keep the files of runs with problems")
     args = options.parse_args()
@@ -56,8 +56,9 @@ def main() -> int:
     if args.hosts:
         return hosts(args.json, args.keep, quick=args.quick)
     kills = args.kills or (_QUICK_KILLS if args.quick else _KILLS)
-    steps = _STEPS_PER_FAULT * args.per_run + _STEPS_MORE
-    settings = {"commit": _commit(), "seed": args.seed, "kills": kills, "per_run": args.per_run, "steps": steps}
+    per_run = args.per_run or (_QUICK_PER_RUN if args.quick else _PER_RUN)
+    steps = _STEPS_PER_FAULT * per_run + _STEPS_MORE
+    settings = {"commit": _commit(), "seed": args.seed, "kills": kills, "per_run": per_run, "steps": steps}
     result = Result("soak", settings | {"settings": SETTINGS})
     reports: list[Report] = []
     with new_directory("k-") as directory:
@@ -66,7 +67,7 @@ def main() -> int:
         standard = place.undisturbed()
         number = args.run or 0
         while sum(len(report.strikes) for report in reports) < kills:
-            plan = draw(args.seed, number, args.per_run)
+            plan = draw(args.seed, number, per_run)
             say(str(plan))
             report = run_plan(plan, place, standard, args.keep)
             reports.append(report)

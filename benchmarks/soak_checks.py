@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.soak_plans import CONTROLLER_KILL, CONTROLLER_TERM, PAUSE
+from benchmarks.soak_plans import OF_CONTROLLER, PAUSE
 
 Event = Mapping[str, Any]
 _TELLING = ("fail", "leave", "restart")
@@ -35,7 +35,7 @@ class Strike:
     @property
     def is_loss(self) -> bool:
         """True if a worker does not outlive it."""
-        return self.kind not in (PAUSE, CONTROLLER_KILL, CONTROLLER_TERM)
+        return self.kind not in (PAUSE, *OF_CONTROLLER)
 
     def __str__(self) -> str:
         whom = f"worker {self.rank}" if self.rank is not None else "the process"
@@ -58,7 +58,7 @@ def untold(events: Sequence[Event], strikes: Sequence[Strike], steps: int) -> li
     A loss is told by a `fail`, `leave` or `restart` with its rank, or else its controller was struck as well.
     """
     by_life, problems = lives(events), []
-    struck = {strike.life for strike in strikes if strike.kind in (CONTROLLER_KILL, CONTROLLER_TERM)}
+    struck = {strike.life for strike in strikes if strike.kind in OF_CONTROLLER}
     for strike in strikes:
         if not strike.is_loss or strike.step + _LAST_STEPS >= steps or strike.life in struck:
             continue

@@ -37,7 +37,7 @@ FAULTS = {
 }
 _SECONDS = {CUT_2: 2.0, CUT_20: 20.0}
 MESHES = {"dp6": ("sharding=zero3",), "dp3_pp2": ("sharding=zero1", "mirror.count=2")}
-"""Mesh of six workers, two on each host -> its settings. A stage of three has two of one host, so it needs two mirrors."""
+"""Mesh of six workers, two on each host -> its settings. A stage of three has two of one host: it needs two mirrors."""
 _PORT = 29400
 _BEGIN_STEP = 30
 _START_S, _END_S = 120.0, 300.0
@@ -201,11 +201,13 @@ class HostRun:
                 raise RuntimeError(f"processes {left} are left")
             time.sleep(_LOOK_S)
         last = (agents[-1].log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-        self.report.agent_end = f"{codes[-1]}: {last}"
+        self.report.agent_end = f"{codes[-1]}: {last}" if last.startswith("error: ") else str(codes[-1])
         if codes[0]:
             self.report.problems.append(f"the agent that was left alone ended with {codes[0]}")
-        if self.report.fault in (CUT_20, CUT) and (codes[-1] != 1 or not last.startswith("error: ")):
-            self.report.problems.append(f"the agent that was cut off ended with {self.report.agent_end}")
+        # A link that was cut for some seconds only may have outlived it: then the agent has ended with the run.
+        says_why = codes[-1] == 1 and last.startswith("error: ")
+        if self.report.fault != KILLED and not says_why and (codes[-1] or self.report.fault == CUT):
+            self.report.problems.append(f"the agent of the host that was struck ended with {self.report.agent_end}")
 
     def _check(self, standard: Outcome) -> None:
         problems = self.report.problems

@@ -16,7 +16,8 @@ ZEROS = ("zero0", "zero1", "zero2", "zero3")
 TRANSPORTS = ("ipc", "tcp")
 
 KILL, PAIR, PAUSE, LATE, HANG, TERM = "kill", "pair", "pause", "late", "hang", "term"
-CONTROLLER_TERM, CONTROLLER_KILL = "controller term", "controller kill"
+CONTROLLER_TERM, CONTROLLER_KILL, ROOTS_KILL = "controller term", "controller kill", "roots kill"
+OF_CONTROLLER = (CONTROLLER_TERM, CONTROLLER_KILL, ROOTS_KILL)
 KINDS = {
     KILL: "SIGKILL to a worker",
     PAIR: "SIGKILL to two workers within 50 ms",
@@ -26,6 +27,7 @@ KINDS = {
     TERM: "SIGTERM to a worker: it leaves",
     CONTROLLER_TERM: "SIGTERM to the controller, then the run is resumed",
     CONTROLLER_KILL: "SIGKILL to the controller, then the run is resumed",
+    ROOTS_KILL: "SIGKILL to controller and fork server, then the run is resumed",
 }
 ANY, START, RESTART, JOIN, CHECKPOINT, VALIDATION = "any", "start", "restart", "join", "checkpoint", "validation"
 MOMENTS = {
@@ -38,7 +40,17 @@ MOMENTS = {
 }
 PAIR_S = 0.05
 _PAUSE_S = 0.5
-_WEIGHTS = {KILL: 10, PAIR: 3, PAUSE: 3, LATE: 1, HANG: 1, TERM: 3, CONTROLLER_TERM: 1, CONTROLLER_KILL: 1}
+_WEIGHTS = {
+    KILL: 10,
+    PAIR: 3,
+    PAUSE: 3,
+    LATE: 1,
+    HANG: 1,
+    TERM: 3,
+    CONTROLLER_TERM: 1,
+    CONTROLLER_KILL: 1,
+    ROOTS_KILL: 1,
+}
 _MOMENT_WEIGHTS = {ANY: 6, JOIN: 5, CHECKPOINT: 4, VALIDATION: 3, RESTART: 2}
 _LONGEST_DELAY_S = {START: 0.4, RESTART: 0.4, JOIN: 0.08, ANY: 0.1}  # as long as these moments last, about
 _OF_A_STEP = (ANY, CHECKPOINT, VALIDATION)
@@ -141,10 +153,10 @@ def _faults(draws: random.Random, count: int) -> list[Fault]:
     while len(drawn) < count:
         kind = draws.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
         moment = draws.choices(list(_MOMENT_WEIGHTS), list(_MOMENT_WEIGHTS.values()))[0]
-        if kind in (CONTROLLER_TERM, CONTROLLER_KILL, PAUSE) and moment in (JOIN, RESTART):
+        if kind in (*OF_CONTROLLER, PAUSE) and moment in (JOIN, RESTART):
             moment = draws.choice(_OF_A_STEP)
         drawn.append(_fault(draws, kind, moment))
-        if kind in (CONTROLLER_TERM, CONTROLLER_KILL) and draws.random() < 0.5:
+        if kind in OF_CONTROLLER and draws.random() < 0.5:
             drawn.append(_fault(draws, KILL, START))
     return drawn[:count]
 

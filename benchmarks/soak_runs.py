@@ -26,14 +26,15 @@ from benchmarks.soak_checks import Event, Strike, by_kind, leaked, lives, untold
 from benchmarks.soak_plans import (
     ANY,
     CHECKPOINT,
-    CONTROLLER_KILL,
     CONTROLLER_TERM,
     HANG,
     JOIN,
     KILL,
     LATE,
+    OF_CONTROLLER,
     PAUSE,
     RESTART,
+    ROOTS_KILL,
     START,
     VALIDATION,
     Fault,
@@ -242,7 +243,7 @@ class Soak:
         while faults and self._alive():
             fault = faults.pop(0)
             try:
-                if fault.kind in (CONTROLLER_TERM, CONTROLLER_KILL):
+                if fault.kind in OF_CONTROLLER:
                     if self._strike_controller(fault):
                         return [f"train.resume={self._watch.run_dir}"]
                 else:
@@ -461,7 +462,11 @@ class Soak:
         moment = self._await(fault)
         pid, kind = self._run.process.pid, fault.kind
         strike = Strike(kind, moment, self._watch.life, self._watch.step, None, pid)
+        roots = [child for child, parent in processes_with(self._run.mark).items() if parent == pid]
         self._run.process.send_signal(signal.SIGTERM if kind == CONTROLLER_TERM else signal.SIGKILL)
+        for root in roots if kind == ROOTS_KILL else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(root, signal.SIGKILL)
         try:
             code = self._run.process.wait(_STOPPED_S)
         except subprocess.TimeoutExpired:
@@ -474,7 +479,7 @@ class Soak:
             self.report.problems.append(f"{strike}: exit code {code}, not {expected}: {self._output()}")
         elif kind == CONTROLLER_TERM and "train.resume=" not in self._output():
             self.report.problems.append(f"{strike}: it does not print how to go on: {self._output()}")
-        if kind == CONTROLLER_KILL and fault.at_once:
+        if kind != CONTROLLER_TERM and fault.at_once:
             return True
         self._await_end_of_all()
         return True

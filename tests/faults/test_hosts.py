@@ -1,0 +1,25 @@
+"""Hosts that are lost as a whole: agents in network namespaces, of which one is cut off or stands still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.processes import new_directory
+from benchmarks.soak_hosts import CUT, STOPPED, HostRun, why_not
+from benchmarks.soak_runs import Place
+
+STEPS = 120
+
+
+@pytest.mark.parametrize(("mesh", "fault"), [("dp6", CUT), ("dp3_pp2", STOPPED)])
+def test_a_run_outlives_a_host(mesh: str, fault: str) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with new_directory("h-") as folder:  # its path is short, for sockets
+        place = Place(Path(folder), STEPS)
+        run = folder / "run"
+        run.mkdir()
+        report = HostRun(mesh, fault, place, run).carry_out(place.undisturbed())
+    assert not report.problems and report.told["fail"], report
