@@ -79,7 +79,15 @@ def main() -> int:
             number += 1
     _tables(result, reports)
     problems = [f"--seed {r.plan.seed} --run {r.plan.number}: {p}" for r in reports for p in r.problems]
-    result.data = {"faults": sum(len(r.strikes) for r in reports), "runs": len(reports), "problems": problems}
+    missed = sum((report.missed for report in reports), Counter[str]())
+    result.data = {
+        "faults": sum(len(report.strikes) for report in reports),
+        "runs": len(reports),
+        "not_reached": sum(report.not_reached for report in reports),
+        "moments_missed": dict(missed),
+        "looks_at_descriptors": sum(report.looks for report in reports),
+        "problems": problems,
+    }
     return result.finish(args.json, problems)
 
 
