@@ -10,17 +10,17 @@ from benchmarks.soak_hosts import CUT, STOPPED, HostRun, why_not
 from benchmarks.soak_runs import Place
 
 STEPS = 120
-WHY_NOT = why_not()
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Outcome:
+    if reason := why_not():
+        pytest.skip(reason)
     with new_directory("h-") as folder:
         return Place(folder, STEPS).undisturbed()
 
 
 @pytest.mark.parametrize(("mesh", "fault"), [("dp6", CUT), ("dp3_pp2", STOPPED)])
-@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_a_run_outlives_a_host(undisturbed: Outcome, mesh: str, fault: str) -> None:
     with new_directory("h-") as folder:  # its path is short, for sockets
         run = folder / "run"
