@@ -407,7 +407,9 @@ class Soak:
             victims = workers[:1] + [workers[1 + i] for i in chosen(fault.victims[1:], len(workers) - 1)]
         else:
             victims = [workers[i] for i in chosen(fault.victims, len(workers))]
-        victims = victims[: max(0, len(workers) - 1)]
+        members = set(self._members(newcomers=False))
+        while victims and members <= set(victims):
+            victims.pop()
         match fault.kind:
             case "kill" | "pair":
                 self._kill(victims, fault.kind, moment, fault.gap)
