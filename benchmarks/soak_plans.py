@@ -89,6 +89,7 @@ class Plan:
 
     Args:
         replace: lost workers are replaced; else the mesh shrinks, down to two workers.
+        spares: workers beside the mesh, which take the places of lost ones (with `replace` only).
     """
 
     seed: int
@@ -98,6 +99,7 @@ class Plan:
     transport: str
     mirrors: int
     replace: bool
+    spares: int
     checkpoint_every: int
     faults: tuple[Fault, ...]
 
@@ -120,11 +122,12 @@ class Plan:
             f"runtime.transport={self.transport}",
             f"mirror.count={self.mirrors}",
             f"elastic.replace={str(self.replace).lower()}",
+            f"elastic.spares={self.spares}",
             f"checkpoint.every={self.checkpoint_every}",
         ]
 
     def __str__(self) -> str:
-        settings = f"{self.mesh} {self.zero} {self.transport} mirrors={self.mirrors} replace={self.replace}"
+        settings = f"{self.mesh} {self.zero} {self.transport} mirrors={self.mirrors} replace={self.replace} spares={self.spares}"
         return f"run {self.number} (--seed {self.seed} --run {self.number}): {settings}, {len(self.faults)} faults"
 
 
@@ -140,6 +143,7 @@ def draw(seed: int, number: int, faults: int) -> Plan:
         transport=TRANSPORTS[number % 2],
         mirrors=draws.choice((1, 1, 2)),
         replace=number % 3 != 2,
+        spares=draws.choice((0, 0, 1, 2)) if number % 3 != 2 else 0,
         checkpoint_every=draws.choice((5, 10, 20)),
         faults=tuple(_faults(draws, faults)),
     )
