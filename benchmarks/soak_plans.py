@@ -127,7 +127,8 @@ class Plan:
         ]
 
     def __str__(self) -> str:
-        settings = f"{self.mesh} {self.zero} {self.transport} mirrors={self.mirrors} replace={self.replace} spares={self.spares}"
+        settings = f"{self.mesh} {self.zero} {self.transport} mirrors={self.mirrors} spares={self.spares}"
+        settings += " replaced" if self.replace else " fixed size"
         return f"run {self.number} (--seed {self.seed} --run {self.number}): {settings}, {len(self.faults)} faults"
 
 
