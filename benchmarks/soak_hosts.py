@@ -200,12 +200,13 @@ class HostRun:
             if time.monotonic() > until:
                 raise RuntimeError(f"processes {left} are left")
             time.sleep(_LOOK_S)
-        last = (agents[-1].log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-        self.report.agent_end = f"{codes[-1]}: {last}" if last.startswith("error: ") else str(codes[-1])
+        told = agents[-1].log.read_text(errors="replace").splitlines()
+        errors = [line for line in told if line.startswith("error: ")]
+        self.report.agent_end = ": ".join([str(codes[-1]), *errors])
         if codes[0]:
             self.report.problems.append(f"the agent that was left alone ended with {codes[0]}")
         # A link that was cut for some seconds only may have outlived it: then the agent has ended with the run.
-        says_why = codes[-1] == 1 and last.startswith("error: ")
+        says_why = codes[-1] == 1 and len(errors) == 1
         if self.report.fault != KILLED and not says_why and (codes[-1] or self.report.fault == CUT):
             self.report.problems.append(f"the agent of the host that was struck ended with {self.report.agent_end}")
 
