@@ -1,6 +1,6 @@
 """Many small runs under fire: workers and controllers are killed, stopped and asked to leave, at awkward moments.
 
-    python -m benchmarks.soak [--kills N] [--seed N] [--per-run N] [--keep DIR] [--json PATH]
+    python -m benchmarks.soak [--kills N] [--seed N] [--per-run N] [--minutes N] [--keep DIR] [--json PATH]
     python -m benchmarks.soak --seed N --run K [--per-run N]          one run again, as the line of a failure says
     python -m benchmarks.soak --hosts       agents in network namespaces: links cut, hosts stopped, agents killed
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, help=f"faults ({_KILLS}; with --quick {_QUICK_KILLS})")
     options.add_argument("--seed", type=int, default=1, help="that plans are drawn from (1)")
+    options.add_argument("--minutes", type=float, help="begin no further run after so long")
     options.add_argument("--run", type=int, help="only the run of this number")
     options.add_argument("--per-run", type=int, help=f"faults of a plan ({_PER_RUN}; with --quick {_QUICK_PER_RUN})")
     options.add_argument("--hosts", action="store_true", help="faults of hosts instead: agents in network namespaces")
@@ -66,7 +68,8 @@ def main() -> int:
         say(f"the undisturbed run of {steps} steps on one worker")
         standard = place.undisturbed()
         number = args.run or 0
-        while sum(len(report.strikes) for report in reports) < kills:
+        until = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
+        while sum(len(report.strikes) for report in reports) < kills and time.monotonic() < until:
             plan = draw(args.seed, number, per_run)
             say(str(plan))
             report = run_plan(plan, place, standard, args.keep)
