@@ -44,7 +44,7 @@ from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_man
 from elaswave_spmd.run_dir.directory import METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest
-from elaswave_spmd.runtime.devices.group_store import GroupStore
+from elaswave_spmd.runtime.devices.group_store import GroupStore, group_host
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
@@ -197,8 +197,9 @@ class ProcessIO:
                 limits=message_limits(payloads),
             )
             undo.callback(self._links.close)
-            self._groups = GroupStore(host) if settings.runtime.collectives == GROUP else None
-            self._writer = _ManifestWriter(run_dir, settings.checkpoint.keep, checkpoints, self._mailbox)
+            groups = settings.runtime.collectives == GROUP
+            self._groups = GroupStore(group_host(settings.runtime, host)) if groups else None
+            self._writer = _ManifestWriter(run_dir, settings.checkpoint.keep, checkpoints, self._mailbox, credentials)
             undo.callback(self._writer.close)
             table = death_watch.RobustMutexTable(scratch) if death_watch.is_available() else None
             self._mutexes = table
@@ -405,7 +406,9 @@ class _ManifestWriter:
     Nothing in the controller waits for a disk but the journal, whose line comes before a Prepare.
     """
 
-    def __init__(self, run_dir: Path, keep: int, spec: CheckpointSpec, mailbox: Mailbox) -> None:
+    def __init__(
+        self, run_dir: Path, keep: int, spec: CheckpointSpec, mailbox: Mailbox, credentials: Credentials | None
+    ) -> None:
         self._run_dir = run_dir
         self._keep = keep
         self._mailbox = mailbox
@@ -416,7 +419,9 @@ class _ManifestWriter:
         self._journal = Journal(run_dir)
         # If this controller dies, the next one reads here what the run was, to complete what the workers wrote.
         about = {"run": spec.run, "identity": spec.fingerprint, "layout": spec.layout, "kinds": spec.kinds}
-        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about)
+        # With them it may also take over workers that still live. The journal is its owner's alone.
+        links = {"credentials": credentials.to_dict()} if credentials is not None else {}
+        self._journal.append(spec.incarnation, 0, "resume" if spec.step else "start", **about, **links)
 
     def journal(self, prepare: Prepare) -> None:
         self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after)

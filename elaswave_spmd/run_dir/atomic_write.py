@@ -1,14 +1,44 @@
-"""Writing the files of a run: whole or not at all, and with errors of the disk as FilesError."""
+"""Writing the files of a run: private, whole or not at all, and with errors of the disk as FilesError."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
 from elaswave_spmd.errors import FilesError
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+"""The modes of what a run makes, whatever the umask: checkpoints, weights and journal are the user's alone."""
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a file of the run, for its owner alone; made if `flags` say so. Returns the descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or its mode cannot be set.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    try:
+        if stat.S_IMODE(os.fstat(fd).st_mode) != FILE_MODE:
+            os.fchmod(fd, FILE_MODE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a directory of the run, for its owner alone.
+
+    Raises:
+        OSError: it cannot be made. FileExistsError: it is there; its mode is left as it is.
+    """
+    path.mkdir(mode=FOLDER_MODE)
+    path.chmod(FOLDER_MODE)
 
 
 @contextlib.contextmanager
@@ -28,7 +58,8 @@ def writing(path: Path) -> Iterator[None]:
 def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
     """A block that writes a new version of a file beside it; the new version takes the name when the block ends well.
 
-    Readers find the old version or the new one, never half a file. If the block raises, nothing has changed.
+    The new file is there, empty and private, when the block begins. Readers find the old version or the new one, never
+    half a file. If the block raises, nothing has changed.
 
     Args:
         durable: flush the file to the disk before it gets its name, and the name after it, so that the new version
@@ -43,7 +74,9 @@ def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
     scratch = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
+            os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             yield scratch
+            scratch.chmod(FILE_MODE)  # a library may have made the file anew
             if durable:
                 _sync(scratch, os.O_RDONLY)
             os.replace(scratch, path)

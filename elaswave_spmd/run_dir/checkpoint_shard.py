@@ -8,6 +8,7 @@ and hashed in one pass, and can be verified without anything beside it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from elaswave_spmd.errors import CheckpointError
-from elaswave_spmd.run_dir.atomic_write import replacing, write_all, writing
+from elaswave_spmd.run_dir.atomic_write import make_private_folder, replacing, write_all, writing
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.sharding.replicas import PageRange
 
@@ -166,8 +167,9 @@ def write_shard(
     path = directory / shard_name(rank, ballot)
     with writing(path):
         # Not `parents=True`: if the run's directory was removed, the run must end, and not begin a new one.
-        directory.parent.mkdir(exist_ok=True)
-        directory.mkdir(exist_ok=True)
+        for folder in (directory.parent, directory):
+            with contextlib.suppress(FileExistsError):
+                make_private_folder(folder)
     metadata = {
         "run": run,
         "step": str(step),

@@ -16,7 +16,7 @@ import numpy as np
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.run_dir.atomic_write import replacing
+from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.weights import save_weights
@@ -232,7 +232,7 @@ def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:
     made: list[Path] = []
     for parent in reversed(missing):
         try:
-            parent.mkdir()
+            make_private_folder(parent)
         except FileExistsError:  # another run has created it meanwhile
             continue
         made.append(parent)
@@ -243,7 +243,7 @@ def _make_folders(folder: Path, undo: contextlib.ExitStack) -> tuple[Path, ...]:
 def _claim(path: Path, text: str, undo: contextlib.ExitStack) -> None:
     """Create config.yaml exclusively, so that of two runs that start in one directory one is refused."""
     try:
-        path.touch(exist_ok=False)
+        os.close(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError as error:
         raise _holds_a_run(path.parent, path.name) from error
     undo.callback(_remove_files, path.parent, (path.name,))

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from elaswave_spmd.errors import DataError
-from elaswave_spmd.run_dir.atomic_write import append_whole, sync_directory, writing
+from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, sync_directory, writing
 
 EPOCHS = "epochs.jsonl"
 
@@ -44,7 +44,8 @@ class Journal:
         self._last = _ballot_of(lines[-1]) if lines else None
         with writing(self._path):
             is_new = not self._path.exists()
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+            fd = open_private(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._file = open(fd, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
             if is_new:
                 # The name must be on the disk as well; fsync of the file alone does not write its directory.
                 sync_directory(self._path.parent)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.errors import DataError
-from elaswave_spmd.run_dir.atomic_write import append_whole, writing
+from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, writing
 
 
 class JsonLines:
@@ -23,7 +23,8 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
         self._path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run; unbuffered
+        fd = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = open(fd, "ab", buffering=0)  # noqa: SIM115 - open as long as the run; unbuffered
 
     def append(self, fields: Mapping[str, object]) -> None:
         """Write one line, whole or not at all; values are converted by `plain`.

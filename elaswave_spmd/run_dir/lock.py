@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from elaswave_spmd.errors import ConfigError
-from elaswave_spmd.run_dir.atomic_write import writing
+from elaswave_spmd.run_dir.atomic_write import open_private, writing
 
 LOCK = "controller.lock"
 WORKERS_LOCK = "workers.lock"
@@ -65,7 +65,7 @@ def lock_run_dir(path: str | Path) -> RunLock:
     """
     file = Path(path) / LOCK
     with writing(file):
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
 FLUSH_SECONDS = 2.0
@@ -30,11 +32,13 @@ class Board:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            make_private_folder(folder)
         self._now = now
         self._flushed = start = now()
         name = f"events.out.tfevents.{int(start):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / name, "wb")  # noqa: SIM115 - open as long as the run
+        fd = open_private(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file = open(fd, "wb")  # noqa: SIM115 - open as long as the run
         self._records: Any = RecordWriter(self._file)
         event = _message(event_pb2, "Event")(wall_time=start, file_version="brain.Event:2")
         self._records.write(event.SerializeToString())

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import msgspec
 
 from elaswave_spmd.errors import FilesError
-from elaswave_spmd.run_dir.atomic_write import replacing
+from elaswave_spmd.run_dir.atomic_write import open_private, replacing
 from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
@@ -47,9 +47,8 @@ class TracePart:
     """
 
     def __init__(self, folder: str | Path, rank: int, clocks: Callable[[], tuple[float, float]] | None = None) -> None:
-        self._file: int | None = os.open(
-            Path(folder) / f"trace-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
-        )
+        path = Path(folder) / f"trace-{rank}.jsonl"
+        self._file: int | None = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._encoder = msgspec.json.Encoder()
         self._rows: list[object] = []
         self._waiting: list[Any] | None = None  # the last wait, which the next one may continue

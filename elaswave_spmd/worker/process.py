@@ -14,6 +14,7 @@ from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
+from elaswave_spmd.runtime.devices.group_store import group_host
 from elaswave_spmd.runtime.devices.process_group import group_of
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch
@@ -112,7 +113,8 @@ class WorkerProcess:
         """The process group of this worker's stage, if parameters are published through groups; else None."""
         if (store := self._spec.run.options.groups) is None:
             return None
-        return group_of(self._device, store, self._spec.run.links.host, self._settings.timeouts.group)
+        host = group_host(self._settings.runtime, self._spec.run.links.host)
+        return group_of(self._device, store, host, self._settings.timeouts.group)
 
     # ---- from the first link to the end
 

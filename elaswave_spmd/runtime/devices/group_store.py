@@ -1,10 +1,14 @@
-"""The store at which the members of a stage's process group meet: a TCPStore of the run, served by the controller."""
+"""The store at which the members of a stage's process group meet: a TCPStore of the run, served by the controller.
+
+Neither the store nor the groups of c10d's libraries have secrets: who reaches their ports is let in (docs/security.md).
+"""
 
 from __future__ import annotations
 
 import socket
 from typing import TYPE_CHECKING
 
+from elaswave_spmd.conf.schema import RuntimeSettings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.transport.tcp_store import connect_store, serve_store
 
@@ -12,6 +16,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _CONNECT_S = 30.0
+
+
+def group_host(runtime: RuntimeSettings, host: str) -> str:
+    """The address of this machine on which the store and the groups listen: loopback for a run on one machine.
+
+    Args:
+        host: the address on which links listen.
+    """
+    return "127.0.0.1" if runtime.rendezvous is None else host
 
 
 class GroupStore:
