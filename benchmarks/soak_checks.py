@@ -55,7 +55,8 @@ def lives(events: Sequence[Event]) -> list[list[Event]]:
 def untold(events: Sequence[Event], strikes: Sequence[Strike], steps: int) -> list[str]:
     """The losses that events.jsonl does not tell, in words.
 
-    A loss is told by a `fail`, `leave` or `restart` with its rank, or else its controller was struck as well.
+    A loss is told by a `fail`, `leave` or `restart` with its rank, or else its controller was struck as well. A worker
+    that had not joined is no loss when the run begins again: then all newcomers end.
     """
     by_life, problems = lives(events), []
     struck = {strike.life for strike in strikes if strike.kind in OF_CONTROLLER}
@@ -66,10 +67,17 @@ def untold(events: Sequence[Event], strikes: Sequence[Strike], steps: int) -> li
         if strike.rank is None:
             told = any(event["event"] in _TELLING for event in own)
         else:
-            told = any(_tells(event, strike.rank) for event in own)
+            restarted = any(event["event"] == "restart" for event in own)
+            told = any(_tells(event, strike.rank) for event in own) or (restarted and not _joined(own, strike.rank))
         if not told:
             problems.append(f"events.jsonl does not tell: {strike}")
     return problems
+
+
+def _joined(events: Sequence[Event], rank: int) -> bool:
+    """True if the worker was a member in this life: of the first mesh, or a newcomer that has joined."""
+    first = next((event.get("workers", 0) for event in events if event["event"] == "start"), 0)
+    return rank < first or any(event["event"] == "join" and rank in event["ranks"] for event in events)
 
 
 def _tells(event: Event, rank: int) -> bool:

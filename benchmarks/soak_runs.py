@@ -48,7 +48,7 @@ VALIDATE_EVERY = 25
 SETTINGS = (
     "model.layers=2 model.d_model=32 model.heads=2 model.dropout=0.1 train.seq_len=16 train.global_batch=14 "
     f"train.microbatch_size=2 train.validate_every={VALIDATE_EVERY} train.validate_microbatches=24 "
-    "optim.warmup_steps=20 page.size=256 data=stdlib timeouts.suspect=3 run.tensorboard=false "
+    "optim.warmup_steps=20 page.size=256 data=stdlib timeouts.suspect=3 "
     "elastic.replacements_per_minute=1000"  # far more are killed here than a machine would lose
 ).split()
 """A small model on real text; 7 micro-batches, which no mesh divides."""

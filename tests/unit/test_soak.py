@@ -69,7 +69,7 @@ def event(kind: str, **fields: Any) -> dict[str, Any]:
     return {"event": kind, **fields}
 
 
-STARTED = event("start")
+STARTED = event("start", workers=4)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,13 @@ STARTED = event("start")
         ([STARTED, event("fail", ranks=[1])], [strike()]),
         ([STARTED, event("leave", ranks=[0, 1])], [strike()]),
         ([STARTED, event("restart", ranks=[1, 3], reason="all replicas of 3 page ranges are lost")], [strike()]),
+        ([STARTED, event("restart", ranks=[2, 3])], [strike(rank=6)]),  # a newcomer that had not joined
         ([STARTED], [strike(step=STEPS - 1)]),  # the run was over before it mattered
         ([STARTED], [strike(PAUSE)]),
         ([STARTED, STARTED], [strike(), strike(CONTROLLER_KILL, rank=None)]),
         ([STARTED, event("fail", ranks=[4])], [strike(rank=None, moment=START)]),
     ],
-    ids=["fail", "leave", "restart", "last step", "pause", "its controller, too", "unknown rank"],
+    ids=["fail", "leave", "restart", "newcomer", "last step", "pause", "its controller, too", "unknown rank"],
 )
 def test_losses_that_are_told(events: list[dict[str, Any]], strikes: list[Strike]) -> None:
     assert not untold(events, strikes, STEPS)
@@ -95,11 +96,20 @@ def test_losses_that_are_told(events: list[dict[str, Any]], strikes: list[Strike
         ([STARTED], [strike()]),
         ([STARTED, event("fail", ranks=[2])], [strike()]),
         ([STARTED, event("restart", ranks=[2, 3], reason="")], [strike(moment=RESTART)]),
+        ([STARTED, event("join", ranks=[6]), event("restart", ranks=[2, 3])], [strike(rank=6)]),
         ([STARTED, event("fail", ranks=[1]), STARTED], [strike(life=2)]),  # the worker 1 of the first controller
         ([STARTED, event("join", ranks=[1])], [strike(rank=None)]),
         ([STARTED, STARTED], [strike(), strike(CONTROLLER_KILL, rank=None, life=2)]),
     ],
-    ids=["nothing", "another", "restart without it", "another life", "unknown rank", "another controller"],
+    ids=[
+        "nothing",
+        "another",
+        "restart without it",
+        "restart without a newcomer",
+        "another life",
+        "unknown rank",
+        "another controller",
+    ],
 )
 def test_losses_that_are_not_told(events: list[dict[str, Any]], strikes: list[Strike]) -> None:
     (problem,) = untold(events, strikes, STEPS)
