@@ -26,10 +26,15 @@ from elaswave_spmd.runtime.transport.mailbox import Request
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A worker's message, with its payloads."""
+    """A worker's message, with its payloads.
+
+    Args:
+        sender: the worker whose link it came over.
+    """
 
     message: AnyMessage
-    payloads: tuple[memoryview, ...] = ()
+    payloads: tuple[memoryview, ...]
+    sender: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
+from elaswave_spmd.recovery.admission import UNREADABLE
 from elaswave_spmd.recovery.messages import Prepare, decode
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, write_manifest
@@ -59,7 +60,6 @@ from elaswave_spmd.worker.spec import LinkSpec, OptionSpec, RunSpec, WorkerSpec
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
-UNDECODABLE = "message that is none of the protocol"
 _LOOK_S = 1.0  # between two looks at what was refused
 _POLL_S = 0.1  # how long the end of a worker that has no death watch can go unnoticed
 
@@ -110,6 +110,10 @@ class ControllerIO(Protocol):
 
     def kill(self, rank: int) -> None:
         """End a worker's process for certain, even one that is stopped."""
+        ...
+
+    def reject(self, reason: str) -> None:
+        """Count a message that was refused."""
         ...
 
     def report_exits(self) -> None:
@@ -257,7 +261,10 @@ class ProcessIO:
         self._links.send(rank, message)
 
     def connect(self, rank: int, address: str, *, holds_mutex: bool) -> None:
-        self._links.connect(rank, address)
+        try:
+            self._links.connect(rank, address)
+        except RunError as error:  # not an address: it was sent by a worker that has gone wrong
+            self._ready.append(WorkerEnded(rank, str(error), time.monotonic()))
         # A worker that died between its Ready and this call is not watched: its mutex is free already.
         if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
             self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))
@@ -272,6 +279,9 @@ class ProcessIO:
 
     def kill(self, rank: int) -> None:
         self._launcher.signal(rank, signal.SIGKILL)
+
+    def reject(self, reason: str) -> None:
+        self._links.reject(reason)
 
     def report_exits(self) -> None:
         # Signal 0 reaches nobody, but the launcher's answer comes after the notices of all that have ended.
@@ -337,9 +347,9 @@ class ProcessIO:
     def _decode(self, envelope: Envelope) -> Received | None:
         """The message; None if it is none, which is counted."""
         try:
-            return Received(decode(envelope.header), envelope.payloads)
+            return Received(decode(envelope.header), envelope.payloads, envelope.sender)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            self._links.reject(UNDECODABLE)
+            self._links.reject(UNREADABLE)
             return None
 
     def _rejections(self) -> list[Rejected]:

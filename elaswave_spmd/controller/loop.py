@@ -64,8 +64,10 @@ from elaswave_spmd.recovery.actions import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.recovery.admission import ControllerPosition, refused_by_controller
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.runtime.transport.mailbox import Request
+from elaswave_spmd.worker.spec import message_bounds
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -108,6 +110,11 @@ class Controller:
             assigner=measured,
         )
         self._roster = Roster(plan.placement.mesh.members)
+        self._ready: set[int] = set()  # the workers that have reported Ready
+        chaos = settings.chaos
+        self._bounds = message_bounds(
+            plan.job, plan.description.layout, spawns=chaos.random or any(e.kind == "join" for e in chaos.events)
+        )
         self._supervision = Supervision(settings.timeouts, now)
         self._replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self._roster)
         self._failures = FailureHandler(
@@ -135,6 +142,9 @@ class Controller:
             while self.outcome is None:
                 # A Tick comes at the failure detector's next deadline at the latest: nothing else polls.
                 event = self._io.next_event(self._supervision.next_tick)
+                if isinstance(event, Received) and (why := self._refusal(event)):
+                    self._io.reject(why)
+                    continue
                 now = self._io.now()
                 self._log.event(event, now)  # before the decision, which may end the run
                 self.execute(self.decide(event, now))
@@ -152,6 +162,16 @@ class Controller:
     def stop_requested(self, number: int) -> None:
         """A signal asks the run to end. The one method that a signal's handler may call, at any moment."""
         self._io.stop_requested(number)
+
+    def _refusal(self, event: Received) -> str:
+        """Why a message cannot be right, so that nothing acts on it or writes it down; empty if it can."""
+        protocol = self.protocol
+        at = ControllerPosition(protocol.version, protocol.last_epoch, self._roster.num_ranks, self._ready)
+        num_elements = sum(payload.nbytes for payload in event.payloads) // 4 if event.payloads else None  # fp32
+        why = refused_by_controller(self._bounds, event.message, event.sender, num_elements, at)
+        if not why and isinstance(event.message, m.Ready):
+            self._ready.add(event.sender)
+        return why
 
     def start(self) -> list[Action]:
         """The first actions of a run."""

@@ -28,6 +28,11 @@ class Roster:
         """Rank -> process id; None: it runs on another machine."""
         return MappingProxyType(self._pids)
 
+    @property
+    def num_ranks(self) -> int:
+        """All ranks below it have been given to workers, living or not."""
+        return self._next_rank
+
     def allocate(self, count: int) -> tuple[int, ...]:
         """Ranks for so many newcomers, which are about to be started."""
         ranks = tuple(range(self._next_rank, self._next_rank + count))

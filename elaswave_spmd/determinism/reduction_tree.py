@@ -36,6 +36,18 @@ def path(node: Node, num_microbatches: int) -> list[Node]:
     return found
 
 
+def is_node(node: Node, num_microbatches: int) -> bool:
+    """True if (lo, hi) is a node of the tree over so many micro-batches."""
+    lo, hi = node
+    if not 0 <= lo < hi <= num_microbatches:
+        return False
+    at: Node = (0, num_microbatches)
+    while at[0] <= lo and hi <= at[1] and at != node:
+        middle = split(at)
+        at = (at[0], middle) if hi <= middle else (middle, at[1])
+    return at == node
+
+
 def sibling_in(parent: Node, half: Node) -> Node:
     """The other half of a parent."""
     middle = split(parent)

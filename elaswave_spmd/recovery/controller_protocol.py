@@ -251,6 +251,11 @@ class ControllerProtocol:
         return bool(self._saving or self._stop_wanted)
 
     @property
+    def last_epoch(self) -> int:
+        """The newest mesh epoch of which a Prepare was sent, or that of the first mesh."""
+        return self._last_epoch
+
+    @property
     def leaving(self) -> tuple[int, ...]:
         """Members that leave at the next boundary between steps, or as soon as their pages are elsewhere."""
         return tuple(sorted(self._pending.leaving))
@@ -684,7 +689,7 @@ class ControllerProtocol:
 
         Pages sent in an older epoch do not count: their sender may not have been the primary of all that it is now.
         """
-        self._finished[message.rank] = message.epoch
+        self._finished[message.rank] = max(message.epoch, self._finished.get(message.rank, message.epoch))
         mesh = self.placement.mesh
         if self._change is not None or len(self._finished) < mesh.num_workers:
             return []

@@ -100,8 +100,8 @@ class WorkerProtocol:
     _norms: dict[int, dict[PageRange, tuple[float, ...]]] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
     _votes: dict[int, dict[int, Vote]] = field(default_factory=dict)
-    _later_epochs: list[Vote] = field(default_factory=list)
-    _filed: dict[int, list[Publish]] = field(default_factory=dict)
+    _later_epochs: dict[Vote, None] = field(default_factory=dict)  # in the order in which they came, each once
+    _filed: dict[int, dict[Publish, None]] = field(default_factory=dict)  # in the order in which they came, each once
 
     def __post_init__(self) -> None:
         self._computed = self._entered_at = self.version
@@ -164,7 +164,7 @@ class WorkerProtocol:
     def vote_received(self, vote: Vote) -> list[Effect]:
         """Count a vote of this epoch. Older votes are void, and those of a future epoch are kept for it [m]."""
         if vote.epoch > self.epoch:  # its sender has entered the next epoch first
-            self._later_epochs.append(vote)
+            self._later_epochs[vote] = None
             return []
         if vote.epoch < self.epoch or vote.step <= self.version:
             return []
@@ -181,7 +181,7 @@ class WorkerProtocol:
             return []  # late: this worker has applied the step after it, so it had all its parameters
         if publish.step == self.version:
             return [Install(publish)]
-        self._filed.setdefault(publish.step, []).append(publish)
+        self._filed.setdefault(publish.step, {})[publish] = None
         return []
 
     @property
@@ -258,7 +258,7 @@ class WorkerProtocol:
             effects.append(SendVote(self._vote(self.version)))
         if self._computed > self.version:
             effects += self._vote_if_complete(self._computed)
-        early, self._later_epochs = self._later_epochs, []
+        early, self._later_epochs = self._later_epochs, {}
         for vote in early:
             effects += self.vote_received(vote)
         return effects

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
+from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
@@ -43,6 +45,10 @@ class Channel(Protocol):
 
     def receive_all(self) -> list[Incoming]:
         """Everything that has arrived since the last call, in the order of arrival; never waits."""
+        ...
+
+    def reject(self, reason: str) -> None:
+        """Count a message that was refused; the controller reports the numbers."""
         ...
 
 
@@ -136,17 +142,36 @@ class SocketChannel:
                 closed = m.LinkClosed(self._links.me, item.peer)
                 self.send(CONTROLLER, closed)
                 found.append(Incoming(self._links.me, closed))
-            if isinstance(item, Envelope):
-                incoming = self._decode(item)
+            if isinstance(item, Envelope) and (incoming := self._decode(item)) is not None:
                 if isinstance(incoming.message, m.Stop):
                     raise WorkerStopped
                 found.append(incoming)
         return found
 
-    def _decode(self, envelope: Envelope) -> Incoming:
+    def reject(self, reason: str) -> None:
+        self._links.reject(reason)
+
+    def _decode(self, envelope: Envelope) -> Incoming | None:
+        """The message with its payload as a tensor; None if it is none, or not for this worker, which is counted."""
+        message = decoded(envelope, self._links)
+        if message is None or not envelope.payloads:
+            return None if message is None else Incoming(envelope.sender, message)
+        dtype, first = payload_dtype(message, self._compute), envelope.payloads[0]
+        if len(envelope.payloads) > 1 or not first.nbytes or first.nbytes % dtype.itemsize:
+            self.reject(admission.SIZE)
+            return None
+        payload = tensor_of(first, dtype)
+        return Incoming(envelope.sender, message, arrived(message, payload, self._device))
+
+
+def decoded(envelope: Envelope, links: Links) -> m.AnyMessage | None:
+    """The message in an envelope that came to a worker; None if it is none, or not for a worker, which is counted."""
+    try:
         message = m.decode(envelope.header)
-        payload = None
-        if envelope.payloads:
-            payload = tensor_of(envelope.payloads[0], payload_dtype(message, self._compute))
-            payload = arrived(message, payload, self._device)
-        return Incoming(envelope.sender, message, payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        links.reject(admission.UNREADABLE)
+        return None
+    if why := admission.not_for_workers(message, envelope.sender, me=links.me, controller=CONTROLLER):
+        links.reject(why)
+        return None
+    return message

@@ -96,7 +96,7 @@ class GradientReducer:
         self._primary: list[ReplicaSet] = []  # the ranges that this worker is the primary of
         # Step -> reductions of the ranges that this worker is the primary of. More than one step: others may be ahead.
         self._steps: dict[int, dict[PageRange, RangeReduction]] = {}
-        self._early: list[tuple[PartialSum, Tensor]] = []  # for pages that this worker is not the primary of yet
+        self._early: dict[PartialSum, Tensor] = {}  # for pages that this worker is not the primary of yet
         self._final: frozenset[Node] = frozenset()  # the largest tree nodes that this worker can complete alone
         # Layer -> sums that still grow here, and (below) sums that were sent, kept for another primary.
         self._local: dict[int, tuple[Reduction, dict[Node, GradientBuffer]]] = {}
@@ -135,8 +135,8 @@ class GradientReducer:
                         self._emit_part(current, route, node, buffer, mine=False)
         for use in handed_over:
             self._kept.pop(use, None)  # what their sums held of these pages went into the tree
-        early, self._early = self._early, []
-        for message, payload in early:
+        early, self._early = self._early, {}
+        for message, payload in early.items():
             self.node_received(message, payload)
         self._keeps_all = False  # what was reported is where the new configuration wants it
 
@@ -275,7 +275,7 @@ class GradientReducer:
         ranges = [(a, a + pages.stop - pages.first, pages) for a, pages in self._ranges_by_use.get(message.layer, ())]
         inside = [(a, b, pages) for a, b, pages in ranges if message.first <= a and b <= message.stop]
         if sum(b - a for a, b, _ in inside) < message.stop - message.first:
-            self._early.append((message, payload))  # whole: what is used now is ignored the second time
+            self._early[message] = payload  # whole: what is used now is ignored the second time
         start, _ = layout.span(message.first, message.stop)
         for a, b, pages in inside:
             first, stop = layout.span(a, b)
@@ -309,7 +309,7 @@ class GradientReducer:
         """The step is applied: every vote said that its sender has received, so the buffers may be used again."""
         self.applied_step = step
         self._steps.pop(step, None)
-        self._early = [(message, payload) for message, payload in self._early if message.step > step]
+        self._early = {message: payload for message, payload in self._early.items() if message.step > step}
         self._sum_bytes = sum(reduction.num_bytes for later in self._steps.values() for reduction in later.values())
         self._local.clear()
         self._kept.clear()
@@ -320,7 +320,7 @@ class GradientReducer:
         """Give up everything of undecided steps, own sums and those of other workers."""
         for table in (self._local, self._kept, self._steps):
             table.clear()
-        self._early = []
+        self._early = {}
         self._final = frozenset()
         self._sum_bytes = 0
         self._pools.clear()  # messages under way may refer to its buffers, and their memory may be bad

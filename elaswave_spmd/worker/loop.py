@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.admission import WorkerPosition, refused_by_worker
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import ValueBuffer
@@ -23,6 +24,7 @@ from elaswave_spmd.worker.channel import Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
 from elaswave_spmd.worker.memory_usage import peak_bytes, state_bytes
+from elaswave_spmd.worker.spec import message_bounds
 from elaswave_spmd.worker.state import Saved
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.step_commit import StepCommit
@@ -42,6 +44,7 @@ class Executor:
         self.rank = context.rank
         self._context = context
         self._saved = saved
+        self._bounds = message_bounds(context.job, context.model.layout)
         self._values: dict[int, ValueBuffer] = {}
         self.commit = StepCommit(context, self._values, first)
         self.replica = self.commit.replica
@@ -219,10 +222,10 @@ class Executor:
         self._validation_due = configuration.validate
         # The order matters: stage and buffers; then pages and sums, which refer to them; then what is left of the step,
         # which refers to both; votes last, since a vote may apply the step at once.
-        #   StepRunner.enter     the stage, its buffers and programs
-        #   StepCommit.enter     WorkerProtocol; StateReplica (reduced gradients again), GradientReducer (sums again)
-        #   StepRunner.resume    the remaining work; Boundaries (tensors again), Parameters (Need)
-        #   StepCommit.resume    messages that came early, and the votes again
+        #   StepRunner.enter_epoch  the stage, its buffers and programs
+        #   StepCommit.enter_epoch  WorkerProtocol; StateReplica (reduced gradients again), GradientReducer (sums again)
+        #   StepRunner.resume       the remaining work; Boundaries (tensors again), Parameters (Need)
+        #   StepCommit.resume       messages that came early, and the votes again
         self._steps.enter_epoch(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
         self.commit.enter_epoch(self.placement, replica_map, configuration.version)
@@ -246,7 +249,18 @@ class Executor:
             self._handle(incoming)
         self.replica.collect()
 
+    def _refusal(self, incoming: Incoming) -> str:
+        """Why a message cannot be right, so that nothing acts on it; empty if it can."""
+        if incoming.sender in (self.rank, CONTROLLER):  # the end of a link, noticed here; or trusted
+            return ""
+        at = WorkerPosition(self.version, self.configuration.epoch, self.placement.mesh.members)
+        num_elements = None if incoming.payload is None else incoming.payload.numel()
+        return refused_by_worker(self._bounds, incoming.message, incoming.sender, num_elements, at)
+
     def _handle(self, incoming: Incoming) -> None:
+        if why := self._refusal(incoming):
+            self._context.channel.reject(why)
+            return
         message, payload = incoming.message, incoming.payload
         match message:
             case m.Activation() | m.ActivationGradient():

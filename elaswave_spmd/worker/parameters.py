@@ -202,7 +202,7 @@ class Parameters:
         self._protocol = protocol
         self._unsure = unsure
         self._filed: dict[m.Publish, Tensor] = {}
-        self._needs: list[tuple[int, m.Need]] = []
+        self._needs: dict[tuple[int, m.Need], None] = {}  # in the order in which they came, each once
         self.layers: list[int] = []
         """The layers that are computed or held here."""
         self.grouped: StageBroadcasts | NoBroadcasts = broadcasts if broadcasts is not None else NoBroadcasts()
@@ -250,11 +250,11 @@ class Parameters:
         if need.step < self._protocol.version:
             return  # the step after it is applied, so its sender has voted, and has all that it asked for
         if sender in self._unsure or not self._publisher.answer(sender, need):
-            self._needs.append((sender, need))
+            self._needs[sender, need] = None
 
     def answer(self) -> None:
         """Give the answers that could not be given before."""
-        needs, self._needs = self._needs, []
+        needs, self._needs = self._needs, {}
         for sender, need in needs:
             self.needed(sender, need)
 

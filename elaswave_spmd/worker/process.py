@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped
+from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerHooks
@@ -172,7 +172,9 @@ class WorkerProcess:
                 raise WorkerStopped
             if not isinstance(item, Envelope):
                 continue
-            message = m.decode(item.header)
+            message = decoded(item, self._links)
+            if message is None:
+                continue
             if isinstance(message, m.Reconfigure):
                 break
             if isinstance(message, m.Stop):

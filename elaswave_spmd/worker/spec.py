@@ -10,7 +10,9 @@ import torch
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.recovery.admission import MessageBounds
 from elaswave_spmd.runtime.transport.credentials import Credentials, credentials_from_dict
+from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.optimizers import PageOptimizer
@@ -86,6 +88,18 @@ class Job:
         restart, so it is a function of the step alone.
         """
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
+
+
+def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False) -> MessageBounds:
+    """The ids and sizes that messages of a run can have; the same for the controller and all workers."""
+    return MessageBounds(
+        layout,
+        job.steps,
+        job.num_microbatches,
+        job.num_validation_microbatches,
+        1 + len(job.optimizer.state_names),
+        spawns,
+    )
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class StateReplica:
             set()
         )  # (step, pages, receiver) of reduced gradients sent
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
-        self._early: list[tuple[int, m.Message, Tensor]] = []
+        self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
         self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
         self._held: dict[PageRange, ReplicaSet] = {}
@@ -208,8 +208,8 @@ class StateReplica:
 
     def pop_early(self) -> list[tuple[int, m.Message, Tensor]]:
         """(sender, message, payload) of messages that were for pages which this worker did not hold yet."""
-        early, self._early = self._early, []
-        return early
+        early, self._early = self._early, {}
+        return [(sender, message, payload) for (sender, message), payload in early.items()]
 
     def collect(self) -> None:
         """Install what has come through the process group of the stage, if there is one."""
@@ -238,7 +238,7 @@ class StateReplica:
         parts = cut(self._layout, self._held, (message.layer, message.first, message.stop), payload)
         if sum(stop - first for _, first, stop in parts) < message.stop - message.first:
             # Sent by a peer that is an epoch ahead, in which this worker may hold more: kept until it gets there.
-            self._early.append((sender, message, payload))
+            self._early[sender, message] = payload
         norms = np.frombuffer(message.norms, "<f4").tolist()
         for key, gradient in parts.items():
             # Kept even if this epoch needs none of the step any more: the next one may fall back to the version before.
@@ -297,7 +297,7 @@ class StateReplica:
         self._fingerprint(step)
         self.reducer.step_decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
-        self._early = [early for early in self._early if getattr(early[1], "step", 0) >= step]
+        self._early = {key: payload for key, payload in self._early.items() if getattr(key[1], "step", 0) >= step}
 
     def _fingerprint(self, version: int) -> None:
         """Hash the state as it was written, if the next update is to verify it; the controller compares the copies."""
@@ -345,7 +345,7 @@ class StateReplica:
         layer, first, stop = message.layer, message.first, message.stop
         inside = [k for k in self._held if k[0] == layer and first <= k[1] < stop]
         if not inside:
-            self._early.append((sender, message, payload))  # for an epoch in which this worker is a learner
+            self._early[sender, message] = payload  # for an epoch in which this worker is a learner
             return
         # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
         # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring

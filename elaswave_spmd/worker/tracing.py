@@ -49,3 +49,7 @@ class TracedChannel:
     def receive_all(self) -> list[Incoming]:
         """Returns the messages that have arrived; see `Channel.receive_all`."""
         return self._channel.receive_all()
+
+    def reject(self, reason: str) -> None:
+        """Counts a message that was refused; see `Channel.reject`."""
+        self._channel.reject(reason)

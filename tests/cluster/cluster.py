@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.controller.events import (
@@ -77,6 +78,10 @@ from tests.cluster.wires import Link, SimulatedChannel, Wires
 # Messages that may begin a change of the mesh.
 _CHANGES = (m.Leaving, m.SpawnRequest, m.Ready, m.Failed, m.Damaged, m.LinkClosed)
 _PATIENCE = 1000  # turns that the last of the faults are waited for when nothing else moves
+
+
+def bytes_of(payload: Tensor) -> memoryview:
+    return memoryview(payload.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def is_heartbeat(event: Event | MoveDue) -> bool:
@@ -142,6 +147,7 @@ class SimulatedCluster:
         self._end: LostStateError | None = None  # why the run cannot go on
         self._idle_since = 0
         self.turn = 0
+        self.rejected: Counter[str] = Counter()  # reason -> messages that the controller and workers have refused
         self._started = False
         self.result = Trained()
         self.heard: list[m.AnyMessage] = []  # by the controller, without heartbeats and weights
@@ -262,15 +268,15 @@ class SimulatedCluster:
     def _to_controller(self) -> None:
         """Turns the messages that have arrived at the controller, and the notices that are due, into events."""
         for incoming in self._wires.arrivals(CONTROLLER):
-            payloads = () if incoming.payload is None else (memoryview(incoming.payload.numpy().tobytes()),)
-            self._io.events.append(Received(incoming.message, payloads))
+            payloads = () if incoming.payload is None else (bytes_of(incoming.payload),)
+            self._io.events.append(Received(incoming.message, payloads, incoming.sender))
         for notice in [n for n in self._notices if n[0] <= self.turn]:
             self._notices.remove(notice)
             self._io.events.append(notice[1])
         if self.turn % HEARTBEAT_TURNS == 0:
             for rank, worker in self._workers.items():
                 if not worker.stopped_for and not worker.silent:
-                    self._io.events.append(Received(m.Heartbeat(rank, 0, True)))
+                    self._io.events.append(Received(m.Heartbeat(rank, 0, True), (), rank))
 
     def _exits_later(self, rank: int) -> None:
         exited = Exited(rank, 1000 + rank, None, 9)
@@ -438,7 +444,7 @@ class SimulatedCluster:
         if kind in ("kill", "replace", "term"):
             self._window.append(rank)
         if kind in ("join", "replace"):
-            self._io.events.append(Received(m.SpawnRequest(rank, 1)))
+            self._io.events.append(Received(m.SpawnRequest(rank, 1), (), rank))
         if kind == "corrupt" and (executor := self._workers[rank].executor) is not None:
             executor.replica.state.flip_a_bit()
         if kind == "rebalance":
@@ -447,7 +453,7 @@ class SimulatedCluster:
             self._paused = self.turn + fault.turns
         if kind == "term":
             self._leaving.add(rank)
-            self._notices.append((later, Received(m.Leaving(rank))))
+            self._notices.append((later, Received(m.Leaving(rank), (), rank)))
         if kind in ("kill", "replace"):
             raise Killed(out)
         if kind == "device":

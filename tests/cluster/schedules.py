@@ -201,11 +201,15 @@ def undisturbed(run: TinyRun) -> Outcome:
 
 
 def cluster_of(
-    schedule: Schedule, trace: Callable[[str], None] | None = None, *, min_workers: int = 1
+    schedule: Schedule,
+    trace: Callable[[str], None] | None = None,
+    *,
+    min_workers: int = 1,
+    kind: type[SimulatedCluster] = SimulatedCluster,
 ) -> SimulatedCluster:
     """The cluster that a schedule describes, before its first step."""
     run = schedule.run
-    cluster = GroupedCluster if schedule.grouped else SimulatedCluster
+    cluster = GroupedCluster if schedule.grouped else kind
     return cluster(
         run.job(),
         schedule.placement,
@@ -257,7 +261,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     try:
         wanted = undisturbed(schedule.run.key)
         cluster = cluster_of(schedule, trace)
-        how, failure, detail = _judge(schedule, cluster, wanted)
+        how, failure, detail = judge(schedule, cluster, wanted)
     except Exception as error:
         how, failure, detail = "", _classified(error), "".join(traceback.format_exception(error))
     finally:
@@ -281,7 +285,8 @@ def _moved(old: Placement, new: Placement) -> bool:
     )
 
 
-def _judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
+def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tuple[str, str, str]:
+    """How a cluster ended, as `Ended` has it: (how, failure, detail)."""
     try:
         found = Outcome.of(cluster.run())
     except LostStateError as lost:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from elaswave_spmd.conf.schema import ElasticSettings, MeshSettings, MirrorSettings, Settings, Timeouts
+from elaswave_spmd.conf.schema import ChaosSettings, ElasticSettings, MeshSettings, MirrorSettings, Settings, Timeouts
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
     Action,
@@ -79,6 +79,7 @@ def run_plan(
         elastic=replace(elastic, min_workers=policy.min_workers),
         mirror=MirrorSettings(count=policy.mirror_count, scatter=scatter),
         timeouts=TIMEOUTS,
+        chaos=ChaosSettings(random=True),  # workers may ask for new ones
     )
     data = PreparedData("made up", "", 0, "", 2, job.seq_len, 1, 1, target="made up")
     return RunPlan(settings, data, job, description, placement, _unmeasured(job, description.layout))
@@ -200,6 +201,9 @@ class SimulatedIO:
 
     def kill(self, rank: int) -> None:
         self._cluster.kill_for_certain(rank)
+
+    def reject(self, reason: str) -> None:
+        self._cluster.rejected[reason] += 1
 
     def report_exits(self) -> None:
         self.events.append(ExitsReported())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,7 +119,13 @@ class Wires:
 
 
 class Cluster(Protocol):
-    """The part of the cluster that a worker's channel uses: messages, and the faults that happen at them."""
+    """The part of the cluster that a worker's channel uses: messages, and the faults that happen at them.
+
+    Args:
+        rejected: reason -> number of messages that were refused.
+    """
+
+    rejected: Counter[str]
 
     def deliver_some(self, rank: int) -> None: ...
 
@@ -152,6 +158,9 @@ class SimulatedChannel:
             then, self.then = self.then, None
             self._cluster.inject(self._rank, then)
         return found
+
+    def reject(self, reason: str) -> None:
+        self._cluster.rejected[reason] += 1
 
     def receive_one(self, place: int) -> Incoming:
         """Takes a message out of the inbox, with the faults that happen to its receiver before and after it."""

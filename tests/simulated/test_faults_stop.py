@@ -109,7 +109,7 @@ def test_one_more_is_lost_while_the_others_save(mesh: str, zero: int) -> None:
 def test_all_are_asked_to_leave(mesh: str, zero: int) -> None:
     for seed in range(3):
         cluster = Saved(mesh, zero, 1, (), seed)
-        cluster._notices += [(40, Received(m.Leaving(rank))) for rank in cluster.protocol.members]
+        cluster._notices += [(40, Received(m.Leaving(rank), (), rank)) for rank in cluster.protocol.members]
         save = cluster.until_saved()
         assert 0 < save.version < RUN.steps and "0 stay" in save.reason and not cluster.result.epochs
         found = [(name, w.shape, w.tobytes()) for name, w in sorted(cluster.weights[save.epoch].items())]

@@ -103,7 +103,7 @@ class World:
 
     def failed(self, message: Failed) -> None:
         if self.losses.is_ending:
-            self.happens(Received(message))
+            self.happens(Received(message, (), message.rank))
         else:
             self.do(self.losses.failed(message, self.now))
 

@@ -1,0 +1,357 @@
+"""Which messages a process acts upon: those that can be right. The others are refused and counted.
+
+Whoever has the keys of a run is trusted to compute rightly (docs/security.md). But a message that cannot be right, from
+a process that has gone wrong or that speaks for another, must not end the one that gets it, nor make it keep things
+without limit. So each message is looked at before anything acts on it: is it for this process, from the worker that it
+names, about layers, pages, micro-batches and steps that exist, with a payload of the size that these have?
+
+Late messages are no case for this module: data of a decided step and control messages of an older mesh epoch are part
+of every recovery, and the protocol ignores them by its own rules (docs/protocol.md). All functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Container, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from elaswave_spmd.determinism.reduction_tree import is_node
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.sharding.layout import LOSS, READER, STATE, LayerLayout, ModelLayout
+
+UNREADABLE: Final = "message that is none of the protocol"
+DIRECTION: Final = "message that is not for this process"
+SENDER: Final = "message that speaks for another worker"
+RANK: Final = "message about a worker that does not exist"
+EPOCH: Final = "message of a mesh epoch that does not exist"
+STEP: Final = "message about a step that cannot be"
+PLACE: Final = "message about a layer, page or micro-batch that does not exist"
+SIZE: Final = "message of a wrong size"
+VALUE: Final = "message with a value that cannot be"
+
+_FROM_CONTROLLER = (m.Prepare, m.Reconfigure, m.Validated, m.Stop)
+_TO_WORKERS = (
+    m.Activation,
+    m.ActivationGradient,
+    m.PartialSum,
+    m.ReducedGradient,
+    m.Publish,
+    m.PageState,
+    m.Need,
+    m.Vote,
+    m.GroupLost,
+)
+_STEPS_AHEAD = 2
+"""Members are at most two steps apart, and a worker whose micro-batches are all others' works ahead by one."""
+_EPOCHS_AHEAD = 1_000
+"""More changes of the mesh than can overtake each other while one worker waits for its Reconfigure."""
+_LONGEST_NORM = 64
+"""An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
+_LONGEST_TEXT, _LONGEST_REPORT = 2_000, 1_000_000
+_ADDRESS = re.compile(r"\S{1,300}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class MessageBounds:
+    """The ids and sizes that messages of a run can have.
+
+    Args:
+        layout: the pages.
+        steps: of the run.
+        num_microbatches: of a step.
+        num_validation_microbatches: of a validation.
+        state_tensors: fp32 values of a parameter's state: the master and those of the optimizer.
+        spawns: workers may ask for new ones, in fault injection.
+    """
+
+    layout: ModelLayout
+    steps: int
+    num_microbatches: int
+    num_validation_microbatches: int
+    state_tensors: int
+    spawns: bool = False
+
+    # ---- what exists
+
+    def has_step(self, step: int, version: int) -> bool:
+        """True if a message can be about this step where the receiver is at a version."""
+        return 0 <= step <= min(version + _STEPS_AHEAD, self.steps)
+
+    def num_elements(self, pages: tuple[int, int, int], *kinds: str) -> int | None:
+        """The elements of a page range (layer, first, stop) in a block of one of these kinds; None: there is none."""
+        layer, first, stop = pages
+        if not 0 <= layer < len(self.layout.layers) or not 0 <= first < stop:
+            return None
+        of_layer: LayerLayout = self.layout.layers[layer]
+        for block in of_layer.blocks:
+            if block.first_page <= first and stop <= block.first_page + block.num_pages and block.kind in kinds:
+                begin, end = of_layer.span(first, stop)
+                return end - begin
+        return None
+
+    def has_ranges(self, ranges: Collection[tuple[int, int, int]], *kinds: str) -> bool:
+        """True if all of these page ranges exist, and are no more than there are pages."""
+        most = sum(block.num_pages for layer in self.layout.layers for block in layer.blocks)
+        return len(ranges) <= most and all(self.num_elements(pages, *kinds) is not None for pages in ranges)
+
+    def has_microbatches(self, microbatches: Collection[int], *, validation: bool = False) -> bool:
+        """True if all of these micro-batches exist, each named once."""
+        most = self.num_validation_microbatches if validation else self.num_microbatches
+        return len(set(microbatches)) == len(microbatches) and all(0 <= one < most for one in microbatches)
+
+    # ---- messages between workers
+
+    def refused_payload(self, message: m.AnyMessage, num_elements: int | None) -> str:
+        """Why a message cannot be right, by what it names and the elements of its payload; empty if it can.
+
+        Args:
+            num_elements: of the payload; None: it came without one.
+        """
+        match message:
+            case m.Activation() | m.ActivationGradient():
+                validation = isinstance(message, m.Activation) and message.validation
+                if not self.has_microbatches((message.microbatch,), validation=validation):
+                    return PLACE
+                if not 0 <= message.layer < len(self.layout.layers):
+                    return PLACE
+                good = message.shape and min(message.shape) > 0 and math.prod(message.shape) == num_elements
+                return "" if good else SIZE
+            case m.PartialSum():
+                return self._refused_sum(message, num_elements)
+            case m.ReducedGradient():
+                return self._refused_gradient(message, num_elements)
+            case m.PageState():
+                return self._refused_state(message, num_elements)
+            case m.Publish() | m.FinalPages():
+                wanted = self.num_elements((message.layer, message.first, message.stop), STATE)
+                return PLACE if wanted is None else SIZE if wanted != num_elements else ""
+            case m.Need():
+                if self.num_elements((message.layer, message.first, message.stop), STATE) is None:
+                    return PLACE
+        return "" if num_elements is None else SIZE
+
+    def _refused_sum(self, message: m.PartialSum, num_elements: int | None) -> str:
+        wanted = self.num_elements((message.layer, message.first, message.stop), STATE, READER, LOSS)
+        if wanted is None or not is_node((message.lo, message.hi), self.num_microbatches):
+            return PLACE
+        return "" if wanted == num_elements else SIZE
+
+    def _refused_gradient(self, message: m.ReducedGradient, num_elements: int | None) -> str:
+        pages = message.layer, message.first, message.stop
+        of_state, of_loss = self.num_elements(pages, STATE), self.num_elements(pages, LOSS)
+        if of_state is None and of_loss is None:
+            return PLACE
+        norms = 4 * (message.stop - message.first) if of_state is not None else 0
+        return "" if num_elements == (of_state or of_loss) and len(message.norms) == norms else SIZE
+
+    def _refused_state(self, message: m.PageState, num_elements: int | None) -> str:
+        pages = message.layer, message.first, message.stop
+        if self.num_elements(pages, LOSS) is not None:
+            return "" if num_elements == 2 and not message.norms else SIZE  # whether there is a loss, and the loss
+        if (wanted := self.num_elements(pages, STATE)) is None:
+            return PLACE
+        norms = 4 * (message.stop - message.first) if message.step else 0
+        return "" if num_elements == self.state_tensors * wanted and len(message.norms) == norms else SIZE
+
+
+# ---- at a worker
+
+
+@dataclass(frozen=True)
+class WorkerPosition:
+    """The place of the worker that gets a message: its version, its mesh epoch and the members of that."""
+
+    version: int
+    epoch: int
+    members: Collection[int]
+
+
+def not_for_workers(message: m.AnyMessage, sender: int, *, me: int, controller: int) -> str:
+    """Why a worker does not take this kind of message from this sender; empty if it does.
+
+    Args:
+        me: rank of the worker.
+        controller: the controller's peer id.
+    """
+    if isinstance(message, _FROM_CONTROLLER):
+        return "" if sender == controller else DIRECTION
+    if not isinstance(message, _TO_WORKERS):
+        return DIRECTION
+    return "" if sender >= 0 and sender != me else SENDER
+
+
+def refused_by_worker(
+    bounds: MessageBounds, message: m.AnyMessage, sender: int, num_elements: int | None, at: WorkerPosition
+) -> str:
+    """Why a worker refuses a message of another worker; empty if it acts on it. The controller's are trusted."""
+    if not isinstance(message, _TO_WORKERS):
+        return DIRECTION
+    match message:
+        case m.Vote():
+            return _refused_vote(bounds, message, sender, num_elements, at)
+        case m.GroupLost():
+            good = num_elements is None and len(message.reason) <= _LONGEST_TEXT
+            return SENDER if message.sender != sender else "" if good else SIZE
+        case _:
+            good = bounds.has_step(message.step, at.version)
+            return bounds.refused_payload(message, num_elements) if good else STEP
+
+
+def _refused_vote(
+    bounds: MessageBounds, vote: m.Vote, sender: int, num_elements: int | None, at: WorkerPosition
+) -> str:
+    if vote.sender != sender:
+        return SENDER
+    if num_elements is not None or len(vote.norm) > _LONGEST_NORM or len(vote.extension) > _LONGEST_TEXT:
+        return SIZE
+    if not vote.step >= 1 or not bounds.has_step(vote.step, at.version):
+        return STEP
+    if not 0 <= vote.epoch <= at.epoch + _EPOCHS_AHEAD:
+        return EPOCH
+    # A vote of a later epoch may come before its Reconfigure, from a worker that is not known here yet.
+    return RANK if vote.epoch == at.epoch and sender not in at.members else ""
+
+
+# ---- at the controller
+
+
+@dataclass(frozen=True)
+class ControllerPosition:
+    """The controller's knowledge when a message comes.
+
+    Args:
+        version: the step committed last.
+        last_epoch: the newest mesh epoch of which any Prepare was sent.
+        num_ranks: ranks below it have been given to workers.
+        ready: the workers that have reported Ready, which each does once.
+    """
+
+    version: int
+    last_epoch: int
+    num_ranks: int
+    ready: Container[int]
+
+
+def refused_by_controller(
+    bounds: MessageBounds, message: m.AnyMessage, sender: int, num_elements: int | None, at: ControllerPosition
+) -> str:
+    """Why the controller refuses a message of a worker; empty if it acts on it."""
+    if not 0 <= sender < at.num_ranks:
+        return RANK
+    if getattr(message, "rank", getattr(message, "sender", sender)) != sender:
+        return SENDER
+    if not -1 <= getattr(message, "epoch", 0) <= at.last_epoch:
+        return EPOCH
+    if num_elements is not None and not isinstance(message, m.FinalPages):
+        return SIZE
+    return _refused_report(bounds, message, num_elements, at)
+
+
+def _refused_report(
+    bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
+) -> str:
+    """Why the controller refuses the content of a report."""
+    match message:
+        case m.Ready(rank, address):
+            return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
+        case m.StepReport():
+            return _refused_step_report(bounds, message, at)
+        case m.Applied(step=step):
+            return "" if step >= 1 and bounds.has_step(step, at.version) else STEP
+        case m.ValidationLoss():
+            return _refused_validation(bounds, message, at)
+        case m.Fingerprints(step=step, rows=rows):
+            good = bounds.has_ranges([row[:3] for row in rows], STATE)
+            return STEP if not bounds.has_step(step, at.version) else "" if good else PLACE
+        case m.Damaged(step=step, page_ranges=ranges):
+            good = bounds.has_ranges(ranges, STATE, LOSS)
+            return STEP if not bounds.has_step(step, at.version) else "" if good else PLACE
+        case m.ShardWritten():
+            return _refused_shard(bounds, message, at)
+        case m.FinalPages():
+            return bounds.refused_payload(message, num_elements)
+        case m.Measured():
+            return _refused_times(bounds, message)
+        case m.LinkClosed(peer=peer):
+            return "" if -1 <= peer < at.num_ranks else RANK
+        case m.SpawnRequest(count=count):
+            return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
+        case m.Failed(report=report):
+            return SIZE if len(report) > _LONGEST_REPORT else ""
+        case m.Heartbeat(action=text) | m.GroupLost(reason=text):
+            return SIZE if len(text) > _LONGEST_TEXT else ""
+        case m.Finished(state_bytes=state, peak_bytes=peak):
+            return SIZE if len(state) + len(peak) > _LONGEST_TEXT else ""
+        case m.CaughtUp() | m.Leaving():
+            return ""
+    return DIRECTION
+
+
+def _refused_step_report(bounds: MessageBounds, report: m.StepReport, at: ControllerPosition) -> str:
+    if not bounds.has_step(report.version, at.version):
+        return STEP
+    steps = [part.step for part in report.partial_steps]
+    if len(set(steps)) < len(steps) or not set(steps) <= {report.version + 1, report.version + 2}:
+        return STEP
+    return "" if all(_exists(bounds, part) for part in report.partial_steps) else PLACE
+
+
+def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:
+    """True if everything that a partial step lists exists, each once."""
+    num_layers = len(bounds.layout.layers)
+    crossing = (*part.activations, *part.gradients)
+    sums = [nodes for _, nodes in part.layer_sums.items()] + [row[4] for row in part.page_sums]
+    return (
+        all(bounds.has_microbatches(some) for some in (part.assigned, part.computed, part.forwarded))
+        and len(set(part.activations)) == len(part.activations)
+        and len(set(part.gradients)) == len(part.gradients)
+        and all(0 <= layer < num_layers and bounds.has_microbatches((one,)) for layer, one in crossing)
+        and all(0 <= layer < num_layers for layer in part.layer_sums)
+        and all(0 <= use < num_layers for *_, use, _ in part.page_sums)
+        and bounds.has_ranges(part.reduced, STATE, LOSS)
+        and bounds.has_ranges({row[:3] for row in part.page_sums}, STATE, LOSS)
+        and all(_are_nodes(nodes, bounds.num_microbatches) for nodes in sums)
+    )
+
+
+def _are_nodes(nodes: Collection[tuple[int, int]], num_microbatches: int) -> bool:
+    few = len(set(nodes)) == len(nodes) <= 2 * num_microbatches
+    return few and all(is_node(node, num_microbatches) for node in nodes)
+
+
+def _refused_validation(bounds: MessageBounds, message: m.ValidationLoss, at: ControllerPosition) -> str:
+    if not bounds.has_step(message.step, at.version):
+        return STEP
+    if len(message.microbatches) != len(message.losses):
+        return SIZE
+    return "" if bounds.has_microbatches(message.microbatches, validation=True) else PLACE
+
+
+def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: ControllerPosition) -> str:
+    if not bounds.has_step(message.step, at.version):
+        return STEP
+    if message.error:
+        return SIZE if len(message.error) > _LONGEST_REPORT else ""
+    if not _FILE_NAME.fullmatch(message.name) or not _HASH.fullmatch(message.sha256) or message.num_bytes < 0:
+        return VALUE
+    return "" if bounds.has_ranges(message.page_ranges, STATE) else PLACE
+
+
+def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
+    layers = [layer for layer, *_ in (*message.rows, *message.memory)]
+    if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
+        return PLACE
+    if len(set(layers)) < len(layers) - len(message.memory) or len(message.link) not in (0, 2):
+        return SIZE
+    # The link: a latency in seconds and a bandwidth.
+    good = _are_amounts(number for _, *numbers in message.rows for number in numbers)
+    good = good and _are_amounts(number for _, *numbers in message.memory for number in numbers)
+    return "" if good and _are_amounts(message.link) and all(message.link[1:]) else VALUE
+
+
+def _are_amounts(numbers: Iterable[float]) -> bool:
+    return all(math.isfinite(number) and number >= 0 for number in numbers)

@@ -1,0 +1,195 @@
+"""Messages of a process with the run's keys that cannot be right: all are refused and counted, no bit changes.
+
+First the decisions alone, on 10,000 mutations of a message of every kind. Then runs in the simulated cluster, in which
+forged messages come between the right ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import get_args
+from unittest import mock
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+
+from elaswave_spmd.recovery import admission
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.admission import (
+    ControllerPosition,
+    MessageBounds,
+    WorkerPosition,
+    refused_by_controller,
+    refused_by_worker,
+)
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.worker.spec import message_bounds
+from tests.cluster.forgeries import ForgingCluster, Fuzzed, forgeries
+from tests.cluster.schedules import Outcome, Schedule, cluster_of, judge, undisturbed
+from tests.cluster.tiny import TinyRun
+
+RUN = TinyRun(steps=8, microbatches=5)
+BOUNDS: MessageBounds = message_bounds(RUN.job(), RUN.description.layout, spawns=True)
+SENDER, PAGES = 1, (1, 0, 1)
+ELEMENTS = BOUNDS.num_elements(PAGES, "state") or 0
+FRAMES = 10_000
+AT_CONTROLLER = ControllerPosition(version=3, last_epoch=2, num_ranks=3, ready={0, 2})
+AT_WORKER = WorkerPosition(version=3, epoch=2, members=(0, 1, 2))
+PART = m.PartialStep(
+    4, (0, 1), (0,), (1,), ((1, 0),), ((1, 0),), {1: ((0, 1), (0, 2))}, ((*PAGES, 1, ((0, 1),)),), (PAGES,)
+)
+TO_WORKER: Mapping[m.AnyMessage, int | None] = {
+    m.Activation(4, 2, 1, (2, 3, 8)): 48,
+    m.ActivationGradient(4, 2, 1, (2, 3, 8)): 48,
+    m.PartialSum(4, *PAGES, 0, 2): ELEMENTS,
+    m.ReducedGradient(4, *PAGES, b"1234"): ELEMENTS,
+    m.Publish(4, *PAGES): ELEMENTS,
+    m.PageState(3, *PAGES, b"1234"): 3 * ELEMENTS,
+    m.Need(3, *PAGES): None,
+    m.Vote(4, 2, SENDER, (1.5, 1e-9), 2.5): None,
+    m.GroupLost(2, SENDER, "timeout"): None,
+}
+REPORTS: tuple[m.AnyMessage, ...] = (
+    m.Ready(SENDER, "tcp://127.0.0.1:1234", True, 3),
+    m.StepReport(2, SENDER, 3, (PART,)),
+    m.Heartbeat(SENDER, 17, False, "forward"),
+    m.CaughtUp(SENDER, 2),
+    m.Fingerprints(SENDER, 3, ((*PAGES, b"hash"),)),
+    m.Damaged(SENDER, 2, 3, (PAGES,), "lost"),
+    m.LinkClosed(SENDER, 2),
+    m.Leaving(SENDER),
+    m.SpawnRequest(SENDER, 1),
+    m.Applied(4, 2, SENDER, 2.5, 1.5, True),
+    m.Measured(SENDER, 3, ((1, 0.1, 0.2, 2, 2),), ((1, 10, 20),), 0, (1e-5, 1e9)),
+    m.ValidationLoss(3, SENDER, (0, 2), (1.5, 2.5)),
+    m.Finished(SENDER, 2, {"optim": 10}, {"rss": 20}),
+    m.Failed(SENDER, "Traceback", 4),
+    m.ShardWritten(3, SENDER, 2, "shard_1_1-2.safetensors", 100, "0" * 64, (PAGES,), 1.0, 2.0),
+    m.GroupLost(2, SENDER, "timeout"),
+    m.FinalPages(*PAGES),
+)
+
+
+def by_worker(message: m.AnyMessage, sender: int, num_elements: int | None) -> str:
+    if why := admission.not_for_workers(message, sender, me=0, controller=CONTROLLER):
+        return why
+    return refused_by_worker(BOUNDS, message, sender, num_elements, AT_WORKER) if sender != CONTROLLER else ""
+
+
+def by_controller(message: m.AnyMessage, sender: int, num_elements: int | None) -> str:
+    return refused_by_controller(BOUNDS, message, sender, num_elements, AT_CONTROLLER)
+
+
+def test_every_message_of_a_worker_has_an_example() -> None:
+    kinds = {type(message) for message in (*TO_WORKER, *REPORTS)}
+    others = {m.Prepare, m.Reconfigure, m.Validated, m.Stop}  # of the controller, which is trusted
+    assert kinds | others == set(get_args(m.AnyMessage))
+
+
+@pytest.mark.parametrize("message", TO_WORKER, ids=lambda x: type(x).__name__)
+def test_workers_act_on_right_messages(message: m.AnyMessage) -> None:
+    assert by_worker(message, SENDER, TO_WORKER[message]) == ""
+
+
+@pytest.mark.parametrize("message", REPORTS, ids=lambda x: type(x).__name__)
+def test_the_controller_acts_on_right_messages(message: m.AnyMessage) -> None:
+    assert by_controller(message, SENDER, ELEMENTS if isinstance(message, m.FinalPages) else None) == ""
+
+
+@pytest.mark.parametrize("message", [*TO_WORKER, *REPORTS], ids=lambda x: type(x).__name__)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_any_frame_is_acted_upon_or_refused_and_nothing_fails(message: m.AnyMessage, seed: int) -> None:
+    for frame in Fuzzed(seed).frames(message, FRAMES // 20):
+        try:
+            found = m.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        for num_elements in (None, ELEMENTS):
+            assert isinstance(by_worker(found, SENDER, num_elements), str)
+            assert isinstance(by_controller(found, SENDER, num_elements), str)
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp3", "dp2_pp2", "stages3-2"])
+def test_forged_messages_change_no_bit_and_are_counted(mesh: str, zero: int, order: int) -> None:
+    schedule = Schedule(order, RUN, mesh, zero)
+    cluster = cluster_of(schedule, kind=ForgingCluster)
+    assert isinstance(cluster, ForgingCluster)
+    cluster.forge(order, share=0.3, until=RUN.steps - 3)
+    assert Outcome.of(cluster.run()) == undisturbed(RUN)
+    assert sum(cluster.forged.values()) > 30
+    assert sum(cluster.rejected.values()) >= cluster.num_to_refuse, (cluster.forged, cluster.rejected)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_forged_messages_between_random_faults_change_no_bit(first: int) -> None:
+    for seed in range(first, first + 10):
+        schedule = Schedule.draw(seed, moving=seed % 3 == 0)
+        cluster = cluster_of(schedule, kind=ForgingCluster)
+        assert isinstance(cluster, ForgingCluster)
+        cluster.forge(seed, share=0.15, until=schedule.run.steps - 3)
+        _, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+        assert not failure, (seed, failure, detail)
+
+
+TO_CONTROLLER: Mapping[int, int | None] = {
+    i: ELEMENTS if isinstance(message, m.FinalPages) else None for i, message in enumerate(REPORTS)
+}
+RIGHT: list[tuple[int, m.AnyMessage, int | None]] = [
+    *((0, message, num_elements) for message, num_elements in TO_WORKER.items()),
+    *((CONTROLLER, REPORTS[i], num_elements) for i, num_elements in TO_CONTROLLER.items()),
+]
+
+
+@pytest.mark.parametrize(("to", "message", "num_elements"), RIGHT, ids=[type(row[1]).__name__ for row in RIGHT])
+def test_each_forgery_of_a_right_message_is_refused(to: int, message: m.AnyMessage, num_elements: int | None) -> None:
+    """There are forgeries of each, and none that is to be refused gets through."""
+    payload = None if num_elements is None else torch.zeros(num_elements)
+    found = [f for f in forgeries((SENDER, to, message, payload), random.Random(0)) if f.refused]
+    assert len(found) >= 2
+    for forgery in found:
+        sender, receiver, forged, content = forgery.sent
+        decide = by_controller if receiver == CONTROLLER else by_worker
+        assert decide(forged, sender, None if content is None else content.numel()), forgery
+
+
+@pytest.mark.parametrize(
+    "check", ["elaswave_spmd.worker.loop.refused_by_worker", "elaswave_spmd.controller.loop.refused_by_controller"]
+)
+def test_without_either_check_a_forged_message_ends_a_run_or_changes_it(check: str) -> None:
+    """So the tests above can fail."""
+    failures = []
+    for order in range(3):
+        cluster = cluster_of(Schedule(order, RUN, "dp2_pp2", 1), kind=ForgingCluster)
+        assert isinstance(cluster, ForgingCluster)
+        cluster.forge(order, share=0.3, until=RUN.steps - 3)
+        wanted = undisturbed(RUN)
+        with mock.patch(check, lambda *_: ""):
+            try:
+                failures.append(Outcome.of(cluster.run()) != wanted)
+            except Exception:
+                failures.append(True)
+    assert any(failures)
+
+
+def test_a_worker_is_ready_once() -> None:
+    known = replace(AT_CONTROLLER, ready={SENDER})
+    assert refused_by_controller(BOUNDS, m.Ready(SENDER, "tcp://127.0.0.1:1"), SENDER, None, known)
+
+
+def test_only_runs_with_injected_joins_take_requests_for_workers() -> None:
+    without = replace(BOUNDS, spawns=False)
+    assert refused_by_controller(without, m.SpawnRequest(SENDER, 1), SENDER, None, AT_CONTROLLER)
+
+
+@pytest.mark.parametrize("name", ["../weights", "a/b", "", ".hidden", "x" * 200])
+def test_a_shard_is_a_file_of_the_checkpoint(name: str) -> None:
+    shard = m.ShardWritten(3, SENDER, 2, name, 100, "0" * 64, (PAGES,))
+    assert refused_by_controller(BOUNDS, shard, SENDER, None, AT_CONTROLLER)
