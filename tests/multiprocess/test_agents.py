@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
 from elaswave_spmd.runtime.transport.credentials import RunKeys
-from tests.multiprocess import patient_model
+from tests.multiprocess import held_model, patient_model
 from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
 
@@ -188,6 +190,51 @@ def test_a_run_goes_on_without_what_died_on_another_machine(
     assert of_agent.code == (0 if num_agents else -signal.SIGKILL)
     assert_same_bits(site.here / "run", undisturbed)
     assert read_metrics(site.here / "run")[-1].workers == 2
+
+
+@pytest.mark.parametrize(("victim", "num_agents"), [(killed_agent, 0), (remote_worker, 1)], ids=["agent", "worker"])
+def test_what_dies_on_another_machine_while_workers_start_is_replaced(
+    site: Site, undisturbed: Path, victim: Callable[..., int], num_agents: int
+) -> None:
+    hold = site.here / "hold"
+    for folder in (site.here, site.there):
+        model = held_model.write(folder, hold)
+    with site.run(*PATIENT, *model, "elastic.replace=true", options=("--name", "elsewhere")) as (run, agent):
+        eventually(lambda: len(list(hold.glob("at-*"))) == 2, run.process)
+        os.kill(victim(run, agent), signal.SIGKILL)
+        eventually(lambda: "fail" in [event["event"] for event in read_events(site.here / "run")], run.process)
+        for name in ("go", "end"):
+            (hold / name).touch()
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == 0, of_run.err
+    assert of_agent.code == (0 if num_agents else -signal.SIGKILL)
+    assert_same_bits(site.here / "run", undisturbed)
+    (fail,) = [event for event in read_events(site.here / "run") if event["event"] == "fail"]
+    assert fail["phase"] == "start" and {line.workers for line in read_metrics(site.here / "run")} == {2}
+
+
+def test_spares_are_spread_over_machines(site: Site, undisturbed: Path) -> None:
+    """The agent has one place: the first spare is here, and the next one there, in the place that is free then."""
+
+    def spares() -> list[dict[str, Any]]:
+        return [spare for spare in ask(str(site.here / "run"), {"command": "status"})["spares"] if spare["ready"]]
+
+    go = site.here / "go"
+    for folder in (site.here, site.there):
+        model = patient_model.write(folder, go)
+    with site.run(*PATIENT, *model, "elastic.spares=1", options=("--name", "elsewhere")) as (run, agent):
+        run.wait_for_steps(2)
+        eventually(spares, run.process)
+        assert spares()[0]["pid"] is not None
+        os.kill(remote_worker(run, agent), signal.SIGKILL)
+        eventually(lambda: [spare["rank"] for spare in spares()] == [3], run.process)
+        assert spares()[0]["pid"] is None
+        go.touch()
+        of_agent, of_run = end_of(agent), run.finish()
+    assert (of_run.code, of_run.err, of_agent.code) == (0, "", 0)
+    assert_same_bits(site.here / "run", undisturbed)
+    kinds = [(event["event"], event["ranks"]) for event in read_events(site.here / "run") if "ranks" in event]
+    assert [kind for kind in kinds if kind[0] in ("fail", "join")] == [("fail", [1]), ("join", [2])]
 
 
 def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -> None:
