@@ -153,8 +153,9 @@ def main() -> int:
     result.table("From SIGKILL on, median and 95 % interval", columns, rows)
     idle = [share for launch in every for share in launch.idle]
     private = [size for launch in every for size in launch.private]
-    row = [f"{1e3 * statistics.median(idle):.1f}", f"{1e3 * max(idle):.1f}", f"{statistics.median(private):.0f}"]
-    columns = ["ms of processor time in a second", "most", "MiB of its own"]
+    # The mean: the kernel counts ticks of 10 ms, of which most waits see none or one.
+    row = [f"{1e3 * statistics.mean(idle):.1f}", f"{1e3 * max(idle):.1f}", f"{statistics.median(private):.0f}"]
+    columns = ["ms of processor time in a second, mean", "most", "MiB of its own"]
     result.table(f"A spare that waits, {len(idle)} times", columns, [row])
     result.data = {"problems": problems, "launches": {mode: [vars(x) for x in some] for mode, some in found.items()}}
     return result.finish(args.json, problems)

@@ -117,9 +117,8 @@ class Administration:
                 "the run has elastic.enabled=false", rule="the workers of a run that is not elastic stay the same"
             )
         if not protocol.started:
-            missing = [rank for rank in protocol.placement.mesh.members if rank not in protocol.addresses]
             raise ControlError(
-                f"workers {missing} have not started yet",
+                f"workers {list(protocol.not_ready)} have not started yet",
                 rule="the workers of a run change once all of the first have started",
                 fix="try again in a few seconds",
             )

@@ -246,6 +246,11 @@ class ControllerProtocol:
         return self._started
 
     @property
+    def not_ready(self) -> tuple[int, ...]:
+        """Workers that the first mesh waits for."""
+        return () if self._started else tuple(sorted(self._starters - self.addresses.keys()))
+
+    @property
     def stops(self) -> bool:
         """True once the run is about to stop with its state saved: nobody joins it any more."""
         return bool(self._saving or self._stop_wanted)

@@ -160,6 +160,16 @@ def test_a_worker_that_is_stopped_before_it_is_ready_is_late(tmp_path: Path, und
     assert (fail["ranks"], fail["phase"]) == ([1], "start") and "not ready after" in fail["reason"]
 
 
+def test_a_worker_that_is_asked_to_leave_while_workers_start_goes(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    with held_run(tmp_path, *PATIENT, "mesh=dp3") as held:
+        held.wait_for_held(3)
+        os.kill(held.pids()[1], signal.SIGTERM)
+        held.let_go(held.pids()[1])
+        fail = held.wait_for("fail")
+        assert_bits(tmp_path, undisturbed, held.finish())
+    assert (fail["ranks"], fail["phase"]) == ([1], "start") and "exit code 0" in fail["reason"]
+
+
 @pytest.mark.parametrize("min_workers", [2, 1])
 def test_too_few_are_left_to_start(tmp_path: Path, min_workers: int) -> None:
     with held_run(tmp_path, *PATIENT, "mesh=dp2", f"elastic.min_workers={min_workers}") as held:

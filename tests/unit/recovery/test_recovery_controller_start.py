@@ -74,7 +74,7 @@ def test_a_replacement_is_lost_as_any_other() -> None:
     protocol = mirrored(2, 1)
     ready(protocol, 0, 1)
     protocol.lost(2, "killed", replacement=3)
-    assert not reconfigures(protocol.lost(3, "killed", replacement=4))
+    assert not reconfigures(protocol.lost(3, "killed", replacement=4)) and protocol.not_ready == (4,)
     places = reconfigures(protocol.lost(4, "killed"))
     assert places.keys() == {0, 1} and places[0].stages == ((0,), (1,)), "its stage gets one of the other's"
 
