@@ -1,9 +1,9 @@
-"""Latency and throughput of the links between two processes, ipc against tcp.
+"""Latency and throughput of the links between two processes: ipc, tcp, and tcp with encryption.
 
     python -m benchmarks.links [--json PATH] [--rounds N]
 
 One process sends, the other echoes: each message goes through `Links.send`, the event loop and the `Mailbox` on both
-sides, as in training. The two transports alternate round by round, so that a busy machine disturbs both. Reported:
+sides, as in training. The ways alternate round by round, so that a busy machine disturbs all. Reported:
 median and 90th percentile of half a round trip, and the rate when messages are streamed one way.
 """
 
@@ -16,17 +16,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from elaswave_spmd.runtime.transport.credentials import Credentials, RunKeys, RunToken
 from elaswave_spmd.runtime.transport.links import Links, Transport, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox
 
-SIZES = (64, 64 * 1024, 1024**2, 16 * 1024**2)  # bytes
-TRANSPORTS: tuple[Transport, ...] = ("ipc", "tcp")
+SIZES = (64, 200, 64 * 1024, 1024**2, 16 * 1024**2)  # bytes
+WAYS: Mapping[str, tuple[Transport, Credentials | None]] = {
+    "ipc": ("ipc", None),
+    "tcp": ("tcp", RunToken("00" * 32)),
+    "encrypted": ("tcp", RunKeys.derive(b"of a benchmark", "links")),
+}
 _WAIT_S = 60.0
 
 
@@ -34,7 +39,7 @@ _WAIT_S = 60.0
 class Row:
     """One line of the table; times in milliseconds, one way; rates in GB/s."""
 
-    transport: str
+    way: str
     num_bytes: int
     median_ms: float
     p90_ms: float
@@ -50,10 +55,16 @@ def receive(mailbox: Mailbox) -> Envelope:
     return item
 
 
-def echo(transport: Transport, directory: str) -> None:
+def open_links(me: int, mailbox: Mailbox, way: str, directory: str) -> Links:
+    """Links of one of the two processes."""
+    transport, credentials = WAYS[way]
+    return Links(me, mailbox, transport=transport, directory=directory, credentials=credentials)
+
+
+def echo(way: str, directory: str) -> None:
     """The second process: echoes each message, or counts a stream and answers once. It ends when its input closes."""
     mailbox = Mailbox()
-    links = Links(1, mailbox, transport=transport, directory=directory)
+    links = open_links(1, mailbox, way, directory)
     print(links.address, flush=True)
     links.connect(0, sys.stdin.readline().strip())
     while (item := receive(mailbox)).header != b"end":
@@ -67,10 +78,10 @@ def echo(transport: Transport, directory: str) -> None:
 class Pair:
     """Two connected processes: this one, and one that echoes."""
 
-    def __init__(self, transport: Transport, directory: str) -> None:
+    def __init__(self, way: str, directory: str) -> None:
         self.mailbox = Mailbox()
-        self.links = Links(0, self.mailbox, transport=transport, directory=directory)
-        command = [sys.executable, "-m", "benchmarks.links", "--echo", transport, directory]
+        self.links = open_links(0, self.mailbox, way, directory)
+        command = [sys.executable, "-m", "benchmarks.links", "--echo", way, directory]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin and self.process.stdout
         self.links.connect(1, self.process.stdout.readline().strip())
@@ -101,21 +112,21 @@ class Pair:
 
 
 def measure(rounds: int) -> list[Row]:
-    """The table: one row per transport and size."""
+    """The table: one row per way and size."""
     directory = socket_directory()
-    pairs = {transport: Pair(transport, directory) for transport in TRANSPORTS}
+    pairs = {way: Pair(way, directory) for way in WAYS}
     rows = []
     try:
         for size in SIZES:
             payload = np.ones(size, np.uint8)
             per_round = max(2, min(100, 8 * 1024**2 // size))
-            times: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
-            rates: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+            times: dict[str, list[float]] = {way: [] for way in WAYS}
+            rates: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(rounds):
-                for transport, pair in pairs.items():
-                    times[transport] += [pair.ping(payload) for _ in range(per_round)]
-                    rates[transport].append(pair.stream(payload, per_round))
-            rows += [_row(transport, size, times[transport], rates[transport]) for transport in TRANSPORTS]
+                for way, pair in pairs.items():
+                    times[way] += [pair.ping(payload) for _ in range(per_round)]
+                    rates[way].append(pair.stream(payload, per_round))
+            rows += [_row(way, size, times[way], rates[way]) for way in WAYS]
     finally:
         for pair in pairs.values():
             pair.close()
@@ -123,11 +134,11 @@ def measure(rounds: int) -> list[Row]:
     return rows
 
 
-def _row(transport: str, size: int, seconds: list[float], rates: list[float]) -> Row:
+def _row(way: str, size: int, seconds: list[float], rates: list[float]) -> Row:
     median = statistics.median(seconds)
     p90 = statistics.quantiles(seconds, n=10)[-1]
     stream = statistics.median(rates) / 1e9
-    return Row(transport, size, median * 1e3, p90 * 1e3, size / median / 1e9, stream)
+    return Row(way, size, median * 1e3, p90 * 1e3, size / median / 1e9, stream)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,10 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         echo(*options.echo)
         return
     rows = measure(options.rounds)
-    print(f"{'':4} {'bytes':>10} {'median ms':>10} {'p90 ms':>8} {'ping-pong GB/s':>15} {'stream GB/s':>12}")
+    print(f"{'':9} {'bytes':>10} {'median ms':>10} {'p90 ms':>8} {'ping-pong GB/s':>15} {'stream GB/s':>12}")
     for row in rows:
         print(
-            f"{row.transport:4} {row.num_bytes:>10} {row.median_ms:>10.3f} {row.p90_ms:>8.3f} "
+            f"{row.way:9} {row.num_bytes:>10} {row.median_ms:>10.3f} {row.p90_ms:>8.3f} "
             f"{row.ping_pong_gb_per_s:>15.2f} {row.stream_gb_per_s:>12.2f}"
         )
     if options.json:

@@ -39,6 +39,7 @@ from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, 
 _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_MS = 2000
+_LOOK_S = 5.0  # between two looks at what the links have refused
 # The fields that identify the data; the others are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
 
@@ -92,6 +93,7 @@ class Agent:
         self._mailbox = mailbox
         self._fork_server = fork_server
         self._own = own
+        self._refused: dict[str, int] = {}
 
     def serve(self, name: str, capacity: int, rendezvous: str) -> None:
         """Offers `capacity` places on machine `name` and serves until the run is over. Leaves no worker.
@@ -130,7 +132,10 @@ class Agent:
 
     def _turn(self) -> bool:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
-        select.select([self._mailbox, self._fork_server], [], [])
+        select.select([self._mailbox, self._fork_server], [], [], _LOOK_S)
+        if (refused := self._links.rejected) != self._refused:
+            self._refused = refused
+            self._send(am.Refusals(refused))
         if any([self._handle(item) for item in self._mailbox.take_all()]):  # a list: all of them are handled
             return True
         self._report_exits(self._fork_server.poll())

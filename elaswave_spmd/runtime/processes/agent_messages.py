@@ -77,6 +77,12 @@ class ExitsReported(AgentMessage, frozen=True):
     """Answer to ReportExits: every worker that had ended by then has been reported."""
 
 
+class Refusals(AgentMessage, frozen=True):
+    """The connections and messages that the agent's links have refused so far: reason -> number."""
+
+    counts: dict[str, int]
+
+
 class AgentFailed(AgentMessage, frozen=True):
     """The agent ends; its workers have ended."""
 
@@ -129,6 +135,7 @@ AnyAgentMessage: TypeAlias = (
     | Prepared
     | WorkerExited
     | ExitsReported
+    | Refusals
     | AgentFailed
     | Refused
     | PrepareRun

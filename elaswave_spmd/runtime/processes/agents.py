@@ -87,6 +87,7 @@ class Agents:
         self._agents: dict[int, Agent] = {}
         self._refused: list[str] = []
         self._exits: list[Exited] = []
+        self._refusals: dict[int, Counter[str]] = {}  # peer -> what it has refused
         self._reported: set[int] = set()  # peers that have answered `request_exits`
         self._problem: Exception | None = None
         # While agents prepare, the loss of one ends the start of the run; later it is a loss of workers.
@@ -107,8 +108,8 @@ class Agents:
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """The connections and messages that were refused here and at the rendezvous: reason -> number."""
-        return Counter(self._links.rejected) + Counter(self._rendezvous.rejected)
+        """The connections and messages that were refused here, at the rendezvous and by agents: reason -> number."""
+        return sum(self._refusals.values(), Counter(self._links.rejected) + Counter(self._rendezvous.rejected))
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until as many agents as wanted have joined.
@@ -224,6 +225,8 @@ class Agents:
         match message:
             case am.Prepared():
                 agent.prepared = True
+            case am.Refusals(counts):
+                self._refusals[agent.peer] = Counter(counts)
             case am.ExitsReported():
                 self._reported.add(agent.peer)
             case am.WorkerExited(rank, pid, code, number) if rank in agent.ranks:

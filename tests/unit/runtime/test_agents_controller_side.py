@@ -206,6 +206,9 @@ def test_messages_that_are_none_are_counted_and_end_nothing(agents: Agents, remo
     settle(agents, lambda: agents.rejected.get(am.UNEXPECTED) == len(wrong))
     there.hello()
     settle(agents, lambda: agents.rejected.get(am.UNEXPECTED) == len(wrong) + 1)
+    for number in (2, 3):
+        there.send(am.Refusals({"elsewhere": number}))
+        settle(agents, lambda number=number: agents.rejected.get("elsewhere") == number)
     assert [agent.host for agent in agents] == ["b", "c"] and not agents.poll()
 
 
