@@ -133,6 +133,20 @@ def processes_with(mark: str) -> dict[int, int]:
     return found
 
 
+def in_use(path: Path) -> bool:
+    """True if a living process has the file open or mapped (Linux)."""
+    sought = f" {path}\n".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            if sought in (entry / "maps").read_bytes():
+                return True
+            if any(os.readlink(link) == str(path) for link in (entry / "fd").iterdir()):
+                return True
+    return False
+
+
 @contextlib.contextmanager
 def new_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A temporary directory with a short path, below `parent` or the system's directory for such files."""

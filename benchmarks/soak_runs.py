@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.bits import Outcome, differences, read_outcome
 from benchmarks.harness import say
-from benchmarks.processes import Program, new_directory, processes_with, program
+from benchmarks.processes import Program, in_use, new_directory, processes_with, program
 from benchmarks.soak_checks import Event, Strike, by_kind, leaked, lives, untold
 from benchmarks.soak_plans import (
     ANY,
@@ -548,9 +548,9 @@ class Soak:
         found = [path for name in ("s", "t") for path in (self._folder / name).rglob("*")]
         found += [*run_dir.rglob(".*"), *run_dir.rglob("ctl.sock"), *run_dir.rglob("trace-*")]
         found += [path for path in (run_dir / "checkpoints").glob("*") if not (path / "manifest.json").exists()]
-        if shared := set(os.listdir("/dev/shm")) - self._shared:
-            time.sleep(1.0)  # another program of this machine may use it for a moment
-            found += [Path("/dev/shm", name) for name in shared & set(os.listdir("/dev/shm"))]
+        # What a living process uses is another program's: all processes of the run have ended.
+        shared = sorted(set(os.listdir("/dev/shm")) - self._shared)
+        found += [path for name in shared if (path := Path("/dev/shm", name)).exists() and not in_use(path)]
         return [str(path) for path in found]
 
 

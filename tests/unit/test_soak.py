@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.processes import in_use
 from benchmarks.soak_checks import Strike, by_kind, leaked, untold
 from benchmarks.soak_plans import (
     CONTROLLER_KILL,
@@ -122,6 +125,18 @@ def test_descriptors_that_grow_in_the_same_state_leak() -> None:
     assert "3 workers" in problem and "socket +2" in problem and "pipe +1" in problem
     assert not leaked([*looks[:2], ("3 workers", {"socket": 8, "pipe": 1})])
     assert not leaked([])
+
+
+def test_a_file_is_in_use_while_it_is_open_or_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    assert not in_use(path)
+    with path.open("rb") as file:
+        assert in_use(path)
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    assert in_use(path)
+    mapped.close()
+    assert not in_use(path)
 
 
 def test_descriptors_are_counted_by_what_they_are_open_on() -> None:
