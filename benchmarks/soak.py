@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from benchmarks.soak_runs import SETTINGS, Place, Report, run_plan
 _KILLS, _QUICK_KILLS = 1000, 40
 _PER_RUN, _QUICK_PER_RUN = 12, 8
 _HOST_STEPS = 300
+_SHOWN = 60  # characters of an error, in a table
 _TOLD = ("fail", "leave", "join", "restart")
 _STEPS_PER_FAULT, _STEPS_MORE = 30, 60
 
@@ -112,10 +114,11 @@ def hosts(path: Path | None, keep: Path | None, *, quick: bool) -> int:
             say(f"  {held} in {report.seconds:.0f} s; the agent ended with {report.agent_end}")
             for problem in report.problems:
                 say(f"  PROBLEM: {problem}")
-    rows = [
-        [r.mesh, r.fault, "no" if r.problems else "yes", r.told["fail"], r.told["join"], r.agent_end, round(r.seconds)]
-        for r in reports
-    ]
+    rows = []
+    for r in reports:
+        end = textwrap.shorten(r.agent_end, _SHOWN, placeholder=" ...")
+        told = (r.told["fail"], r.told["join"])
+        rows.append([r.mesh, r.fault, "no" if r.problems else "yes", *told, end, round(r.seconds)])
     columns = ("mesh", "host", "all held", "losses told", "joins", "its agent ended with", "seconds")
     result.table("One of three hosts, two workers on each", columns, rows)
     problems = [f"{r.mesh}, {r.fault}: {problem}" for r in reports for problem in r.problems]
