@@ -11,10 +11,12 @@ process of a machine can start and kill processes there, and be the first to see
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
 import select
 import shutil
+import signal
 import socket
 import time
 import traceback
@@ -32,6 +34,7 @@ from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve_address
 from elaswave_spmd.runtime.processes.scratch import make_scratch
+from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
@@ -40,6 +43,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _ORPHAN_GRACE_S = 10.0  # until the run's own is known
 _FAREWELL_MS = 2000
 _LOOK_S = 5.0  # between two looks at what the links have refused
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # SIGTERM is meant for this process alone, and ends it
 # The fields that identify the data; the others are paths and names of this machine.
 _SAME_DATA = ("corpus", "sha256", "num_tokens", "vocab_size", "seq_len", "num_train_samples", "num_validation_samples")
 
@@ -68,7 +72,9 @@ def main(arguments: Sequence[str], program: str) -> int:
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
                 raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
             agent = Agent(links, mailbox, fork_server, {"directory": scratch, "host": address, "death_watch": None})
-            agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
+            # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
+            with StopSignals(_OF_TERMINALS) as signals, signals.as_events(_tell, count=1):
+                agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
         finally:
             links.close(_FAREWELL_MS)
             mailbox.close()
@@ -76,6 +82,13 @@ def main(arguments: Sequence[str], program: str) -> int:
         fork_server.stop(0.0)
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _tell(number: int) -> None:
+    """What the first signal of a terminal leads to. Called by the handler."""
+    text = f"{signal_name(number)}: the agent serves until the run ends; a second signal ends it at once\n"
+    with contextlib.suppress(OSError):  # the terminal is closed
+        os.write(2, text.encode())
 
 
 class Agent:

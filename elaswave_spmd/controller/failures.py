@@ -547,8 +547,8 @@ class Stopping:
         if not protocol.started:
             return [End(RunStopped(StoppedBySignal(f"the run was stopped by {name} while its workers started")))]
         actions = protocol.stop(f"it was asked to by {name}")
-        last = not actions and self._save is None  # after the last step
-        then = "writes its result and ends" if last else "finishes its step, saves its state and ends"
+        is_done = protocol.version == protocol.steps
+        then = "writes its result and ends" if is_done else "finishes its step, saves its state and ends"
         message = f"{name}: the run {then}; a second signal ends it at once"
         return [Record("signal", {"signal": name, "message": message}), *actions]
 

@@ -27,7 +27,7 @@ from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.run_dir import RunObserver
-from elaswave_spmd.run_dir.checkpoints import remove_unfinished
+from elaswave_spmd.run_dir.checkpoints import remove_superfluous, remove_unfinished
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
@@ -71,7 +71,8 @@ def run(
                 raise
             with signals.held():
                 ending = Ending(error, settings, command or Command(), lives.run_dir)
-                print("\n".join(ending.lines()), file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # the terminal is closed
+                    print("\n".join(ending.lines()), file=sys.stderr, flush=True)
                 return ending.exit_code(signals.first)
 
 
@@ -159,6 +160,7 @@ class _Lives:
                 with signals.as_events(controller.stop_requested):
                     outcome = controller.run()
                 launcher.stop(grace_s=0.0)
+                remove_superfluous(run_dir.path)
                 if isinstance(outcome, RunFinished):
                     # Else the next controller may still complete what the workers have written.
                     remove_unfinished(run_dir.path)

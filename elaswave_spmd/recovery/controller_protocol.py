@@ -296,7 +296,7 @@ class ControllerProtocol:
 
         None once the run is about to stop: then every member is needed to write its part of the checkpoint.
         """
-        if not self._pending.leaving or self._saving:
+        if not self._pending.leaving or self._saving or self._stop_wanted:
             return ()
         return dispensable(self._replicas(), self._pending.lost, sorted(self._pending.leaving))
 

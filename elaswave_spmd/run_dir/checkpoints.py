@@ -9,6 +9,7 @@ shards are complete. Nothing in a checkpoint depends on the mesh that wrote it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -203,6 +204,19 @@ def remove_unfinished(run_dir: str | Path) -> None:
     for path in find_checkpoints(run_dir):
         if not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_superfluous(run_dir: str | Path) -> None:
+    """Remove what lies beside the shards of finished checkpoints: of writers that were ended, as the shards sufficed.
+
+    Called when no worker writes any more; errors are ignored.
+    """
+    for path in find_checkpoints(run_dir):
+        with contextlib.suppress(CheckpointError, OSError):
+            named = {MANIFEST, *(shard.name for shard in load_manifest(path).shards)}
+            for file in path.iterdir():
+                if file.name not in named:
+                    file.unlink()
 
 
 def _is_good(path: Path) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -209,6 +211,56 @@ class BarDisplay:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class LastingDisplay:
+    """A display whose readers may leave: a closed terminal, or a pipe that is read no more, ends no run.
+
+    From then on nothing is shown, and what else this process prints goes nowhere. The run's files have everything.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display: Display | None = display
+
+    def start(self, info: RunInfo) -> None:
+        with self._while_read():
+            if self._display is not None:
+                self._display.start(info)
+
+    def step(self, line: MetricsLine) -> None:
+        with self._while_read():
+            if self._display is not None:
+                self._display.step(line)
+
+    def show_line(self, text: str) -> None:
+        with self._while_read():
+            if self._display is not None:
+                self._display.show_line(text)
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        with self._while_read():
+            if self._display is not None:
+                self._display.finish(summary)
+
+    def close(self) -> None:
+        with self._while_read():
+            if self._display is not None:
+                self._display.close()
+
+    @contextlib.contextmanager
+    def _while_read(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SystemExit):  # rich answers a broken pipe by the end of the program
+            self._display = None
+            mute_output()
+
+
+def mute_output() -> None:
+    """Have the standard output take everything: the interpreter flushes it once more at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def make_display(console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> Display:

@@ -14,7 +14,7 @@ import numpy as np
 from elaswave_spmd.errors import RunError, WorkerError, headline_of
 from elaswave_spmd.run_dir.atomic_write import writing
 from elaswave_spmd.run_dir.directory import RunDir
-from elaswave_spmd.run_dir.display import Display, Pace, RunInfo, make_display
+from elaswave_spmd.run_dir.display import Display, LastingDisplay, Pace, RunInfo, make_display
 from elaswave_spmd.run_dir.json_lines import plain
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.tensorboard import Board
@@ -48,7 +48,7 @@ class RunObserver:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.run_dir = run_dir
-        self._display = display if display is not None else make_display()
+        self._display = LastingDisplay(display if display is not None else make_display())
         with writing(run_dir.board_path):
             self._board = Board(run_dir.board_path, now) if board else None
         self._now = now

@@ -248,6 +248,32 @@ def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -
     assert of_agent.code == 1 and of_agent.err.startswith(lost) and "No worker is left here" in of_agent.err
 
 
+def test_ctrl_c_in_the_terminal_of_both_saves_the_run_and_the_agent_ends_with_it(site: Site) -> None:
+    with site.run(*ENDLESS) as (run, agent):
+        run.wait_for_steps(2)
+        os.killpg(agent.pid, signal.SIGINT)
+        steps = len(read_metrics(site.here / "run"))
+        run.wait_for_steps(steps + 3)  # alone it goes on
+        run.process.send_signal(signal.SIGINT)
+        of_agent, of_run = end_of(agent), run.finish()
+    steps = len(read_metrics(site.here / "run"))
+    assert of_run.code == 130 and f"Its state after step {steps} is in " in of_run.err
+    assert of_run.err.splitlines()[-1].endswith("run.tensorboard=false, and its agents again")
+    assert "fail" not in [event["event"] for event in read_events(site.here / "run")]
+    assert of_agent.code == 0 and of_agent.err.startswith("SIGINT: the agent serves until the run ends")
+
+
+def test_a_second_ctrl_c_ends_an_agent(site: Site) -> None:
+    with site.run(*ENDLESS, "elastic.enabled=false") as (run, agent):
+        run.wait_for_steps(2)
+        os.killpg(agent.pid, signal.SIGINT)
+        assert agent.stderr is not None and agent.stderr.readline().startswith("SIGINT: the agent serves")
+        os.killpg(agent.pid, signal.SIGINT)
+        of_agent, of_run = end_of(agent), run.finish()
+    assert (of_agent.code, of_agent.err) == (130, "interrupted by SIGINT\n")
+    assert of_run.code == 1 and "worker 1 was lost with the agent" in of_run.err
+
+
 def test_other_data_on_an_agents_machine_is_refused(site: Site) -> None:
     with (site.there / "text.txt").open("a") as file:
         file.write("another line\n")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import shlex
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are set by prlimit")
 EVERY = "checkpoint.every=N writes them"
@@ -50,6 +56,58 @@ def test_a_disk_without_room_for_the_weights_keeps_the_result(tmp_path: Path) ->
     summary = read_summary(tmp_path / "run")
     assert summary["steps"] == 6 and len(summary["weights_sha256"]) == 64
     assert [event["event"] for event in read_events(tmp_path / "run")][-1] == "stop"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: room for some checkpoints of a small run."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(disk: Path, *, leave: int) -> Path:
+    """Fills a disk up to so many bytes. Returns the file that does."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(filler, max(0, filler.stat().st_size - leave))
+    return filler
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_full_disk_names_the_last_good_checkpoint_and_the_run_goes_on_from_it(
+    tmp_path: Path, small_disk: Path, asked: bool
+) -> None:
+    """No line of the metrics can be written; or, asked to end, no part of the last checkpoint."""
+    write_text(tmp_path)
+    go, run_dir = tmp_path / "go", small_disk / "run"
+    model = patient_model.write(tmp_path, go)
+    arguments = [*SMALL, "train.steps=40", "mesh=dp2", *model, f"run.dir={run_dir}"]
+    with launch(tmp_path, *arguments, "checkpoint.every=4", "timeouts.shutdown=1000") as run:
+        eventually(lambda: (run_dir / "checkpoints/step_00000008/manifest.json").exists(), run.process)
+        filler = fill(small_disk, leave=16_384 if asked else 0)
+        if asked:
+            run.process.terminate()
+        done = run.finish()
+        assert done.code == (143 if asked else 1) and "Traceback" not in done.err, done.err
+        what, newest, command = done.err.splitlines()
+        if asked:
+            assert "could not be written: " in what and "No space left on device" in what
+        else:
+            assert what.startswith("error: the run's files cannot be written: ")
+        filler.unlink()
+        assert int(newest.partition(" after step ")[2]) >= 8 and f"train.resume={run_dir} " in command
+        go.touch()
+        words = [*shlex.split(command.removeprefix("resume with: ")), "checkpoint.every=0"]
+        resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert resumed.returncode == 0, resumed
+    assert [line.step for line in read_metrics(run_dir)] == list(range(1, 41))
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

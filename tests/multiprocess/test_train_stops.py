@@ -5,11 +5,15 @@ And runs that are killed: nothing stays for long, and the command that resumes t
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import select
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +206,53 @@ def test_asked_while_it_resumes_a_run_names_its_checkpoint(tmp_path: Path, undis
         (tmp_path / "go").touch()
         assert resume(tmp_path, resume_command(done), run).returncode == 0
     assert bits(tmp_path / "run") == bits(undisturbed)
+
+
+def test_a_closed_terminal_ends_a_run_with_its_state_saved(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    run_dir = tmp_path / "run"
+    terminal, inside = pty.openpty()
+
+    def take_terminal() -> None:  # as the terminal of a session of its own
+        os.setsid()
+        fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+
+    arguments = [*RUN, *patient_model.write(tmp_path, tmp_path / "go")]
+    process = subprocess.Popen(
+        [sys.executable, str(TRAIN), *arguments],
+        cwd=tmp_path,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        preexec_fn=take_terminal,
+    )
+    os.close(inside)
+    try:
+        waiting(lambda: has_shown(terminal, process, b"step 8  validation loss"))
+        os.close(terminal)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+    assert kinds(run_dir)[-2:] == ["checkpoint", "stop"], kinds(run_dir)
+    assert [event["signal"] for event in read_events(run_dir) if event["event"] == "signal"] == ["SIGHUP"]
+
+
+def has_shown(terminal: int, process: subprocess.Popen[bytes], text: bytes) -> bool:
+    """Read what has been written to a terminal. True if the text is part of it."""
+    assert process.poll() is None
+    return bool(select.select([terminal], [], [], 0)[0]) and text in os.read(terminal, 1 << 16)
+
+
+def test_a_reader_of_the_output_may_leave(tmp_path: Path) -> None:
+    """`python train.py | head -1`: the run goes on, and its files have everything."""
+    write_text(tmp_path)
+    with launch(tmp_path, *SMALL, "train.steps=30", "mesh=dp2") as run:
+        assert run.process.stdout is not None and run.process.stdout.readline()
+        run.process.stdout.close()
+        run.process.stdout = None
+        done = run.finish()
+    assert (done.code, done.err) == (0, "") and kinds(tmp_path / "run")[-1] == "finish"
 
 
 # ---- killed

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_EVENTS = 2  # signals that are events; one more, and the thread that takes events does not get to them
 _ALL = 1 << 30
 
 
@@ -42,9 +41,13 @@ class StopSignals:
 
     Without `as_events` or `held` the first signal raises `Signalled` in the main thread, and later ones do nothing:
     what the first one has begun to clear up is cleared up.
+
+    Args:
+        numbers: the signals; others do what they did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Collection[signal.Signals] = STOP_SIGNALS) -> None:
+        self._asked_for = numbers
         self._numbers: list[int] = []
         self._before: dict[int, Any] = {}
         self._held = 0  # signals that raise nothing here
@@ -58,7 +61,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python has handlers in this thread only
-            for number in STOP_SIGNALS:
+            for number in self._asked_for:
                 # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP: so it stays.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._came)
@@ -70,13 +73,14 @@ class StopSignals:
         self._before.clear()
 
     @contextlib.contextmanager
-    def as_events(self, tell: Callable[[int], None]) -> Iterator[None]:
-        """A `with` in which the first two signals are told, from the handler. A third one raises: nobody listens.
+    def as_events(self, tell: Callable[[int], None], count: int = 2) -> Iterator[None]:
+        """A `with` in which the first signals are told, from the handler. One more raises: nobody seems to listen.
 
         Args:
             tell: gets a signal's number. It must be short and must not block.
+            count: signals that are told.
         """
-        with self._holding(_EVENTS, tell):
+        with self._holding(count, tell):
             yield
 
     @contextlib.contextmanager

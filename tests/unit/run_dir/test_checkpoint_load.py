@@ -20,6 +20,7 @@ from elaswave_spmd.run_dir.checkpoints import (
     load_newest_good,
     open_checkpoint,
     prune,
+    remove_superfluous,
     write_manifest,
 )
 from elaswave_spmd.run_dir.journal import Ballot
@@ -252,6 +253,19 @@ def test_checkpoints_are_found_by_number(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / other).mkdir()
     (tmp_path / "checkpoints" / "step_00000008").touch()
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step_123456789", "step_99999999", "step_00000009"]
+
+
+def test_what_writers_that_were_ended_have_left_beside_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    directory, state = save(tmp_path, 20)
+    good = {path.name for path in directory.iterdir()}
+    (directory / ".shard_0_1-4.safetensors.tmp").touch()
+    (directory / "shard_0_1-4.safetensors").touch()
+    unfinished, _ = save(tmp_path, 30)
+    (unfinished / MANIFEST).unlink()
+    left = {path.name for path in unfinished.iterdir()}
+    remove_superfluous(tmp_path)
+    assert {path.name for path in directory.iterdir()} == good and _holds(tmp_path, 20, state)
+    assert {path.name for path in unfinished.iterdir()} == left, "the next controller may complete it"
 
 
 # ---- prune

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
 from elaswave_spmd.run_dir.journal import EPOCHS, Ballot, Journal, next_incarnation, read_journal
-from elaswave_spmd.run_dir.lock import LOCK, lock_run_dir
+from elaswave_spmd.run_dir.lock import LOCK, WORKERS_LOCK, lock_run_dir, wait_for_workers
 
 _TRY = """
 import sys
@@ -216,3 +216,53 @@ def test_two_threads_that_want_the_lock_at_once(tmp_path: Path) -> None:
         thread.join()
     assert len(locks) == 1 and len(refused) == 7
     locks[0].close()
+
+
+# ---- the lock of the workers
+
+_WORK = """
+import fcntl, sys, time
+fd = open(sys.argv[1], "a")
+fcntl.flock(fd, fcntl.LOCK_SH)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def worker_of(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the workers' lock until its standard input ends."""
+    command = [sys.executable, "-c", _WORK, str(run_dir / WORKERS_LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_directory_without_workers_is_not_waited_for(tmp_path: Path) -> None:
+    told: list[int] = []
+    wait_for_workers(tmp_path, 0.0, lambda: told.append(1))
+    (tmp_path / WORKERS_LOCK).touch()
+    wait_for_workers(tmp_path, 0.0, lambda: told.append(1))
+    assert not told
+
+
+def test_workers_are_waited_for_and_told_of_once(tmp_path: Path) -> None:
+    told: list[int] = []
+    with worker_of(tmp_path) as first, worker_of(tmp_path) as second:
+
+        def end() -> None:
+            told.append(1)
+            for process in (first, second):
+                assert process.stdin is not None
+                process.stdin.close()
+
+        wait_for_workers(tmp_path, 300.0, end)
+    assert told == [1]
+
+
+def test_workers_that_do_not_end_are_named_as_the_reason(tmp_path: Path) -> None:
+    with worker_of(tmp_path), pytest.raises(ConfigError, match="in use by workers whose controller was killed"):
+        wait_for_workers(tmp_path, 0.1, lambda: None)

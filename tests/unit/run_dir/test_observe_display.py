@@ -6,6 +6,7 @@ import dataclasses
 import io
 import threading
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from elaswave_spmd.run_dir import (
     read_metrics,
     read_summary,
 )
-from elaswave_spmd.run_dir.display import clock_text, count, summary_rows
+from elaswave_spmd.run_dir import display as module
+from elaswave_spmd.run_dir.display import Display, LastingDisplay, clock_text, count, summary_rows
 from elaswave_spmd.run_dir.observer import event_text
 
 
@@ -133,6 +135,34 @@ def test_the_bar_starts_no_thread() -> None:
     display.close()
 
 
+class _Unread:
+    """A display whose reader has left."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self.calls = 0
+
+    def _fail(self, *_: object) -> None:
+        self.calls += 1
+        raise self._error
+
+    start = step = show_line = finish = close = _fail
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), SystemExit(1)])
+def test_a_reader_that_leaves_ends_no_run(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    muted: list[int] = []
+    monkeypatch.setattr(module, "mute_output", lambda: muted.append(1))
+    unread = _Unread(error)
+    display = LastingDisplay(cast(Display, unread))
+    display.show_line("a line")
+    display.start(_info(3))
+    display.step(_line(1))
+    display.finish({})
+    display.close()
+    assert unread.calls == 1 and muted == [1], "it is tried once"
+
+
 def test_no_terminal_no_bar() -> None:
     console, out = _text_console()
     display = make_display(console)
@@ -229,11 +259,11 @@ def test_without_a_board(tmp_path: Path) -> None:
 def test_closing_reaches_everything(tmp_path: Path) -> None:
     class Broken(PlainDisplay):
         def close(self) -> None:
-            raise OSError("terminal gone")
+            raise RuntimeError("broken")
 
     run_dir = RunDir.create(tmp_path / "run", "", model="m", mesh="single")
     observer = RunObserver(run_dir, display=Broken(_text_console()[0]))
-    with pytest.raises(OSError, match="terminal gone"):
+    with pytest.raises(RuntimeError, match="broken"):
         observer.close()
     with pytest.raises(ValueError, match="closed"):
         run_dir.write_metrics(_line(1))
