@@ -208,6 +208,24 @@ def test_asked_while_it_resumes_a_run_names_its_checkpoint(tmp_path: Path, undis
     assert bits(tmp_path / "run") == bits(undisturbed)
 
 
+def test_asked_while_the_run_begins_again_it_names_its_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    """All copies of some state are lost at once: new workers start from a checkpoint when the signal comes."""
+    write_text(tmp_path)
+    run_dir = tmp_path / "run"
+    chaos = "chaos.events=[{step: 11, kind: kill, rank: [0, 1]}]"
+    model = patient_model.write(tmp_path, tmp_path / "go")
+    with launch(tmp_path, *RUN, *model, "mesh=dp2", "checkpoint.every=2", "elastic.replace=true", chaos) as run:
+        eventually(lambda: (run_dir / "events.jsonl").exists() and "restart" in kinds(run_dir), run.process)
+        run.process.terminate()
+        done = run.finish()
+        assert done.code == 143 and "Traceback" not in done.err, done.err
+        assert run_dir.exists() and kinds(run_dir)[-1] in ("restart", "stop")
+        (tmp_path / "go").touch()
+        resumed = resume(tmp_path, resume_command(done), run)
+    assert (resumed.returncode, resumed.stderr) == (0, ""), resumed
+    assert bits(run_dir) == bits(undisturbed)
+
+
 def test_a_closed_terminal_ends_a_run_with_its_state_saved(tmp_path: Path) -> None:
     write_text(tmp_path)
     run_dir = tmp_path / "run"
