@@ -150,7 +150,7 @@ def test_a_worker_that_is_stopped_after_it_was_ready(tmp_path: Path, undisturbed
 
 
 def test_a_worker_that_is_stopped_before_it_is_ready_is_late(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    settings = ["timeouts.status=5", "timeouts.progress=20", "timeouts.start=25"]
+    settings = ["timeouts.status=5", "timeouts.progress=30", "timeouts.start=40"]
     with held_run(tmp_path, "mesh=dp2", *settings) as held:
         held.wait_for_held(2)
         os.kill(held.pids()[1], signal.SIGSTOP)
