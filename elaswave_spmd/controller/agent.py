@@ -15,7 +15,6 @@ import contextlib
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import time
@@ -33,7 +32,7 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import find_controller, read_secret, resolve_address
-from elaswave_spmd.runtime.processes.scratch import make_scratch
+from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
 from elaswave_spmd.runtime.transport.agent_links import AgentLinks
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
@@ -59,9 +58,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     host, port = endpoint("HOST:PORT", options.rendezvous)
     secret = read_secret(options.token_file, where=f"--token-file {options.token_file}")
     address = None if options.host is None else resolve_address(options.host, where=f"--host {options.host}")
-    scratch = make_scratch()
+    scratch = Scratch()
     # Started first: it imports what workers need while this process looks for the controller.
-    fork_server = start_fork_server(WorkerStart(), scratch, _ORPHAN_GRACE_S, here=True)
+    fork_server = start_fork_server(WorkerStart(), scratch.path, _ORPHAN_GRACE_S, here=True)
     try:
         found = find_controller(host, port, secret, options.timeout)
         address = address or found.local_host
@@ -71,7 +70,8 @@ def main(arguments: Sequence[str], program: str) -> int:
             links.connect(CONTROLLER, found.address)
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
                 raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
-            agent = Agent(links, mailbox, fork_server, {"directory": scratch, "host": address, "death_watch": None})
+            own = {"directory": scratch.path, "host": address, "death_watch": None}
+            agent = Agent(links, mailbox, fork_server, own)
             # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
             with StopSignals(_OF_TERMINALS) as signals, signals.as_events(_tell, count=1):
                 agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str], program: str) -> int:
             mailbox.close()
     finally:
         fork_server.stop(0.0)
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.remove()
     return 0
 
 

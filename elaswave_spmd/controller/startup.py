@@ -37,7 +37,7 @@ from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
-from elaswave_spmd.runtime.processes.scratch import make_scratch
+from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ class _Lives:
 
     def _run_once(self, settings: Settings, *, here: bool) -> Outcome:
         """One life, from its first worker to its end or to the checkpoint from which it has to begin again."""
-        scratch = make_scratch()
+        scratch = Scratch()
         # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
         # data.
-        launcher = start_launcher(settings, scratch, here=here)
+        launcher = start_launcher(settings, scratch.path, here=here)
         try:
             data = prepare_data(data_spec(settings))
             # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.
@@ -130,12 +130,12 @@ class _Lives:
             # them.
             if (topology := gather(launcher, settings, data)) is not None:
                 plan = plan_run(settings, data, topology, costs)
-            return self._train(plan, launcher, scratch)
+            return self._train(plan, launcher, scratch.path)
         finally:
             with self._signals.held():
                 # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer.
                 launcher.stop(grace_s=0.0)
-                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.remove()
 
     def _train(self, plan: RunPlan, launcher: Launcher, scratch: str) -> Outcome:
         """From the run's directory to the end of its workers."""

@@ -17,32 +17,42 @@ from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 _OWNER = "owner"
 
 
-def make_scratch() -> str:
-    """Make a directory for sockets, as `socket_directory`, and remove those beside it whose processes were killed.
+class Scratch:
+    """A directory for sockets, as `socket_directory` makes it, that this process holds until `remove`, or its own end.
 
-    This process holds it from now on, until it ends. The caller removes the directory.
+    Directories beside it whose processes were killed are removed.
     """
-    folder = Path(socket_directory())
-    _remove_dead(folder.parent)
-    # The file gets its name when it is locked: without it, a directory is left alone.
-    new = folder / f".{_OWNER}"
-    hold_lock(new)
-    new.rename(folder / _OWNER)
-    return str(folder)
+
+    def __init__(self) -> None:
+        folder = Path(socket_directory())
+        self.path = str(folder)
+        _remove_dead(folder.parent)
+        # The file gets its name when it is locked: without it, a directory is left alone.
+        new = folder / f".{_OWNER}"
+        self._held = hold_lock(new)
+        new.rename(folder / _OWNER)
+
+    def remove(self) -> None:
+        """Remove the directory, if its fork server has not; once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._held)
 
 
 def hold_scratch(folder: str) -> None:
-    """Hold a directory of `make_scratch` as well, with all processes that are forked from this one later."""
+    """Hold a `Scratch` as well, with all processes that are forked from this one later."""
     with contextlib.suppress(FileNotFoundError):  # it was made by other means, or its command has ended
         hold_lock(Path(folder) / _OWNER, os.O_RDWR)
 
 
-def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Share the lock of a file until this process has ended, and all that are forked from it from now on.
 
-    The descriptor stays open. Programs that are started do not inherit it.
+    Returns:
+        The descriptor, whose closing ends it for this process. Programs that are started do not inherit it.
     """
-    fcntl.flock(os.open(file, flags | os.O_CLOEXEC, 0o600), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fd = os.open(file, flags | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
 
 
 def _remove_dead(base: Path) -> None:

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.runtime.processes.scratch import make_scratch
+from elaswave_spmd.runtime.processes.scratch import Scratch
 from elaswave_spmd.runtime.transport.links import socket_directory
 from tests.waiting import eventually
 
 # A command, or with an argument its fork server; and a process that is forked from it, as a worker is.
 _HOLD = """
 import os, sys
-from elaswave_spmd.runtime.processes.scratch import hold_scratch, make_scratch
-print(make_scratch() if len(sys.argv) < 2 else hold_scratch(sys.argv[1]), flush=True)
+from elaswave_spmd.runtime.processes.scratch import Scratch, hold_scratch
+scratch = Scratch() if len(sys.argv) < 2 else None
+print(scratch.path if scratch else hold_scratch(sys.argv[1]), flush=True)
 if os.fork():
     os.wait()
 sys.stdin.read()
@@ -52,7 +53,7 @@ def holder(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def clear_up() -> None:
     """The next command begins, and ends."""
-    shutil.rmtree(make_scratch())
+    Scratch().remove()
 
 
 def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
@@ -74,6 +75,9 @@ def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
 
 def test_directories_of_other_kinds_are_left_alone(base: Path) -> None:
     other = Path(socket_directory())
-    mine = Path(make_scratch())
+    mine = Scratch()
     clear_up()
-    assert {*base.iterdir()} == {other, mine}, "one without an owner, and that of this process"
+    assert {*base.iterdir()} == {other, Path(mine.path)}, "one without an owner, and that of this process"
+    before = len(os.listdir("/proc/self/fd"))
+    mine.remove()
+    assert {*base.iterdir()} == {other} and len(os.listdir("/proc/self/fd")) == before - 1
