@@ -348,7 +348,7 @@ class ProcessIO:
         """The message; None if it is none, which is counted."""
         try:
             return Received(decode(envelope.header), envelope.payloads, envelope.sender)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except msgspec.MsgspecError:
             self._links.reject(UNREADABLE)
             return None
 

@@ -64,7 +64,7 @@ from elaswave_spmd.recovery.actions import (
     Unrecoverable,
     ValidationDone,
 )
-from elaswave_spmd.recovery.admission import ControllerPosition, refused_by_controller
+from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, refused_by_controller
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.runtime.transport.mailbox import Request
 from elaswave_spmd.worker.spec import message_bounds
@@ -167,7 +167,10 @@ class Controller:
         """Why a message cannot be right, so that nothing acts on it or writes it down; empty if it can."""
         protocol = self.protocol
         at = ControllerPosition(protocol.version, protocol.last_epoch, self._roster.num_ranks, self._ready)
-        num_elements = sum(payload.nbytes for payload in event.payloads) // 4 if event.payloads else None  # fp32
+        sizes = [payload.nbytes for payload in event.payloads]
+        if len(sizes) > 1 or sum(sizes) % 4:  # workers send the controller one payload, of fp32
+            return SIZE
+        num_elements = sizes[0] // 4 if sizes else None
         why = refused_by_controller(self._bounds, event.message, event.sender, num_elements, at)
         if not why and isinstance(event.message, m.Ready):
             self._ready.add(event.sender)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from elaswave_spmd.run_dir import RunObserver
 
+_MOST_REASONS = 64  # far more than there are; what a process that has gone wrong makes up is counted as one
+_OTHER = "another reason"
 _PERIOD_S = 10.0  # between two lines: whoever knocks a thousand times must not fill the disk
 
 
@@ -26,8 +28,12 @@ class RejectionLog:
 
     def counted(self, process: str, counts: Mapping[str, int], now: float) -> None:
         """A process has refused so many connections and messages since it began: reason -> number."""
+        known: Counter[str] = Counter()
+        for reason, number in counts.items():
+            names = self._totals.keys() | known.keys()
+            known[reason if reason in names or len(names) < _MOST_REASONS else _OTHER] += number
         seen = self._seen.setdefault(process, Counter())
-        if new := Counter(counts) - seen:
+        if new := known - seen:
             self._seen[process] = seen + new
             self._new.setdefault(process, Counter()).update(new)
             self._totals.update(new)

@@ -50,6 +50,8 @@ _EPOCHS_AHEAD = 1_000
 _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
 _LONGEST_TEXT, _LONGEST_REPORT = 2_000, 1_000_000
+_MOST_DIMENSIONS = 16  # the product of the numbers of a longer shape takes time that grows with its square
+_MOST_REASONS, _LONGEST_REASON = 64, 200
 _ADDRESS = re.compile(r"\S{1,300}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -118,8 +120,7 @@ class MessageBounds:
                     return PLACE
                 if not 0 <= message.layer < len(self.layout.layers):
                     return PLACE
-                good = message.shape and min(message.shape) > 0 and math.prod(message.shape) == num_elements
-                return "" if good else SIZE
+                return "" if _has_shape(message.shape, num_elements) else SIZE
             case m.PartialSum():
                 return self._refused_sum(message, num_elements)
             case m.ReducedGradient():
@@ -282,6 +283,8 @@ def _refused_report(
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):
             return SIZE if len(report) > _LONGEST_REPORT else ""
+        case m.Heartbeat(rejected=rejected) if not _are_counts(rejected):
+            return SIZE
         case m.Heartbeat(action=text) | m.GroupLost(reason=text):
             return SIZE if len(text) > _LONGEST_TEXT else ""
         case m.Finished(state_bytes=state, peak_bytes=peak):
@@ -318,6 +321,10 @@ def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:
     )
 
 
+def _has_shape(shape: tuple[int, ...], num_elements: int | None) -> bool:
+    return 0 < len(shape) <= _MOST_DIMENSIONS and min(shape) > 0 and math.prod(shape) == num_elements
+
+
 def _are_nodes(nodes: Collection[tuple[int, int]], num_microbatches: int) -> bool:
     few = len(set(nodes)) == len(nodes) <= 2 * num_microbatches
     return few and all(is_node(node, num_microbatches) for node in nodes)
@@ -342,15 +349,24 @@ def _refused_shard(bounds: MessageBounds, message: m.ShardWritten, at: Controlle
 
 
 def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
-    layers = [layer for layer, *_ in (*message.rows, *message.memory)]
-    if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
-        return PLACE
-    if len(set(layers)) < len(layers) - len(message.memory) or len(message.link) not in (0, 2):
+    for rows in (message.rows, message.memory):
+        layers = [layer for layer, *_ in rows]
+        if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
+            return PLACE
+        if len(set(layers)) < len(layers):
+            return SIZE
+    if len(message.link) not in (0, 2):
         return SIZE
     # The link: a latency in seconds and a bandwidth.
     good = _are_amounts(number for _, *numbers in message.rows for number in numbers)
     good = good and _are_amounts(number for _, *numbers in message.memory for number in numbers)
     return "" if good and _are_amounts(message.link) and all(message.link[1:]) else VALUE
+
+
+def _are_counts(counts: tuple[tuple[str, int], ...]) -> bool:
+    """True if these can be the numbers of what a process has refused: reason, number."""
+    few = len(counts) <= _MOST_REASONS
+    return few and all(len(reason) <= _LONGEST_REASON and number >= 0 for reason, number in counts)
 
 
 def _are_amounts(numbers: Iterable[float]) -> bool:

@@ -558,6 +558,9 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     """The inverse of `encode`.
 
     Raises:
-        msgspec.ValidationError: the bytes are none of these messages.
+        msgspec.MsgspecError: the bytes are none of these messages.
     """
-    return _DECODER.decode(data)
+    try:
+        return _DECODER.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through: text, and arrays nested deeply
+        raise msgspec.DecodeError(str(error)) from error

@@ -168,7 +168,7 @@ def decoded(envelope: Envelope, links: Links) -> m.AnyMessage | None:
     """The message in an envelope that came to a worker; None if it is none, or not for a worker, which is counted."""
     try:
         message = m.decode(envelope.header)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.MsgspecError:
         links.reject(admission.UNREADABLE)
         return None
     if why := admission.not_for_workers(message, envelope.sender, me=links.me, controller=CONTROLLER):

@@ -21,7 +21,7 @@ from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox, PeerClosed
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
@@ -295,7 +295,10 @@ class WorkerProcess:
             self._links.drop(peer)
         for peer, address in message.addresses.items():
             if peer != self._rank:
-                self._links.connect(peer, address)
+                try:
+                    self._links.connect(peer, address)
+                except RunError:  # not an address: its process has gone wrong, and this one has not
+                    self._mailbox.put(PeerClosed(peer))
 
 
 def _open_frequency(cells: str | None, rank: int) -> Callable[[], float]:

@@ -184,6 +184,32 @@ def test_a_worker_is_ready_once() -> None:
     assert refused_by_controller(BOUNDS, m.Ready(SENDER, "tcp://127.0.0.1:1"), SENDER, None, known)
 
 
+def test_the_time_to_refuse_a_shape_does_not_grow_with_its_square() -> None:
+    """The product of 10 million numbers takes days."""
+    long = m.Activation(4, 2, 1, (2**62,) * 10_000_000)
+    assert by_worker(long, SENDER, 48) == admission.SIZE
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        m.Heartbeat(SENDER, 17, False, "", tuple((f"reason {i}", 1) for i in range(1000))),
+        m.Heartbeat(SENDER, 17, False, "", (("x" * 1000, 1),)),
+        m.Heartbeat(SENDER, 17, False, "", (("malformed message", -1),)),
+        m.Measured(SENDER, 3, (), ((1, 10, 20),) * 1000),
+        m.Measured(SENDER, 3, ((1, 0.1, 0.2, 2, 2),) * 2, ((1, 10, 20),)),
+    ],
+    ids=["many reasons", "a long reason", "a negative count", "a layer's memory often", "a layer's times twice"],
+)
+def test_reports_without_end_are_refused(report: m.AnyMessage) -> None:
+    assert by_controller(report, SENDER, None)
+
+
+def test_counts_of_what_a_worker_refused_are_taken() -> None:
+    beat = m.Heartbeat(SENDER, 17, False, "forward", (("malformed message", 3), (admission.SIZE, 1)))
+    assert not by_controller(beat, SENDER, None)
+
+
 def test_only_runs_with_injected_joins_take_requests_for_workers() -> None:
     without = replace(BOUNDS, spawns=False)
     assert refused_by_controller(without, m.SpawnRequest(SENDER, 1), SENDER, None, AT_CONTROLLER)

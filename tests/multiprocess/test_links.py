@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.recovery.messages import Reconfigure
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.transport.credentials import Credentials, RunKeys, RunToken
 from elaswave_spmd.runtime.transport.frames import FRAME_BYTES
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport, socket_directory
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.worker.process import WorkerProcess
 from tests.waiting import PATIENCE_S
 
 # Encrypted and not; over Unix sockets there are no credentials.
@@ -183,8 +185,22 @@ def test_a_refused_connect_is_noticed(ends: Ends):
     one.connect(1, "tcp://127.0.0.1:1" if ends.transport == "tcp" else f"ipc://{ends.directory}/nobody")
     assert mailbox_one.get(10) == PeerClosed(1)
     assert one.wait_connected([1], 10) == [1]
-    with pytest.raises(RunError, match="no address"):
-        one.connect(2, "nonsense")
+    others = {"tcp": "ipc:///tmp/x", "ipc": "tcp://127.0.0.1:1"}
+    # A name would be looked up in libzmq's one thread; the rest reaches sockets of this process.
+    wrong = ("nonsense", "tcp://some.host:1", "inproc://zeromq.zap.01", "tcp://127.0.0.1:1\0", others[ends.transport])
+    for number, address in enumerate(wrong, start=2):
+        with pytest.raises(RunError, match="no address"):
+            one.connect(number, address)
+
+
+def test_what_another_worker_reports_as_its_address_ends_no_worker(ends: Ends):
+    """The link is a closed one, which the controller is told; all workers had ended by an exception."""
+    links, mailbox = ends.open(0)
+    worker = WorkerProcess.__new__(WorkerProcess)
+    worker._rank, worker._links, worker._mailbox, worker._trace = 0, links, mailbox, None
+    addresses = {0: links.address, 1: "tcp://127.0.0.1:99999", 2: "nonsense"}
+    worker._members_changed(Reconfigure(0, ((0, 1, 2),), (0, 1), ((1, 1, 1),), addresses))
+    assert {mailbox.get(10), mailbox.get(10)} == {PeerClosed(1), PeerClosed(2)}
 
 
 def test_the_end_of_the_life_pipe_is_noticed(ends: Ends):

@@ -154,14 +154,17 @@ def decode(data: bytes | memoryview) -> AnyAgentMessage:
     """The inverse of `encode`.
 
     Raises:
-        msgspec.MsgspecError, UnicodeDecodeError: not one of our messages.
+        msgspec.MsgspecError: not one of our messages.
     """
-    return msgspec.msgpack.decode(data, type=AnyAgentMessage)
+    try:
+        return msgspec.msgpack.decode(data, type=AnyAgentMessage)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through: text, and arrays nested deeply
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def try_decode(data: bytes | memoryview) -> AnyAgentMessage | None:
     """The inverse of `encode`; None for what is not one of our messages, which the receiver counts as `UNEXPECTED`."""
     try:
         return decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.MsgspecError:
         return None

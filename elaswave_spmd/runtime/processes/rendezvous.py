@@ -40,6 +40,7 @@ _RETRY_S = 0.25
 _REFUSALS = 3  # failed handshakes in a row: one may be the end of a controller, or a machine that is too busy
 _LARGEST_BYTES = 4096  # of a frame in either direction
 _BAD_QUESTION = "question that is none, at the rendezvous"
+_NOT_DECODED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last: of arrays that are nested deeply
 _FAILED_HANDSHAKES = sum(REJECTED_CONNECTIONS)
 _MONITOR = "inproc://monitor"
 _MONITOR_EVENT = struct.Struct("=hi")  # the first frame of a monitor's message: event, value
@@ -238,7 +239,7 @@ class Rendezvous:
             if len(frames) != 2:
                 raise msgspec.ValidationError("a question has one frame")
             question = msgspec.msgpack.decode(frames[1], type=Question)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except _NOT_DECODED:
             self._count(_BAD_QUESTION)
             return
         answer = Answer(FORMAT_VERSION)
@@ -342,7 +343,7 @@ class _Inquiry:
     def _decode(self, where: str) -> Answer:
         try:
             return msgspec.msgpack.decode(self._dealer.recv(), type=Answer)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except _NOT_DECODED as error:
             raise _no_controller(where, f"its answer is none: {error}") from error
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -87,6 +88,8 @@ _MAX_OFFERED = 7  # payloads of one message: one bit of the kind each
 _LAST_OFFERED = (1 << _MAX_OFFERED) - 1
 _OFFER_NUMBER = struct.Struct("<q")
 _READING_TEST = b"can read"
+# Addresses that peers report. Names of hosts are none: libzmq's thread would wait for a name server, and all links too.
+_ADDRESSES = {"ipc": re.compile(r"ipc:///[^\0]+"), "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -253,6 +256,7 @@ class Links:
         _check(transport, directory)
         assert (transport == "tcp") == (credentials is not None), "links over tcp have credentials, others have none"
         self.me = me
+        self._addresses = _ADDRESSES[transport]  # of its peers
         self._credentials = credentials
         self._frame_bytes = FRAME_BYTES if transport == "tcp" else None
         self._limits = limits
@@ -291,7 +295,13 @@ class Links:
         self._thread.start()
 
     def connect(self, peer: int, address: str) -> None:
-        """Open the link to `peer`, which must have bound `address` already. Does nothing when it is open."""
+        """Open the link to `peer`, which must have bound `address` already. Does nothing when it is open.
+
+        Raises:
+            RunError: the links are closed; or the address is none of this transport.
+        """
+        if not self._addresses.fullmatch(address):
+            raise RunError(f"links of {self.me}: {address!r} is no address of {peer}")
         with self._edit:
             if self._closed:
                 raise RunError(f"links of {self.me} are closed; cannot connect to {peer}")

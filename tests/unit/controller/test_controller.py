@@ -22,7 +22,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 from elaswave_spmd.runtime.processes import fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.transport.links import Links, socket_directory
+from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, socket_directory
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run
 from tests.unit.controller.made_up_workers import Script, Workers, run_to_end, settings_in
 
@@ -151,6 +151,23 @@ def test_every_end_leaves_its_reason(end, error: BaseException, message: str) ->
 
 def test_pages_that_never_came_are_missed(end) -> None:
     def script(workers: Workers) -> None:
+        for rank in (0, 1):
+            workers.say(m.Finished(rank, 0, {}, {}))
+
+    error, _ = end(script)
+    assert isinstance(error, RunError) and "pages of the trained weights have not come" in str(error)
+
+
+@pytest.mark.parametrize("num_payloads", [1, 2])
+def test_pages_that_are_no_numbers_are_refused(end, planned: RunPlan, num_payloads: int) -> None:
+    """A payload of a few bytes more than its pages have, or in two parts, ended the run in an exception."""
+    first, stop = planned.description.layout.layers[0].span(0, 1)
+    num_bytes = 4 * (stop - first)
+
+    def script(workers: Workers) -> None:
+        workers.start(0, 1)
+        parts = [bytes(num_bytes + 3)] if num_payloads == 1 else [bytes(num_bytes - 4), bytes(4)]
+        workers._links[1].send(CONTROLLER, m.encode(m.FinalPages(0, 0, 1)), parts)
         for rank in (0, 1):
             workers.say(m.Finished(rank, 0, {}, {}))
 

@@ -43,6 +43,15 @@ def test_counts_of_processes_add_up_and_nothing_is_told_twice() -> None:
     assert [line["counts"] for line in observer.lines] == [{"a": 2, "b": 1}, {"a": 1}]
 
 
+def test_reasons_that_are_made_up_are_counted_as_one() -> None:
+    log, observer, totals = made()
+    for number in range(0, 1001, 50):
+        log.counted("worker 1", {f"reason {i}": 1 for i in range(number)}, float(number))
+    log.flush()
+    assert sum(totals.values()) == 1000 and len(totals) <= 65
+    assert max(len(line["counts"]) for line in observer.lines) <= 65
+
+
 def test_nothing_refused_leaves_no_trace() -> None:
     log, observer, totals = made()
     log.counted("worker 0", {}, 1.0)

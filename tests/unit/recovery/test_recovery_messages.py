@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.runtime.processes import agent_messages as am
 
 numbers, ints = st.floats(allow_nan=False), st.integers(0, 2**40)
 HELD = m.PartialStep(
@@ -119,6 +121,20 @@ def test_nothing_of_an_option_that_is_off_is_in_the_bytes(message: m.Message, nu
 def test_an_option_that_is_on_is_the_last_field() -> None:
     *_, extension = msgspec.msgpack.decode(m.encode(m.Vote(7, 3, 1, (0.5,), 1.25, m.GROUPED)))
     assert extension == m.GROUPED
+
+
+@pytest.mark.parametrize("tail", [b"\x91" * 5000 + b"\x01", b"\x81\xa1a" * 5000 + b"\x01"])
+@pytest.mark.parametrize("decode", [m.decode, am.decode], ids=["workers", "agents"])
+def test_what_no_decoder_can_read_is_one_kind_of_error(decode: Callable[[bytes], object], tail: bytes) -> None:
+    """Arrays that are nested deeply end msgspec in a RecursionError, which ended the process that got them."""
+    for kind in (b"Prepare", b"Stop", b"Signal", b"Failed"):
+        with pytest.raises(msgspec.MsgspecError):
+            decode(bytes((0x94, 0xA0 + len(kind))) + kind + tail * 3)
+
+
+def test_text_that_is_none_is_no_message() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        m.decode(b"\x93\xa6Failed\x01\xa1\xff")
 
 
 def test_every_kind_of_message_has_an_example() -> None:

@@ -197,7 +197,7 @@ def test_messages_that_are_none_are_counted_and_end_nothing(agents: Agents, remo
     """Of an agent of the run, which has its keys: nonsense, orders, a second Hello, the end of another's worker."""
     _, there = prepared(agents, remote)
     wrong = [
-        *(b"", b"\xc1", b"\x91\xa5Hello", b"\xff" * 100),
+        *(b"", b"\xc1", b"\x91\xa5Hello", b"\xff" * 100, b"\x94\xa8Prepared" + b"\x91" * 5000),
         *map(am.encode, (am.Stop(1.0), am.Spawn(3, {}), am.WorkerExited(77, 1, None, 9))),
         am.encode(am.Hello(FORMAT_VERSION, there.links.address, "b", 0, "")),
     ]

@@ -127,9 +127,10 @@ def test_questions_that_are_none_are_counted(controller: Rendezvous, port: int) 
     dealer = context.socket(zmq.DEALER)
     module._keys_of(SECRET).secure_client(dealer)
     dealer.connect(f"tcp://127.0.0.1:{port}")
-    for frames in ([b""], [b"\xc1"], [b"\x91\xa1x"], [b"a", b"b"], [b""] * 100):
+    nested = b"\x92\x01" + b"\x91" * 4000 + b"\x01"
+    for frames in ([b""], [b"\xc1"], [b"\x91\xa1x"], [nested], [b"a", b"b"], [b""] * 100):
         dealer.send_multipart(frames)
-    eventually(lambda: controller.rejected == {module._BAD_QUESTION: 5})
+    eventually(lambda: controller.rejected == {module._BAD_QUESTION: 6})
     context.destroy(0)
     assert find_controller("127.0.0.1", port, SECRET, 5.0).credentials == KEYS
 
