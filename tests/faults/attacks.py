@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -19,7 +19,7 @@ import zmq
 NOBODY = 65534
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+READY = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 
 
 def connected(port: int) -> socket.socket:
@@ -36,12 +36,8 @@ def garbage(port: int) -> None:
 
 
 def empty_frames(port: int) -> None:
-    """300 kB: one message of 150,000 empty frames, then its end, as a peer without credentials sends it."""
-    with connected(port) as stranger, suppress(OSError):
-        stranger.sendall(NULL + READY)
-        stranger.recv(4096)
-        stranger.sendall(b"\x01\x00" * 150_000 + b"\x00\x00")
-        time.sleep(1)
+    """300 kB: one message of 150,000 empty frames, from a client without credentials."""
+    _push(port, lambda _: None, [b""] * 150_000)
 
 
 def large_frame(port: int) -> None:
@@ -70,14 +66,16 @@ def wrong_password(port: int) -> None:
     _push(port, prepare)
 
 
-def _push(port: int, prepare: Callable[[zmq.Socket[bytes]], None]) -> None:
+def _push(port: int, prepare: Callable[[zmq.Socket[bytes]], None], frames: Sequence[bytes] = (b"x",) * 500) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = context.socket(zmq.PUSH)
+    client.setsockopt(zmq.SNDHWM, 0)
     prepare(client)
     client.connect(f"tcp://127.0.0.1:{port}")
+    time.sleep(0.5)  # for a handshake: until then there is nobody to send to
     with suppress(zmq.Again):
-        client.send_multipart([b"x"] * 500, zmq.DONTWAIT)
-    time.sleep(1)
+        client.send_multipart(frames, zmq.DONTWAIT)
+    time.sleep(3)  # it sends in the background
     context.destroy(0)
 
 
