@@ -525,7 +525,8 @@ class Soak:
         status = self._watch.status()
         if status is None or not self._is_settled():
             return
-        state = f"life {self._watch.life}, {len(status['members'])} workers"
+        # One process, also through restarts.
+        state = f"command {len(self._marks)}, {len(status['members'])} workers"
         self._descriptors.append((state, min(looks, key=lambda look: sum(look.values()))))
         self.report.looks += 1
 
