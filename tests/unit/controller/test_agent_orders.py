@@ -1,0 +1,60 @@
+"""What an agent gets that is no order of its controller is counted, and ends nothing."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave_spmd.controller.agent import Agent
+from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.runtime.transport.mailbox import Envelope
+
+REPORTS = (
+    am.Hello(2, "tcp://127.0.0.1:1", "b", 2, "2.0"),
+    am.Prepared(),
+    am.WorkerExited(1, 2, None, 9),
+    am.ExitsReported(),
+    am.Refusals({"a": 1}),
+    am.AgentFailed(am.Problem("DataError", "x", {"rule": "y"})),
+)
+ORDERS = (am.Refused(am.Problem("", "x")), am.PrepareRun(2, {}, {}), am.Spawn(1, {}), am.Signal(1, 9), am.Stop(1.0))
+
+
+class Counting:
+    """Links that only count."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def reject(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def handled(sender: int, header: bytes) -> list[str]:
+    """The reasons by which an agent counts a message. It has no fork server: whatever it did with one would fail."""
+    links = Counting()
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, None), {})
+    assert agent._handle(Envelope(sender, header)) is False
+    return links.reasons
+
+
+def test_reports_of_agents_and_orders_of_others_are_counted() -> None:
+    for message in REPORTS:
+        assert handled(CONTROLLER, am.encode(message)) == [am.UNEXPECTED]
+    for message in (*REPORTS, *ORDERS):
+        assert handled(-3, am.encode(message)) == [am.UNEXPECTED]
+
+
+@settings(max_examples=500)
+@given(st.lists(st.binary(max_size=40), min_size=20, max_size=20), st.data())
+def test_ten_thousand_messages_that_are_none_are_counted(drawn: list[bytes], data: st.DataObject) -> None:
+    """Any bytes, and beginnings of orders."""
+    for header in drawn:
+        whole = am.encode(data.draw(st.sampled_from(ORDERS)))
+        cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+        for wrong in (header, cut, cut + header[:1] * 40):
+            if am.try_decode(wrong) is None:
+                assert handled(CONTROLLER, wrong) == [am.UNEXPECTED]
