@@ -215,7 +215,9 @@ def test_the_end_of_the_life_pipe_is_noticed(ends: Ends):
 
 def test_open_and_close_leave_nothing(ends: Ends):
     """Closing meets every state of the event loop; a descriptor too many or too few shows after some rounds."""
-    joined(ends)  # libraries open theirs
+    one, _, mailbox = joined(ends)
+    one.send(1, b"x", [bytes(100_000)])  # libraries open theirs, pyzmq's with its first large payload
+    envelope(mailbox)
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(40):
         with ExitStack() as stack:
