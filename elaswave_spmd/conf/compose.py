@@ -16,8 +16,8 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -72,6 +72,12 @@ def named_settings(words: Sequence[str]) -> set[str]:
 def setting_of(word: str) -> str:
     """The setting or group that one word of a command line names: "train.steps", "mesh"."""
     return _parsed(word, own=True).key_or_group
+
+
+def word_of(name: str, text: str) -> str:
+    """The word of a command line that sets `name` to a text, in quotes where Hydra's grammar would take it apart."""
+    plain = re.fullmatch(r"/[\w/.+@%:-]*( +[\w/.+@%:-]+)*", text, re.ASCII)
+    return f"{name}={text if plain else QuotedString(text, Quote.single).with_quotes()}"
 
 
 def own_arguments(words: Sequence[str], known: Mapping[str, str], command: str) -> tuple[dict[str, str], list[str]]:
@@ -158,7 +164,7 @@ def _parsed(word: str, own: bool = False) -> Override:
         raise _without_value(word)
     try:
         override = OverridesParser.create().parse_override(word)
-    except OverrideParseException as error:
+    except HydraException as error:
         why = str(error).splitlines()[0]
         fix = "quote what a shell or a list would take apart: 'data.path=\"a b.txt\"'"
         raise ConfigError(f"{word} cannot be read ({why})", where=word, fix=fix) from None

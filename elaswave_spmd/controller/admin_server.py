@@ -180,7 +180,7 @@ class _Client:
 
     @property
     def events(self) -> int:
-        """What the socket is watched for; 0: nothing, until the controller has answered."""
+        """The events that the socket is watched for; 0: nothing, until the controller has answered."""
         return selectors.EVENT_WRITE if self.answer else 0 if self.asked else selectors.EVENT_READ
 
 

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def _tell(number: int) -> None:
-    """What the first signal of a terminal leads to. Called by the handler."""
+    """Answer the first signal of a terminal by a line. Called by the handler."""
     text = f"{signal_name(number)}: the agent serves until the run ends; a second signal ends it at once\n"
     with contextlib.suppress(OSError):  # the terminal is closed
         os.write(2, text.encode())

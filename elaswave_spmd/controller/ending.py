@@ -56,7 +56,8 @@ class Command:
             was_resumed: this command went on with the run in `run_dir`.
             into: another directory to go on in.
         """
-        from elaswave_spmd.conf.compose import setting_of  # Hydra: only a command line has it loaded already
+        # Hydra: only a command line has it loaded already.
+        from elaswave_spmd.conf.compose import setting_of, word_of
 
         kept = []
         for word in self.words:
@@ -64,8 +65,8 @@ class Command:
             group = name.partition(".")[0]
             if name not in ("train.resume", "run.dir") and group != "chaos" and (was_resumed or group == "run"):
                 kept.append(word)
-        folder = () if into is None else (f"run.dir={into}",)
-        return shlex.join((*self.program, f"train.resume={run_dir}", *folder, *kept))
+        folder = () if into is None else (word_of("run.dir", str(into)),)
+        return shlex.join((*self.program, word_of("train.resume", str(run_dir)), *folder, *kept))
 
     def again(self) -> str:
         """The same command once more."""
@@ -89,7 +90,7 @@ class Ending:
     run_dir: Path | None
 
     def lines(self) -> list[str]:
-        """What happened, and what can be done."""
+        """The lines: an account of what happened, and what can be done."""
         return [self._what(), *self._state()]
 
     def _what(self) -> str:

@@ -325,7 +325,8 @@ class FailureHandler:
         ranks, started = self._replacements.due(now, spares=False)
         self._lost_before.update(dict.fromkeys(ranks, number))
         awaited = ranks[0] if ranks and number < (2 if is_late else _MOST_STARTS) else None
-        return [record, *self._protocol.lost(rank, reason, replacement=awaited), *started]
+        # Ended here: it may live, and be late, and a worker that the first mesh does not wait for is none of its own.
+        return [record, Kill(rank), *self._protocol.lost(rank, reason, replacement=awaited), *started]
 
     def _record_loss(self, rank: int, reason: str, phase: str, message: str) -> Record:
         """The event of a worker that is lost as no member of the mesh."""
@@ -438,7 +439,7 @@ class FailureHandler:
             return []
         newest = max(self._crashes, default=0)
         match state.end:
-            case Unrecoverable() if self._crashes:
+            case Unrecoverable() if self._crashes and newest >= self._protocol.version:  # older ones were survived
                 return [End(RunStopped(WorkerError(*self._crashes[newest])))]
             case SaveEnded(save, why_not):
                 where = checkpoint_path(self._run_dir, save.version)
@@ -554,6 +555,8 @@ class Stopping:
 
     def left_alone(self, rank: int) -> list[Action]:
         """A worker got SIGTERM in a run that does not survive its loss: the run is saved while the worker is there."""
+        if not self._protocol.started:
+            return []  # nobody is a member yet
         return [*self._protocol.stop(f"worker {rank} was asked to end by SIGTERM, and elastic.enabled is false")]
 
     def begin(self, save: Save, now: float) -> None:

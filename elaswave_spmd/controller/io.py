@@ -353,7 +353,7 @@ class ProcessIO:
             return None
 
     def _rejections(self) -> list[Rejected]:
-        """What this process has refused, if that has grown. Looked at once a second."""
+        """The counts of all that this process has refused, if they have grown. Looked at once a second."""
         if (now := time.monotonic()) < self._look_at:
             return []
         self._look_at = now + _LOOK_S

@@ -407,14 +407,14 @@ class ControllerProtocol:
         Both open it again when they enter the next epoch, and send what the other may lack. So this is handled as a
         loss in which nobody is lost.
         """
-        if not ends <= set(self.members):
+        if not self._started or not ends <= set(self.members):
             return []
         self._pending.relinked[ends] = reason
         return self._begin(after=AT_ONCE)
 
     def caught_up(self, message: CaughtUp) -> list[ProtocolAction]:
         """A learner has all of its state. When all have, they become replicas by a planned change."""
-        if message.epoch != self.placement.mesh.epoch:
+        if not self._started or message.epoch != self.placement.mesh.epoch:
             return []
         self._pending.caught_up.add(message.rank)
         if self._change is not None:
@@ -438,7 +438,7 @@ class ControllerProtocol:
 
     def damaged(self, message: Damaged) -> list[ProtocolAction]:
         """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
-        if message.rank not in self.members:
+        if not self._started or message.rank not in self.members:
             return []
         self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
         if message.reason:  # its device failed and was brought back

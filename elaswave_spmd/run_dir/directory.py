@@ -19,6 +19,7 @@ from elaswave_spmd.errors import ConfigError, DataError
 from elaswave_spmd.run_dir.atomic_write import make_private_folder, open_private, replacing
 from elaswave_spmd.run_dir.json_lines import JsonLines, plain, read_json_lines
 from elaswave_spmd.run_dir.metrics import MetricsLine
+from elaswave_spmd.run_dir.trace import PARTS, TRACE
 from elaswave_spmd.run_dir.weights import save_weights
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -146,7 +147,8 @@ class RunDir:
         if not self._is_new:
             return False
         # config.yaml goes last: while it is there, no other run takes the directory.
-        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], *RECOVERY[2:]))
+        traces = [TRACE, *(part.name for part in self.path.glob(PARTS))]
+        _remove_files(self.path, (METRICS, EVENTS, SUMMARY, WEIGHTS, COSTS, RECOVERY[0], *RECOVERY[2:], *traces))
         with contextlib.suppress(OSError):
             for file in sorted(self.board_path.iterdir()):
                 file.unlink()

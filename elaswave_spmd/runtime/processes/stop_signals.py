@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
@@ -49,6 +50,7 @@ class StopSignals:
     def __init__(self, numbers: Collection[signal.Signals] = STOP_SIGNALS) -> None:
         self._asked_for = numbers
         self._numbers: list[int] = []
+        self._untold: deque[int] = deque()
         self._before: dict[int, Any] = {}
         self._held = 0  # signals that raise nothing here
         self._tell: Callable[[int], None] | None = None
@@ -74,13 +76,14 @@ class StopSignals:
 
     @contextlib.contextmanager
     def as_events(self, tell: Callable[[int], None], count: int = 2) -> Iterator[None]:
-        """A `with` in which the first signals are told, from the handler. One more raises: nobody seems to listen.
+        """A `with` in which the first signals are told, by the handler mostly. One more raises: nobody seems to listen.
 
         Args:
             tell: gets a signal's number. It must be short and must not block.
             count: signals that are told.
         """
         with self._holding(count, tell):
+            self._tell_all()  # also what has come while signals were held
             yield
 
     @contextlib.contextmanager
@@ -109,10 +112,17 @@ class StopSignals:
 
     def _came(self, number: int, _: FrameType | None) -> None:
         self._numbers.append(number)
+        self._untold.append(number)
         if len(self._numbers) > self._held:
             self._raise()
-        elif self._tell is not None:
-            self._tell(number)
+        else:
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Tell the signals that have not been told yet. A handler may interrupt it: each is told once all the same."""
+        with contextlib.suppress(IndexError):
+            while self._tell is not None:
+                self._tell(self._untold.popleft())
 
     def _raise(self) -> None:
         if not self._raised:

@@ -105,6 +105,8 @@ def test_exit_codes(
         "data=text",
         "train.resume=runs/a",
         "run.dir=",
+        "run.dir=runs/lr=0.1",
+        "train.resume=runs/(a)",
         "-m seed=1,2",
         "--multirun",
         "--multi",

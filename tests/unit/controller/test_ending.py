@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from elaswave_spmd.conf.compose import settings_from
+from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.schema import RunSettings, Settings, TrainSettings
 from elaswave_spmd.controller import ending as module
 from elaswave_spmd.controller.ending import Command, Ending
@@ -77,6 +79,24 @@ def test_a_run_that_was_resumed_repeats_what_was_named_then(good: set[Path]) -> 
         *("elaswave-spmd", "train", "train.resume=/runs/a"),
         *("mesh=dp3", "+model.args.x=[1,2]", "run.tensorboard=false"),
     ]
+
+
+@pytest.mark.parametrize("name", ["a b", " a", "lr=0.1", "a,b", "b(1)", "it's", 'a"b', "ü", "a~#&!", "a[0]{1}", "a\\"])
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_command_that_goes_on_is_read_as_it_is_meant(
+    good: set[Path], tmp_path: Path, name: str, taken: bool
+) -> None:
+    """Hydra's grammar takes words apart, and a directory has any name: the user may never have typed it."""
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(f"{FORMAT_FIELD}: {FORMAT_VERSION}\n{Settings().to_yaml()}")
+    good.add(run_dir)
+    if taken:
+        (run_dir / "summary.json").touch()
+    *_, last = ending(RunError("x"), run_dir).lines()
+    settings = settings_from(shlex.split(last.removeprefix("resume with: "))[2:])
+    assert settings.train.resume == str(run_dir)
+    assert settings.run.dir == (f"{run_dir}_2" if taken else None)
 
 
 def test_a_run_that_ends_while_it_starts_is_begun_as_it_was(good: set[Path]) -> None:

@@ -28,7 +28,7 @@ from elaswave_spmd.controller.events import (
     Tick,
     WorkerEnded,
 )
-from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded
+from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded, Stopping
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError
@@ -271,6 +271,7 @@ def test_the_first_mesh_waits_for_one_replacement_of_a_worker_that_is_late() -> 
     world.roster.add(3, None)
     world.do(world.losses.suspected([Suspect(3, "not ready after 300.0 s")], world.now))
     assert world.awaited == [3, None] and world.spawned == [3, 4]
+    assert world.ended == [1, 3], "they may live, and the first mesh may know nothing of them"
 
 
 def test_who_is_ready_and_silent_is_not_late() -> None:
@@ -396,6 +397,12 @@ def test_a_worker_that_is_killed_meanwhile_is_the_cause() -> None:
         world.exits(0, signal=9)
 
 
+def test_who_asks_to_leave_before_there_is_a_mesh_stops_nothing() -> None:
+    """No worker of ours does; one that has gone wrong must not end the controller."""
+    protocol = SimpleNamespace(started=False, stop=lambda _: pytest.fail("nothing is there to be saved"))
+    assert Stopping(cast(Any, protocol), cast(Any, None), World().losses, 1.0).left_alone(0) == []
+
+
 def test_giving_up_shows_the_last_crash() -> None:
     nobody = Unrecoverable((), "no worker is left")
     world = World()
@@ -405,6 +412,19 @@ def test_giving_up_shows_the_last_crash() -> None:
     world.failed(Failed(0, "ValueError", 5))
     with pytest.raises(WorkerError, match="ValueError"):
         world.do(world.losses.end(nobody, world.now))
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_giving_up_has_nothing_to_do_with_a_crash_that_was_survived(started: bool) -> None:
+    world = World() if started else starting()
+    if started:
+        world.failed(Failed(0, "ValueError", 3))
+    else:
+        world.exits(1, signal=11)
+        world.protocol.started = True
+    world.checkpoint = SimpleNamespace(step=2, path=Path("run/checkpoints/step_00000002"))
+    world.do(world.losses.end(Unrecoverable((cast(ReplicaSet, SimpleNamespace(num_pages=1)),), "pages"), world.now))
+    assert [action.outcome.step for action in world.actions if isinstance(action, End)] == [2]  # pyright: ignore
 
 
 def test_giving_up_waits_for_the_cause_of_an_end() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.recovery.actions import RemoveMember, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
-from elaswave_spmd.recovery.messages import AT_ONCE, Ready
+from elaswave_spmd.recovery.messages import AT_ONCE, CaughtUp, Damaged, Ready
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.sharding.replicas import from_rows
 from tests.unit.recovery.controller_cases import (
@@ -124,6 +124,16 @@ def test_a_worker_is_lost_once_and_strangers_never() -> None:
     protocol.lost(1, "killed")
     assert protocol.lost(1, "again") == [] and protocol.lost(77, "unknown") == []
     assert protocol.members == (0, 2)
+
+
+def test_reports_of_members_are_void_before_there_are_any() -> None:
+    """A worker with the run's keys may send anything; a change of the mesh begins with a mesh."""
+    protocol = mirrored(3)
+    ready(protocol, 0, 1)
+    assert protocol.caught_up(CaughtUp(0, 0)) == []
+    assert protocol.damaged(Damaged(0, 0, 1, ((0, 0, 1),))) == []
+    assert protocol.relink(frozenset({0, 1}), "lost") == []
+    assert protocol.last_epoch == 0 and protocol.changing == ()
 
 
 def test_the_newcomer_has_the_failure_domain_in_which_it_was_started() -> None:

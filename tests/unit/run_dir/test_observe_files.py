@@ -157,6 +157,8 @@ def test_discard_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
     run_dir.board_path.mkdir()
     (run_dir.board_path / "events.out").write_text("x")
     run_dir.write_summary({})
+    for name in ("trace.json", "trace-0.jsonl"):
+        (run_dir.path / name).touch()
     run_dir.discard()
     assert _tree(tmp_path) == ["runs"]
 

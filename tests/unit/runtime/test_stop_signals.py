@@ -60,6 +60,16 @@ def test_a_signal_that_was_held_is_raised_later() -> None:
         signals.check()
 
 
+def test_a_signal_that_was_held_is_told_when_somebody_listens() -> None:
+    told: list[int] = []
+    with StopSignals() as signals, signals.held():
+        signal.raise_signal(signal.SIGTERM)
+        with signals.as_events(told.append):
+            assert told == [signal.SIGTERM]
+            signal.raise_signal(signal.SIGINT)
+        assert told == [signal.SIGTERM, signal.SIGINT]
+
+
 def test_what_a_shell_has_the_command_ignore_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with StopSignals() as signals:
