@@ -93,7 +93,7 @@ def leaked(descriptors: Sequence[tuple[object, Mapping[str, int]]]) -> list[str]
     problems = []
     for state in dict.fromkeys(state for state, _ in descriptors):
         looks = [look for other, look in descriptors if other == state]
-        grown = {kind: n for kind in looks[-1] if (n := looks[-1][kind] - looks[0].get(kind, 0))}
+        grown = {kind: n for kind in {*looks[0], *looks[-1]} if (n := looks[-1].get(kind, 0) - looks[0].get(kind, 0))}
         if sum(grown.values()) > 0:
             what = ", ".join(f"{kind} {number:+d}" for kind, number in sorted(grown.items()))
             problems.append(f"descriptors grew within {len(looks)} looks at {state}: {what}")

@@ -168,7 +168,7 @@ class HostRun:
     def _program(self, number: int, words: Sequence[str]) -> contextlib.AbstractContextManager[Program]:
         own = {name: self._folder / f"{name[0].lower()}{number}" for name in ("TMPDIR", "XDG_RUNTIME_DIR")}
         for path in own.values():
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o700, parents=True, exist_ok=True)
         environment = {name: str(path) for name, path in own.items()}
         return program(self._network.command(number, *words), self._folder / f"h{number}", environment)
 

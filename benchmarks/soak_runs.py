@@ -183,7 +183,7 @@ class Place:
         """
         own = {"TMPDIR": folder / "t", "XDG_RUNTIME_DIR": folder / "s"}
         for path in own.values():
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o700, parents=True, exist_ok=True)  # private: else sockets lie elsewhere
         environment = {name: str(path) for name, path in own.items()}
         command = [sys.executable, "train.py", "run.tensorboard=false", *words]
         with program(command, folder / name, environment) as started:

@@ -124,6 +124,7 @@ def test_descriptors_that_grow_in_the_same_state_leak() -> None:
     (problem,) = leaked(looks)
     assert "3 workers" in problem and "socket +2" in problem and "pipe +1" in problem
     assert not leaked([*looks[:2], ("3 workers", {"socket": 8, "pipe": 1})])
+    assert not leaked([("3 workers", {"/run/a": 1}), ("3 workers", {"/run/b": 1})])  # another file in its place
     assert not leaked([])
 
 
