@@ -122,6 +122,8 @@ class Administration:
                 rule="the workers of a run change once all of the first have started",
                 fix="try again in a few seconds",
             )
+        if protocol.stops:
+            raise ControlError("the run is about to stop", rule="nobody joins or leaves a run that is about to stop")
         if protocol.version >= protocol.steps:
             raise ControlError(
                 f"the run has done its last step, {protocol.version}",

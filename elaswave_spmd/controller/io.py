@@ -265,6 +265,7 @@ class ProcessIO:
             self._links.connect(rank, address)
         except RunError as error:  # not an address: it was sent by a worker that has gone wrong
             self._ready.append(WorkerEnded(rank, str(error), time.monotonic()))
+            self.kill(rank)  # it lives, and its heartbeats would go on
         # A worker that died between its Ready and this call is not watched: its mutex is free already.
         if holds_mutex and self._watcher is not None and not self._watcher.watch(rank):
             self._ready.append(WorkerEnded(rank, "its process ended while it started", time.monotonic()))

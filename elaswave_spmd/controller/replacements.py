@@ -121,9 +121,8 @@ class Replacements:
             return []
         self._reported = True
         limit, seconds = self._policy.per_minute, _MINUTE_S - (now - self._starts[0])
-        message = (
-            f"{number} lost worker{'s are' if number > 1 else ' is'} not replaced for now: {limit} have been started "
-            f"within a minute (elastic.replacements_per_minute={limit}); the next one in {seconds:.0f} s"
-        )
+        lost = f"{number} lost worker{'s are' if number > 1 else ' is'} not replaced for now"
+        started = f"{limit} {'has' if limit == 1 else 'have'} been started within a minute"
+        message = f"{lost}: {started} (elastic.replacements_per_minute={limit}); the next one in {seconds:.0f} s"
         about = {"missing": number, "per_minute": limit, "seconds": round(seconds, 3), "message": message}
         return [Record("replacements", about)]

@@ -50,6 +50,7 @@ _EPOCHS_AHEAD = 1_000
 _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
 _LONGEST_TEXT, _LONGEST_REPORT = 2_000, 1_000_000
+_MOST_KINDS = 100  # of state, or of memory
 _MOST_DIMENSIONS = 16  # the product of the numbers of a longer shape takes time that grows with its square
 _MOST_REASONS, _LONGEST_REASON = 64, 200
 _ADDRESS = re.compile(r"\S{1,300}")
@@ -256,6 +257,8 @@ def _refused_report(
     bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
 ) -> str:
     """Why the controller refuses the content of a report."""
+    if any(len(getattr(message, name, "")) > _LONGEST_TEXT for name in ("reason", "extension", "action")):
+        return SIZE
     match message:
         case m.Ready(rank, address):
             return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
@@ -288,7 +291,8 @@ def _refused_report(
         case m.Heartbeat(action=text) | m.GroupLost(reason=text):
             return SIZE if len(text) > _LONGEST_TEXT else ""
         case m.Finished(state_bytes=state, peak_bytes=peak):
-            return SIZE if len(state) + len(peak) > _LONGEST_TEXT else ""
+            names = [*state, *peak]
+            return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > _LONGEST_TEXT else ""
         case m.CaughtUp() | m.Leaving():
             return ""
     return DIRECTION

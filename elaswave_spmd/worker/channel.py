@@ -164,6 +164,13 @@ class SocketChannel:
         return Incoming(envelope.sender, message, arrived(message, payload, self._device))
 
 
+def elements_in(envelope: Envelope, message: m.AnyMessage, compute: torch.dtype) -> int | None:
+    """The elements of an envelope's payload, of the dtype that the message has; None: it came without one."""
+    if not envelope.payloads:
+        return None
+    return sum(payload.nbytes for payload in envelope.payloads) // payload_dtype(message, compute).itemsize
+
+
 def decoded(envelope: Envelope, links: Links) -> m.AnyMessage | None:
     """The message in an envelope that came to a worker; None if it is none, or not for a worker, which is counted."""
     try:

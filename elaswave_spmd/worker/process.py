@@ -23,7 +23,7 @@ from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox, PeerClosed
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded
+from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded, elements_in
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerHooks
@@ -37,7 +37,7 @@ from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.plan_run import RunPlan, make_context, make_programs, plan_run
 from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import StagePrograms
-from elaswave_spmd.worker.spec import WorkerSpec
+from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
 from elaswave_spmd.worker.tracing import TracedChannel, open_trace
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -164,7 +164,8 @@ class WorkerProcess:
         Returns:
             The configuration, and what arrived before it from members that entered it earlier.
         """
-        early: list[Envelope] = []
+        early: dict[tuple[int, bytes], Envelope] = {}  # in the order in which they came, each message once
+        bounds = message_bounds(plan.job, plan.description.layout)
         while True:
             item = self._mailbox.get()
             # Interrupted by SIGTERM: a worker that is no member may go, and need not be let go.
@@ -179,7 +180,10 @@ class WorkerProcess:
                 break
             if isinstance(message, m.Stop):
                 raise WorkerStopped
-            early.append(item)  # of a member that entered this epoch first; the channel delivers it
+            if why := bounds.refused_payload(message, elements_in(item, message, plan.job.torch_dtype)):
+                self._links.reject(why)
+                continue
+            early[item.sender, item.header] = item  # of a member that entered this epoch first; the channel delivers it
         self._progress.waiting = False  # the first action may take long
         self._members_changed(message)
         others = [peer for peer in message.addresses if peer != self._rank]
@@ -187,7 +191,7 @@ class WorkerProcess:
         if others:
             # Each worker measures the link to the next one in the ring of ranks.
             self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))
-        return Configuration.from_message(plan.placement, message), early
+        return Configuration.from_message(plan.placement, message), list(early.values())
 
     def _make_executor(
         self, plan: RunPlan, programs: StagePrograms, first: Configuration, channel: SocketChannel

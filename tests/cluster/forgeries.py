@@ -162,6 +162,7 @@ class Fuzzed:
             2: lambda: whole + draw.randbytes(draw.randint(1, 20)),
             3: lambda: self._with_other_field(whole, draw),
             4: lambda: self._with_other_field(whole, draw),
+            5: lambda: whole[: draw.randrange(len(whole))] + b"\x91" * draw.randint(1, 5000),  # arrays in arrays
         }
         for _ in range(count):
             yield mutations[draw.randrange(len(mutations))]()

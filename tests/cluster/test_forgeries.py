@@ -179,6 +179,20 @@ def test_without_either_check_a_forged_message_ends_a_run_or_changes_it(check: s
     assert any(failures)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Damaged(SENDER, 2, 3, (PAGES,), "x" * 5000),
+        m.Applied(4, 2, SENDER, 2.5, 1.5, True, "x" * 5000),
+        m.Heartbeat(SENDER, 1, False, "x" * 5000),
+        m.Finished(SENDER, 2, {"x" * 5000: 1}, {}),
+        m.Finished(SENDER, 2, {}, {str(i): i for i in range(500)}),
+    ],
+)
+def test_texts_that_reach_events_have_a_limit(message: m.AnyMessage) -> None:
+    assert by_controller(message, SENDER, None) == admission.SIZE
+
+
 def test_a_worker_is_ready_once() -> None:
     known = replace(AT_CONTROLLER, ready={SENDER})
     assert refused_by_controller(BOUNDS, m.Ready(SENDER, "tcp://127.0.0.1:1"), SENDER, None, known)

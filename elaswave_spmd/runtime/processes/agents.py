@@ -24,6 +24,7 @@ from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
 _CONNECT_TIMEOUT_S = 5.0
+_MOST_REFUSED = 100  # agents whose refusals are told
 _REQUEST_TIMEOUT_S = 2.0  # a silent machine must not delay the end of a run that has another reason to end
 _GOODBYE_TIMEOUT_S = 10.0
 
@@ -223,7 +224,7 @@ class Agents:
     def _handle_message(self, agent: Agent, message: am.AnyAgentMessage | None) -> None:
         """Handle a message of an agent of the run; None: one that could not be decoded."""
         match message:
-            case am.Prepared():
+            case am.Prepared() if self._preparing:
                 agent.prepared = True
             case am.Refusals(counts):
                 self._refusals[agent.peer] = Counter(counts)
@@ -273,7 +274,8 @@ class Agents:
         else:
             self._agents[peer] = Agent(peer, hello.host, hello.capacity)
             return
-        self._refused.append(refusal.what)
+        if len(self._refused) < _MOST_REFUSED:
+            self._refused.append(refusal.what)
         self._links.send(peer, am.encode(am.Refused(am.Problem.from_error(refusal))))
 
     def _lose(self, agent: Agent, reason: str, problem: Exception | None = None) -> None:

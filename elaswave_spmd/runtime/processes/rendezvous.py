@@ -292,9 +292,9 @@ class _Inquiry:
         self._dealer = _new_socket(self._context, zmq.DEALER)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, int(1e3 * _RETRY_S))
         keys.secure_client(self._dealer)
-        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_CONNECTED | _FAILED_HANDSHAKES, _MONITOR)
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
+        self._monitor = self._dealer.get_monitor_socket(events, _MONITOR)
         self._dealer.connect(address)
-        self._dealer.send(msgspec.msgpack.encode(Question(FORMAT_VERSION)))
 
     def __enter__(self) -> _Inquiry:
         return self
@@ -315,7 +315,7 @@ class _Inquiry:
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        listens, refusals = False, 0
+        patience, listens, refusals = deadline, False, 0
         while (left := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(int(1e3 * left) + 1))
             if self._dealer in ready:
@@ -324,8 +324,15 @@ class _Inquiry:
                 continue
             event, _ = _MONITOR_EVENT.unpack(self._monitor.recv_multipart()[0])
             if event == zmq.EVENT_CONNECTED:
-                if not listens:
-                    listens, deadline = True, time.monotonic() + _ANSWER_TIMEOUT_S
+                listens, deadline = True, time.monotonic() + _ANSWER_TIMEOUT_S
+                continue
+            if event == zmq.EVENT_DISCONNECTED:  # it has ended: another one may listen there soon
+                listens, deadline = False, patience
+                continue
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                # Asked on every connection: a controller that ends takes the question along.
+                self._dealer.send(msgspec.msgpack.encode(Question(FORMAT_VERSION)))
+                refusals = 0
                 continue
             # A connection that only ends may have met the end of a controller, or a machine that is too busy.
             refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _REFUSALS

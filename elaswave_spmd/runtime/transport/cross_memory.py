@@ -160,7 +160,10 @@ class RemoteReader:
             BufferWithdrawn: the offer no longer stands, or the process has ended.
             PermissionError: the kernel does not let this process read that one.
         """
-        copy = np.empty(buffer.num_bytes, np.uint8)
+        try:
+            copy = np.empty(buffer.num_bytes, np.uint8)
+        except MemoryError as error:
+            raise BufferWithdrawn(f"process {buffer.pid}: {buffer.num_bytes:,} bytes do not fit here") from error
         slot = np.zeros(1, np.int64)
         local = (_IoVector * 2)((copy.ctypes.data, buffer.num_bytes), (slot.ctypes.data, slot.nbytes))
         remote = (_IoVector * 2)((buffer.address, buffer.num_bytes), (buffer.slot, slot.nbytes))

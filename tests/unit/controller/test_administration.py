@@ -266,6 +266,13 @@ def test_members_of_a_run_that_is_not_elastic_stay(make: Callable[..., World], b
     assert world.ask(command="status")["version"] == 0
 
 
+@pytest.mark.parametrize("body", [{"command": "add", "count": 1}, {"command": "drain", "ranks": [1]}])
+def test_nobody_joins_or_leaves_a_run_that_is_about_to_stop(world: World, body: dict[str, Any]) -> None:
+    world.start()
+    world.protocol.stop("asked to")
+    assert "about to stop" in world.refusal(**body)
+
+
 @pytest.mark.parametrize("command", [None, "stop", 7, ["status"]])
 def test_other_commands_are_refused(world: World, command: object) -> None:
     assert "exists: status, add, drain" in world.refusal(command=command)

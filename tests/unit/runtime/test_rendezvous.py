@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -164,6 +164,27 @@ def test_a_listener_that_never_answers_is_not_a_controller(monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError) as caught:
         find_controller("127.0.0.1", silent.getsockname()[1], SECRET, 5.0)
     assert caught.value.what.startswith("no run is announced at 127.0.0.1:")
+
+
+def test_a_controller_that_ends_before_it_answers_makes_room_for_the_next(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question goes with the first one, so the second is asked as well."""
+    asked = threading.Event()
+    first = Rendezvous("127.0.0.1", port, SECRET)
+    monkeypatch.setattr(first, "_reply", lambda _: asked.set())
+    first.announce("tcp://127.0.0.1:1", KEYS)
+    found: list[str] = []
+    agent = threading.Thread(
+        target=lambda: found.append(find_controller("127.0.0.1", port, SECRET, 60.0).address), daemon=True
+    )
+    agent.start()
+    assert asked.wait(60.0)
+    first.close()
+    with closing(Rendezvous("127.0.0.1", port, SECRET)) as second:
+        second.announce(ADDRESS, KEYS)
+        agent.join(60.0)
+    assert found == [ADDRESS]
 
 
 def test_a_taken_port_is_refused(controller: Rendezvous, port: int) -> None:
