@@ -325,8 +325,10 @@ class FailureHandler:
         ranks, started = self._replacements.due(now, spares=False)
         self._lost_before.update(dict.fromkeys(ranks, number))
         awaited = ranks[0] if ranks and number < (2 if is_late else _MOST_STARTS) else None
-        # Ended here: it may live, and be late, and a worker that the first mesh does not wait for is none of its own.
-        return [record, Kill(rank), *self._protocol.lost(rank, reason, replacement=awaited), *started]
+        change = self._protocol.lost(rank, reason, replacement=awaited)
+        # It may live, and be late: who is no member of the first mesh is not removed from it, and is ended here.
+        ended = [] if RemoveMember(rank, lost=True) in change else [Kill(rank)]
+        return [record, *ended, *change, *started]
 
     def _record_loss(self, rank: int, reason: str, phase: str, message: str) -> Record:
         """The event of a worker that is lost as no member of the mesh."""

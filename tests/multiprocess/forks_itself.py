@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
@@ -49,6 +50,9 @@ def main() -> None:
     fork_server.spawn(0, {"return": 7})
     ended = exits(fork_server, 1)
     pid = fork_server.spawn(1, {"sleep": 60})
+    deadline = time.monotonic() + 300
+    while not ignores(pid, signal.SIGHUP) and time.monotonic() < deadline:  # until the worker has set itself up
+        time.sleep(0.01)
     said["ignores_hup"] = [ignores(pid, signal.SIGHUP) for pid in (fork_server.pid, pid)]
     fork_server.signal(1, 9)
     ended += exits(fork_server, 1)

@@ -168,7 +168,8 @@ def test_a_death_on_another_machine_ends_a_run_that_is_not_elastic(
         of_run = end_of(run.process)
         agent.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
         run.finish()
-    assert of_run.code == 1 and re.fullmatch(message, of_run.err.strip()), of_run
+    what, advice = of_run.err.strip().splitlines()
+    assert of_run.code == 1 and re.fullmatch(message, what) and advice.startswith("nothing to resume: "), of_run
 
 
 @pytest.mark.parametrize(("victim", "num_agents"), [(killed_agent, 0), (remote_worker, 1)], ids=["agent", "worker"])

@@ -138,9 +138,10 @@ def test_who_ignores_hangups_has_workers_that_do(tmp_path: Path, before: str):
     assert run_here(tmp_path, f"{before}; {ignore}")["ignores_hup"] == [True, True]
 
 
-def test_who_handles_hangups_has_workers_that_do_not_ignore_them(tmp_path: Path):
+def test_workers_leave_hangups_to_the_command_that_handles_them(tmp_path: Path):
+    """A hangup reaches the whole group: the controller answers for all."""
     handle = "import signal; signal.signal(signal.SIGHUP, lambda *_: None)"
-    assert run_here(tmp_path, handle)["ignores_hup"] == [False, False]
+    assert run_here(tmp_path, handle)["ignores_hup"] == [False, True]
 
 
 def run_here(tmp_path: Path, before: str) -> dict[str, Any]:

@@ -23,8 +23,9 @@ MAX_FRAME_BYTES = FRAME_BYTES + 64
 
 MAX_PAYLOADS = 255
 
-# Sender, kind, number of payloads, bytes of the header; the bytes of each payload follow as 64-bit numbers.
-_PREFIX = struct.Struct("<iBBI")
+# Sender, number of its link, kind, number of payloads, bytes of the header; the bytes of each payload follow as 64-bit
+# numbers.
+_PREFIX = struct.Struct("<iIBBI")
 _SIZE_BYTES = 8
 # libzmq reads from a connection in batches of 8 KiB, and delivers the messages within a batch at any byte offset.
 # Payloads below this size are therefore copied, which aligns them; larger ones have memory of their own.
@@ -65,25 +66,31 @@ class MessageLimits:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as it arrived; see `Links` for the kinds."""
+    """A message as it arrived; see `Links` for the kinds.
+
+    Args:
+        link: number of the sender's link; a later link of a sender has a larger one.
+    """
 
     sender: int
+    link: int
     kind: int
     header: bytes
     payloads: tuple[memoryview, ...]
 
 
 def frames_of(
-    sender: int, kind: int, header: bytes, views: Sequence[memoryview], frame_bytes: int | None
+    sender: int, link: int, kind: int, header: bytes, views: Sequence[memoryview], frame_bytes: int | None
 ) -> tuple[bytes, list[memoryview]]:
     """The head of a message, and the frames that follow it.
 
     Args:
+        link: number of the link that it goes over.
         views: the payloads, contiguous.
         frame_bytes: the largest frame; None for any size.
     """
     sizes = [view.nbytes for view in views]
-    head = _PREFIX.pack(sender, kind, len(views), len(header)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    head = _PREFIX.pack(sender, link, kind, len(views), len(header)) + struct.pack(f"<{len(sizes)}Q", *sizes)
     if frame_bytes is None:
         return head + header, list(views)
     rest = [piece for view in views for piece in _pieces(view, frame_bytes)]
@@ -133,7 +140,7 @@ class MessageReader:
     def _rest_of(self, head: bytes) -> Message:
         if len(head) < _PREFIX.size:
             raise MessageRejected(MALFORMED)
-        sender, kind, count, header_bytes = _PREFIX.unpack_from(head)
+        sender, link, kind, count, header_bytes = _PREFIX.unpack_from(head)
         if header_bytes > self._limits.header_bytes:
             raise MessageRejected(TOO_LARGE)
         start = _PREFIX.size + _SIZE_BYTES * count
@@ -147,7 +154,7 @@ class MessageReader:
         payloads = tuple([self._read(size) for size in sizes])
         if self._pull.getsockopt(zmq.RCVMORE):
             raise MessageRejected(MALFORMED)
-        return Message(sender, kind, header, payloads)
+        return Message(sender, link, kind, header, payloads)
 
     def _read(self, size: int) -> memoryview:
         """The next payload, of the size that was declared: one frame, or pieces that are copied into one buffer."""

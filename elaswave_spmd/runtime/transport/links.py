@@ -173,7 +173,7 @@ class _Link:
             raise ValueError(f"{len(views)} payloads in one message, which has at most {MAX_PAYLOADS}")
         size = sum(view.nbytes for view in views)
         offered = self._offer_large(views) if immutable and self.peer_can_read else 0
-        head, frames = frames_of(self._me, kind | offered, header, views, self._frame_bytes)
+        head, frames = frames_of(self._me, self._number, kind | offered, header, views, self._frame_bytes)
         # The lock also keeps the frames of two threads' messages apart.
         with self.lock:
             sent = self.open is not None and self._put(self.open, head, frames)
@@ -266,7 +266,9 @@ class Links:
         self._offered: OfferedBuffers | None = offered
         self._reader: RemoteReader | None = reader
         self._readable: dict[int, int] = {}  # peer -> number of the reading test that succeeded here
-        self._broken: set[int] = set()  # peers whose messages are dropped: a buffer was lost. Event-loop thread only
+        # Peer -> its newest link on which a buffer was lost: the rest of that link, or of an older one, is dropped,
+        # also what is read after the first message of the next link. Event-loop thread only.
+        self._broken: dict[int, int] = {}
         self._links: dict[int, _Link] = {}
         self._num_connects = 0
         self._edit = threading.Lock()  # guards _links and closing; never held while sending
@@ -439,7 +441,7 @@ class Links:
             self._handle_handshake(message)
         elif kind > _LAST_OFFERED or kind >> len(message.payloads):
             raise MessageRejected(MALFORMED)
-        elif sender not in self._broken:
+        elif message.link > self._broken.get(sender, -1):
             whole = self._copy_offered(message) if kind else message.payloads
             if whole is not None:
                 self._mailbox.put(Envelope(sender, message.header, whole))
@@ -451,7 +453,6 @@ class Links:
             raise MessageRejected(MALFORMED)
         if kind == _TRY_READING:  # the first message on a link
             buffer = _decode_buffer(message.header, len(_READING_TEST))
-            self._broken.discard(sender)
             with contextlib.suppress(BufferWithdrawn, PermissionError):
                 if self._reader is not None and self._reader.read(buffer) == _READING_TEST:
                     with self._edit:
@@ -495,7 +496,7 @@ class Links:
             try:
                 whole[i] = self._reader.read(buffer)
             except (BufferWithdrawn, PermissionError):
-                self._broken.add(sender)
+                self._broken[sender] = max(message.link, self._broken.get(sender, -1))
                 return None
             if (link := self._links.get(sender)) is not None:
                 link.send(_OFFER_NUMBER.pack(buffer.number), kind=_COPIED)
