@@ -1,7 +1,8 @@
 # All targets need Python 3.10 to 3.13 with venv, git and make, and nothing else; they set up .venv in this folder.
 #   make train       a run on four workers
 #   make check       lint, types, unit tests with few examples of each property, 200 random schedules: before each commit
-#   make test        all tests
+#   make test        all tests but the next two kinds
+#   make test-faults the tests that kill and stop processes and hosts of real runs
 #   make test-xla    the tests that need PyTorch/XLA
 #   make golden      bits and outcomes as recorded in tests/golden.json: 192 simulated runs, 8 real ones, 2,000 schedules
 #   make soak        40 faults at awkward moments of real runs, drawn from a seed: 2 to 4 minutes on two cores
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train check check-units check-schedules test test-xla golden soak lint clean
+.PHONY: train check check-units check-schedules test test-faults test-xla golden soak lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -36,7 +37,10 @@ check-schedules: $(STAMP)
 # Three processes for two cores: tests of real runs wait now and then for what workers do. Files stay whole, so that the
 # tests of one file share what its fixtures have run; tests/conftest.py puts the longest files first.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/faults $(TEST_ARGS)
+
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/faults $(TEST_ARGS)
 
 golden: $(STAMP)
 	$(BIN)/python -m tests.golden check --jobs 2
