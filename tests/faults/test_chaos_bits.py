@@ -156,7 +156,8 @@ def test_a_fault_changes_no_bit(tmp_path: Path, undisturbed: Undisturbed, name: 
     if first["event"] == "fail":
         # Who dies may have been the only one that had applied the step before: then nobody knows that it was decided.
         assert step - 2 <= first["after_step"] <= step
-        assert first["microbatches_redone"] >= (first["after_step"] < step and "backward" in case.events[0])
+        # If the step before is the one that is recovered, all of its gradients may be reduced already.
+        assert first["microbatches_redone"] >= (first["after_step"] == step - 1 and "backward" in case.events[0])
     # A planned change computes nothing again; but where somebody has begun the next step, micro-batches of that step
     # move.
     assert changes.of_kind("recovered")[0]["step"] == first["after_step"] + 1

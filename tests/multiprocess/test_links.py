@@ -89,7 +89,7 @@ def test_payloads_arrive_whole_and_aligned_to_8_bytes(ends: Ends):
         assert np.array_equal(array, expected)
         assert array.size == 0 or array.ctypes.data % 8 == 0
     assert one.messages_sent(1) == 1
-    assert one.bytes_sent(1) == sum(sizes) + 10 + 8 * len(sizes) + len(b"head")
+    assert one.bytes_sent(1) == sum(sizes) + 14 + 8 * len(sizes) + len(b"head")
 
 
 def test_messages_of_one_sender_keep_their_order_whatever_their_size(ends: Ends):
