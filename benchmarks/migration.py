@@ -99,7 +99,7 @@ def move(cache: Path, width: int) -> Move:
 
 
 def of_run(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Move:
-    """What the move in a run cost."""
+    """The costs of the move in a run."""
     told = [event for event in events if event["event"] == "rebalance"]
     if not told or not any("layers by cost" in str(event["reason"]) for event in told):
         raise RuntimeError(f"no layer has moved: {[event['event'] for event in events]}")

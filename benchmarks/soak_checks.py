@@ -1,4 +1,4 @@
-"""What must hold of a run after a soak's faults, by what was done and what the run wrote. Pure functions."""
+"""Checks of a run after a soak's faults, by what was done and what the run wrote. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `soak` does to a run: a plan, drawn from a seed. Nothing here starts, waits or reads anything.
+"""Plans of the faults that `soak` puts into a run, drawn from a seed. Nothing here starts, waits or reads anything.
 
 A plan is a mesh, settings, and faults in order. When a fault comes is told by what the run does (a moment), so a plan
 that is run again meets the same moments, in other microseconds.

@@ -73,7 +73,7 @@ class _Ended(Exception):  # noqa: N818
 
 @dataclass
 class Report:
-    """What was done to a run, and what was found.
+    """A record of the faults that a run was given, and of the problems that were found.
 
     Args:
         missed: moments that did not come within their time; their faults came at any moment.
@@ -110,7 +110,7 @@ class _Lines:
 
 
 class Watch:
-    """What a run shows of itself."""
+    """A reader of the files that a run writes while it goes on."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -531,7 +531,7 @@ class Soak:
         self.report.looks += 1
 
     def _check(self, standard: Outcome) -> None:
-        """What must hold of a run that has finished."""
+        """Checks a run that has finished."""
         problems = self.report.problems
         try:
             found = read_outcome(self._watch.run_dir, self._place.steps)

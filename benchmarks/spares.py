@@ -42,7 +42,7 @@ _IDLE_S = 2.0  # over which the processor time of a spare is taken
 
 @dataclass
 class Launch:
-    """What one run showed. Times in seconds."""
+    """The times of one run, in seconds."""
 
     placed: list[float] = field(default_factory=list)
     committed: list[float] = field(default_factory=list)

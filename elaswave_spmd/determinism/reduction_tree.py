@@ -21,31 +21,29 @@ def split(node: Node) -> int:
     return lo + (1 << ((hi - lo - 1).bit_length() - 1))
 
 
-def path(node: Node, num_microbatches: int) -> list[Node]:
-    """The nodes from the root down to `node`, both included."""
+def _descend(node: Node, num_microbatches: int) -> list[Node]:
+    """The nodes from the root down to the smallest one that holds all of (lo, hi), which lies in the root."""
     at: Node = (0, num_microbatches)
-    assert 0 <= node[0] < node[1] <= num_microbatches, (node, num_microbatches)
-    found: list[Node] = [at]
-    while at != node:
+    found = [at]
+    while at != node and at[1] - at[0] > 1:
         middle = split(at)
         at = (at[0], middle) if node[1] <= middle else (middle, at[1])
-        assert at[0] <= node[0] and node[1] <= at[1], (
-            f"{node} is not a node of the tree over {num_microbatches} micro-batches"
-        )
+        if not (at[0] <= node[0] and node[1] <= at[1]):
+            break
         found.append(at)
+    return found
+
+
+def path(node: Node, num_microbatches: int) -> list[Node]:
+    """The nodes from the root down to `node`, both included."""
+    found = _descend(node, num_microbatches) if 0 <= node[0] < node[1] <= num_microbatches else []
+    assert found and found[-1] == node, f"{node} is not a node of the tree over {num_microbatches} micro-batches"
     return found
 
 
 def is_node(node: Node, num_microbatches: int) -> bool:
     """True if (lo, hi) is a node of the tree over so many micro-batches."""
-    lo, hi = node
-    if not 0 <= lo < hi <= num_microbatches:
-        return False
-    at: Node = (0, num_microbatches)
-    while at[0] <= lo and hi <= at[1] and at != node:
-        middle = split(at)
-        at = (at[0], middle) if hi <= middle else (middle, at[1])
-    return at == node
+    return 0 <= node[0] < node[1] <= num_microbatches and _descend(node, num_microbatches)[-1] == node
 
 
 def sibling_in(parent: Node, half: Node) -> Node:

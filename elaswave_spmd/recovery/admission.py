@@ -288,12 +288,10 @@ def _refused_report(
             return SIZE if len(report) > _LONGEST_REPORT else ""
         case m.Heartbeat(rejected=rejected) if not _are_counts(rejected):
             return SIZE
-        case m.Heartbeat(action=text) | m.GroupLost(reason=text):
-            return SIZE if len(text) > _LONGEST_TEXT else ""
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]
             return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > _LONGEST_TEXT else ""
-        case m.CaughtUp() | m.Leaving():
+        case m.Heartbeat() | m.GroupLost() | m.CaughtUp() | m.Leaving():
             return ""
     return DIRECTION
 

@@ -39,9 +39,9 @@ class PipelineAction:
         if self.kind == FORWARD:
             return (PipelineAction(self.stage - 1, FORWARD, self.microbatch),) if self.stage else ()
         own = PipelineAction(self.stage, FORWARD, self.microbatch)
-        return (
-            (own, PipelineAction(self.stage + 1, BACKWARD, self.microbatch)) if self.stage < num_stages - 1 else (own,)
-        )
+        if self.stage == num_stages - 1:
+            return (own,)
+        return own, PipelineAction(self.stage + 1, BACKWARD, self.microbatch)
 
 
 Schedule = Mapping[int, tuple[PipelineAction, ...]]

@@ -213,14 +213,19 @@ def test_a_worker_that_is_killed_while_workers_of_a_restart_start(tmp_path: Path
 # ---- replacements
 
 
+def kill_a_worker_and_its_replacement(held: Held) -> None:
+    """Kills worker 1 after step 3, and the one that takes its place while it starts."""
+    held.let_go()
+    held.run.wait_for_steps(3)
+    (held.hold / "go").unlink()
+    pids = held.pids()
+    os.kill(pids[1], signal.SIGKILL)
+    os.kill(held.wait_for_new(*pids.values()), signal.SIGKILL)
+
+
 def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path, undisturbed: Undisturbed) -> None:
     with held_run(tmp_path, *PATIENT, "mesh=dp2", "elastic.replace=true") as held:
-        held.let_go()
-        held.run.wait_for_steps(3)
-        (held.hold / "go").unlink()
-        pids = held.pids()
-        os.kill(pids[1], signal.SIGKILL)
-        os.kill(held.wait_for_new(*pids.values()), signal.SIGKILL)
+        kill_a_worker_and_its_replacement(held)
         held.wait_for("fail", 2)
         held.let_go()
         held.wait_for("join")
@@ -232,12 +237,7 @@ def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path, und
 def test_the_limit_of_replacements_is_said_once(tmp_path: Path, undisturbed: Undisturbed) -> None:
     settings = ["mesh=dp2", "elastic.replace=true", "elastic.replacements_per_minute=1"]
     with held_run(tmp_path, *PATIENT, *settings) as held:
-        held.let_go()
-        held.run.wait_for_steps(3)
-        (held.hold / "go").unlink()
-        pids = held.pids()
-        os.kill(pids[1], signal.SIGKILL)
-        os.kill(held.wait_for_new(*pids.values()), signal.SIGKILL)
+        kill_a_worker_and_its_replacement(held)
         limit = held.wait_for("replacements")
         done = held.finish()
         assert_bits(tmp_path, undisturbed, done)

@@ -99,7 +99,7 @@ class Refused(AgentMessage, frozen=True):
 
 
 class PrepareRun(AgentMessage, frozen=True):
-    """PrepareRun the data that `settings` ask for, equal to the controller's `data`, and the fork server."""
+    """Prepare the data that `settings` ask for, equal to the controller's `data`, and the fork server."""
 
     num_workers: int  # of the whole run
     settings: dict[str, Any]
