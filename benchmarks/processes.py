@@ -133,6 +133,16 @@ def processes_with(mark: str) -> dict[int, int]:
     return found
 
 
+def command_lines() -> dict[int, tuple[str, ...]]:
+    """Process id -> words of the command line, of all living processes that may be looked at (Linux)."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # no process, or it has just ended
+            if entry.name.isdigit() and (words := (entry / "cmdline").read_bytes()):
+                found[int(entry.name)] = tuple(words.decode(errors="replace").split("\0"))
+    return found
+
+
 def in_use(path: Path) -> bool:
     """True if a living process has the file open or mapped (Linux)."""
     sought = f" {path}\n".encode()

@@ -70,8 +70,7 @@ def main(arguments: Sequence[str], program: str) -> int:
             links.connect(CONTROLLER, found.address)
             if links.wait_connected([CONTROLLER], _CONNECT_TIMEOUT_S):
                 raise RunError(f"the controller cannot be reached at {found.address} (its runtime.host)")
-            own = {"directory": scratch.path, "host": address, "death_watch": None}
-            agent = Agent(links, mailbox, fork_server, own)
+            agent = Agent(links, mailbox, fork_server, scratch, {"host": address, "death_watch": None})
             # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
             with StopSignals(_OF_TERMINALS) as signals, signals.as_events(_tell, count=1):
                 agent.serve(options.name or socket.gethostname(), options.workers, options.rendezvous)
@@ -95,16 +94,23 @@ class Agent:
     """Carries out the controller's orders on this machine, from the begin to the end of `serve`.
 
     Args:
-        own: the keys that replace those of the controller in the specification of each worker here: `directory`,
-            `host`, later `data`; and `death_watch`, None, as a robust mutex is shared memory of one machine.
+        scratch: the directory of the fork server's sockets.
+        own: the keys that replace those of the controller in the specification of each worker here: `host`, later
+            `data`; and `death_watch`, None, as a robust mutex is shared memory of one machine.
     """
 
     def __init__(
-        self, links: Links, mailbox: SelectableMailbox, fork_server: ForkServerClient, own: dict[str, Any]
+        self,
+        links: Links,
+        mailbox: SelectableMailbox,
+        fork_server: ForkServerClient,
+        scratch: Scratch,
+        own: dict[str, Any],
     ) -> None:
         self._links = links
         self._mailbox = mailbox
         self._fork_server = fork_server
+        self._scratch = scratch
         self._own = own
         self._refused: dict[str, int] = {}
 
@@ -146,9 +152,7 @@ class Agent:
     def _turn(self) -> bool:
         """Wait for messages and for ends of workers, and handle them. Returns True when the run is over."""
         select.select([self._mailbox, self._fork_server], [], [], _LOOK_S)
-        if (refused := self._links.rejected) != self._refused:
-            self._refused = refused
-            self._send(am.Refusals(refused))
+        self._report_refusals()
         if any([self._handle(item) for item in self._mailbox.take_all()]):  # a list: all of them are handled
             return True
         self._report_exits(self._fork_server.poll())
@@ -162,10 +166,11 @@ class Agent:
             case am.PrepareRun(num_workers, settings, data):
                 self._prepare(num_workers, Settings.from_dict(settings), PreparedData.from_dict(data))
             case am.Spawn(rank, spec):
-                self._fork_server.spawn(rank, spec | self._own)
+                self._fork_server.spawn(rank, spec | self._own | {"directory": self._scratch.path})
             case am.Signal(rank, number):
                 self._fork_server.signal(rank, number)
             case am.ReportExits():
+                self._report_refusals()
                 self._fork_server.signal(-1, 0)  # to no process; the answer follows the notices of all that have ended
                 self._report_exits(self._fork_server.poll())
                 self._send(am.ExitsReported())
@@ -210,12 +215,18 @@ class Agent:
         if start == WorkerStart():
             return
         self._fork_server.stop(0.0)
-        os.makedirs(self._own["directory"], mode=0o700, exist_ok=True)  # the fork server has removed it at its end
-        self._fork_server = start_fork_server(start, self._own["directory"], orphan_grace_s)
+        self._scratch.make_again()
+        self._fork_server = start_fork_server(start, self._scratch.path, orphan_grace_s)
 
     def _report_exits(self, exits: Sequence[Exited]) -> None:
         for exited in exits:
             self._send(am.WorkerExited(exited.rank, exited.pid, exited.code, exited.signal))
+
+    def _report_refusals(self) -> None:
+        """Report the numbers of what the links have refused, if they have grown."""
+        if (refused := self._links.rejected) != self._refused:
+            self._refused = refused
+            self._send(am.Refusals(refused))
 
     def _send(self, message: am.AgentMessage) -> None:
         self._links.send(CONTROLLER, am.encode(message))

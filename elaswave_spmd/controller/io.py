@@ -21,6 +21,7 @@ import msgspec
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import GROUP, RuntimeSettings, endpoint
+from elaswave_spmd.controller.admin_client import SOCKET
 from elaswave_spmd.controller.admin_server import ControlSocket
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
@@ -50,6 +51,7 @@ from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.rendezvous import is_loopback, resolve_address
+from elaswave_spmd.runtime.processes.scratch import remove_with
 from elaswave_spmd.runtime.processes.stop_signals import signal_name
 from elaswave_spmd.runtime.transport.credentials import Credentials, make_credentials
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
@@ -116,6 +118,13 @@ class ControllerIO(Protocol):
         """Count a message that was refused."""
         ...
 
+    def last_rejections(self) -> list[Rejected]:
+        """What was refused since the last event of this kind, here and by agents, now that the run ends.
+
+        Waits for the answers of agents for up to 2 seconds.
+        """
+        ...
+
     def report_exits(self) -> None:
         """Put WorkerEnded of every process that has ended by now, and then ExitsReported, among the next events."""
         ...
@@ -180,6 +189,7 @@ class ProcessIO:
         settings = plan.settings
         self._launcher = launcher
         self._run_dir = run_dir
+        self._scratch = scratch
         self._mailbox = Mailbox()
         self._ready: deque[Event] = deque()  # events that were found and not returned yet
         self._stops: deque[StopRequested] = deque()  # filled by a signal handler
@@ -284,6 +294,12 @@ class ProcessIO:
     def reject(self, reason: str) -> None:
         self._links.reject(reason)
 
+    def last_rejections(self) -> list[Rejected]:
+        if isinstance(self._launcher, Launcher) and self._launcher.agents is not None:
+            self._launcher.agents.request_exits()  # with which they tell their refusals
+        self._look_at = 0.0
+        return self._rejections()
+
     def report_exits(self) -> None:
         # Signal 0 reaches nobody, but the launcher's answer comes after the notices of all that have ended.
         self._launcher.signal(-1, 0)
@@ -297,6 +313,7 @@ class ProcessIO:
             self._admin = ControlSocket(self._run_dir, self._mailbox)
         except OSError as error:  # a file system without sockets
             return error.strerror or str(error)
+        remove_with(self._scratch, self._run_dir / SOCKET)
         return ""
 
     def journal(self, prepare: Prepare) -> None:

@@ -148,6 +148,8 @@ class Controller:
                 now = self._io.now()
                 self._log.event(event, now)  # before the decision, which may end the run
                 self.execute(self.decide(event, now))
+            for rejected in self._io.last_rejections():
+                self._log.event(rejected, self._io.now())
             if isinstance(self.outcome, RunFinished):
                 self._finish()
             elif isinstance(self.outcome, RunStopped):

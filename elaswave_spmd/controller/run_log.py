@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +18,7 @@ from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
 from elaswave_spmd.controller.summary import RunRecord, make_summary
 from elaswave_spmd.controller.supervision import Sign
+from elaswave_spmd.errors import FilesError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
@@ -362,6 +364,8 @@ class RunLog:
                 self._record.add_pages(message, event.payloads[0])
             case m.Finished() as message:
                 self._record.finished[message.rank] = message
+                if message.rejected:
+                    self._rejections.counted(f"worker {message.rank}", dict(message.rejected), now)
 
     def action(self, action: Action, now: float) -> None:
         """The controller has carried out an action.
@@ -411,6 +415,8 @@ class RunLog:
 
     def stopped(self, error: BaseException) -> None:
         """The run ends before its last step."""
+        with suppress(FilesError):  # the disk is full, which may be why it ends
+            self._rejections.flush()
         self.observer.on_stop(error)
 
     def _committed(self, applied: Applied, now: float) -> None:

@@ -118,7 +118,11 @@ class _Lives:
         scratch = Scratch()
         # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
         # data.
-        launcher = start_launcher(settings, scratch.path, here=here)
+        try:
+            launcher = start_launcher(settings, scratch.path, here=here)
+        except BaseException:
+            scratch.remove()
+            raise
         try:
             data = prepare_data(data_spec(settings))
             # Imported here: it brings torch, which the fork server is importing meanwhile for the workers.

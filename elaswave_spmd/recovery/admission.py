@@ -286,7 +286,7 @@ def _refused_report(
             return DIRECTION if not bounds.spawns else "" if 1 <= count <= at.num_ranks else VALUE
         case m.Failed(report=report):
             return SIZE if len(report) > _LONGEST_REPORT else ""
-        case m.Heartbeat(rejected=rejected) if not _are_counts(rejected):
+        case m.Heartbeat(rejected=rejected) | m.Finished(rejected=rejected) if not _are_counts(rejected):
             return SIZE
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]

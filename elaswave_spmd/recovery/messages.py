@@ -461,12 +461,16 @@ class Finished(Message, frozen=True):
     Args:
         state_bytes: kind of state -> bytes of it on this worker.
         peak_bytes: kind of memory -> the most bytes of it that the worker had.
+        rejected: as in Heartbeat: no other one may follow.
     """
+
+    NUM_OPTIONS = 1
 
     rank: int
     epoch: int
     state_bytes: dict[str, int]
     peak_bytes: dict[str, int]
+    rejected: tuple[tuple[str, int], ...] = ()
 
 
 class Failed(Message, frozen=True):

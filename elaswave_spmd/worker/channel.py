@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,11 @@ class Channel(Protocol):
 
     def reject(self, reason: str) -> None:
         """Count a message that was refused; the controller reports the numbers."""
+        ...
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """The messages and connections that were refused so far: reason -> number."""
         ...
 
 
@@ -150,6 +155,10 @@ class SocketChannel:
 
     def reject(self, reason: str) -> None:
         self._links.reject(reason)
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        return self._links.rejected
 
     def _decode(self, envelope: Envelope) -> Incoming | None:
         """The message with its payload as a tensor; None if it is none, or not for this worker, which is counted."""

@@ -169,7 +169,7 @@ class Executor:
             if part.pages.primary == self.rank:
                 channel.send(CONTROLLER, m.FinalPages(*part.pages.key), part.master)
         sizes = self.state_bytes(), peak_bytes(self._context.device)
-        channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes))
+        channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes, tuple(channel.rejected.items())))
 
     # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter
 

@@ -22,6 +22,7 @@ from elaswave_spmd.controller.events import (
     ExitsReported,
     ManifestWritten,
     Received,
+    Rejected,
     StopRequested,
     Tick,
 )
@@ -204,6 +205,9 @@ class SimulatedIO:
 
     def reject(self, reason: str) -> None:
         self._cluster.rejected[reason] += 1
+
+    def last_rejections(self) -> list[Rejected]:
+        return []
 
     def report_exits(self) -> None:
         self.events.append(ExitsReported())

@@ -162,6 +162,10 @@ class SimulatedChannel:
     def reject(self, reason: str) -> None:
         self._cluster.rejected[reason] += 1
 
+    @property
+    def rejected(self) -> dict[str, int]:
+        return {}  # the cluster counts what all of its workers refuse
+
     def receive_one(self, place: int) -> Incoming:
         """Takes a message out of the inbox, with the faults that happen to its receiver before and after it."""
         message = self.inbox[place].message

@@ -1,6 +1,6 @@
 """Runs that are asked to end: SIGINT and SIGTERM, once and twice, to the command and to its whole process group.
 
-And runs that are killed: nothing stays for long, and the command that resumes them ends.
+And a run whose command is killed. tests/faults/test_killed_together.py has the others that are killed.
 """
 
 from __future__ import annotations
@@ -274,31 +274,6 @@ def test_a_reader_of_the_output_may_leave(tmp_path: Path) -> None:
 
 
 # ---- killed
-
-
-def kill_at_once(*pids: int) -> None:
-    """None of them can react to the end of another."""
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            os.kill(pid, number)
-
-
-def test_killed_with_its_fork_server_a_run_is_cleared_up_by_the_command_that_resumes_it(
-    tmp_path: Path, undisturbed: Path
-) -> None:
-    write_text(tmp_path)
-    model = patient_model.write(tmp_path, tmp_path / "go")
-    with launch(tmp_path, *RUN, *model, "checkpoint.every=2") as run:
-        run.wait_for_steps(8)
-        (fork_server,) = [pid for pid, parent in run.processes().items() if parent == run.process.pid]
-        kill_at_once(run.process.pid, fork_server)
-        run.process.communicate(timeout=PATIENCE_S)  # its pipes are closed by the last of its descendants
-        assert not run.processes() and list(run.sockets.iterdir()), "nobody was left to remove the sockets"
-        (tmp_path / "go").touch()
-        resumed = resume(tmp_path, shlex.join([sys.executable, str(TRAIN), "train.resume=run"]), run)
-        assert (resumed.returncode, resumed.stderr) == (0, ""), resumed
-        assert not list(run.sockets.iterdir()) and not (tmp_path / "run" / "ctl.sock").exists()
-    assert bits(tmp_path / "run") == bits(undisturbed)
 
 
 def test_a_run_is_resumed_when_the_workers_of_its_killed_controller_have_ended(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.processes import processes_with
+from benchmarks.processes import command_lines, processes_with
 from tests.multiprocess.train_server import TrainServer
 from tests.waiting import PATIENCE_S
 
@@ -59,6 +59,10 @@ class Launched:
         fork_servers = {pid for pid, parent in processes.items() if parent == self.process.pid}
         return sorted(pid for pid, parent in processes.items() if parent in fork_servers)
 
+    def removers(self) -> list[int]:
+        """The processes that remove the sockets if all others are killed. Their environment is empty."""
+        return [pid for pid, words in command_lines().items() if any(str(self.sockets) in word for word in words)]
+
     def wait_for_steps(self, steps: int, run_dir: str = "run") -> None:
         """Returns when `steps` steps are in metrics.jsonl."""
         metrics = self.folder / run_dir / "metrics.jsonl"
@@ -68,7 +72,7 @@ class Launched:
         """Waits for the end of the command; asserts that no other process and no socket of it is left."""
         out, err = self.process.communicate(timeout=timeout)
         left = self.processes()
-        assert not left, f"processes left behind: {left}"
+        assert not left and not self.removers(), f"processes left behind: {left}, {self.removers()}"
         assert not list(self.sockets.iterdir()), "sockets left behind"
         return Done(self.process.returncode, out, err)
 

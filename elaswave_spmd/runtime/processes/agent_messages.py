@@ -121,7 +121,7 @@ class Signal(AgentMessage, frozen=True):
 
 
 class ReportExits(AgentMessage, frozen=True):
-    """Report all workers that have ended, then answer ExitsReported."""
+    """Report what was refused, and all workers that have ended, then answer ExitsReported."""
 
 
 class Stop(AgentMessage, frozen=True):

@@ -1,7 +1,8 @@
-"""The directory of a command's sockets, which is removed with its last process, or by the next command.
+"""The directory of a command's sockets, which is removed with its last process, however that ends.
 
 A command and its fork server hold a lock on a file in it, and so do the workers that are forked from there. If all of
-them are killed at once nobody is left to remove it: the next command that makes such a directory beside it does.
+them are killed at once, a process that waits for the lock removes it. Should that one be killed too, the next command
+that makes such a directory beside it does.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+from elaswave_spmd.runtime.processes import scratch_remover
 from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 
 _OWNER = "owner"
@@ -24,6 +28,17 @@ class Scratch:
     """
 
     def __init__(self) -> None:
+        self._make()
+
+    def make_again(self) -> None:
+        """Have another directory instead, for another fork server: the one before has removed its own at its end.
+
+        Under another name: whatever still knows the old one, a process that removes it too, has no part in this one.
+        """
+        self.remove()
+        self._make()
+
+    def _make(self) -> None:
         folder = Path(socket_directory())
         self.path = str(folder)
         _remove_dead(folder.parent)
@@ -31,17 +46,28 @@ class Scratch:
         new = folder / f".{_OWNER}"
         self._held = hold_lock(new)
         new.rename(folder / _OWNER)
+        self._remover = _start_remover(folder)
 
     def remove(self) -> None:
         """Remove the directory, if its fork server has not; once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
+        self._remover.kill()
+        self._remover.wait()
 
 
 def hold_scratch(folder: str) -> None:
     """Hold a `Scratch` as well, with all processes that are forked from this one later."""
-    with contextlib.suppress(FileNotFoundError):  # it was made by other means, or its command has ended
+    # It was made by other means, or its command has ended, and it is being removed.
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
         hold_lock(Path(folder) / _OWNER, os.O_RDWR)
+
+
+def remove_with(folder: str, path: Path) -> None:
+    """Have a file removed together with a `Scratch` whose processes are killed, if it is still the same file then."""
+    # Its name is one line there. One that has a line break stays until the next command.
+    with contextlib.suppress(OSError, UnicodeEncodeError), (Path(folder) / scratch_remover.WITH).open("a") as lines:
+        lines.write(scratch_remover.entry(str(path.absolute())))
 
 
 def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
@@ -53,6 +79,23 @@ def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     fd = os.open(file, flags | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
+
+
+def _start_remover(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that removes the directory if all who hold it are killed.
+
+    In a session of its own, since signals to the command's group are not for it, and with nothing of its streams and
+    environment.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", scratch_remover.__file__, str(folder), _OWNER],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={},
+        start_new_session=True,
+    )
 
 
 def _remove_dead(base: Path) -> None:

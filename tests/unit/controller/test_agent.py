@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +16,12 @@ from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller.agent import Agent
 from elaswave_spmd.controller.startup import data_spec
 from elaswave_spmd.data import prepare_data
+from elaswave_spmd.runtime.devices.selection import WorkerStart
 from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
+from elaswave_spmd.runtime.processes.scratch import Scratch
 from tests.unit.controller.made_up_workers import settings_in
+from tests.waiting import PATIENCE_S, eventually
 
 
 def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
@@ -27,6 +34,37 @@ def test_the_orphans_of_an_agent_have_the_time_that_the_settings_give_them(
     fork_server = SimpleNamespace(pid=0, ready=lambda: told.append("ready"), set_orphan_grace=told.append)
     links = SimpleNamespace(send=lambda peer, header: told.append(am.decode(header)))
     monkeypatch.setattr(module, "raise_fd_limit", lambda workers: None)
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), {})
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, fork_server), cast(Any, None), {})
     agent._prepare(2, settings, data)
     assert told == ["ready", 120.0, am.Prepared()]
+
+
+def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent may be killed while its workers still write their state: their sockets stay as long as they live."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", (base := tempfile.mkdtemp(prefix="ew", dir="/tmp")))
+    started: list[tuple[ForkServerClient, Path]] = []
+
+    def start(_: WorkerStart, folder: str, orphan_grace_s: float, *, here: bool = False) -> ForkServerClient:
+        made = ForkServerClient.start("os:getpid", preload=(), scratch=[folder], orphan_grace_s=orphan_grace_s)
+        made.ready()
+        started.append((made, Path(folder)))
+        return made
+
+    monkeypatch.setattr(module, "start_fork_server", start)
+    scratch, neighbour = Scratch(), Scratch()
+    agent = Agent(cast(Any, None), cast(Any, None), start(WorkerStart(), scratch.path, 5.0), scratch, {})
+    for _ in range(2):
+        agent._restart_fork_server(WorkerStart(method="spawn"), 5.0)
+    folders = [folder for _, folder in started]
+    assert [folder.is_dir() for folder in folders] == [False, False, True] and Path(neighbour.path).is_dir()
+    assert len({*folders}) == 3 and folders[-1] == Path(scratch.path)
+    os.close(scratch._held)  # as if the agent had been killed: its fork server holds the directory, too
+    with (folders[-1] / "owner").open("r+") as owner, pytest.raises(BlockingIOError):
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    started[-1][0].release()
+    eventually(lambda: not folders[-1].exists())
+    scratch._remover.wait(PATIENCE_S)
+    neighbour.remove()
+    os.rmdir(base)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.controller.agent import Agent
 from elaswave_spmd.runtime.processes import agent_messages as am
+from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope
 
@@ -36,7 +37,7 @@ class Counting:
 def handled(sender: int, header: bytes) -> list[str]:
     """The reasons by which an agent counts a message. It has no fork server: whatever it did with one would fail."""
     links = Counting()
-    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, None), {})
+    agent = Agent(cast(Any, links), cast(Any, None), cast(Any, None), cast(Any, None), {})
     assert agent._handle(Envelope(sender, header)) is False
     return links.reasons
 
@@ -58,3 +59,28 @@ def test_ten_thousand_messages_that_are_none_are_counted(drawn: list[bytes], dat
         for wrong in (header, cut, cut + header[:1] * 40):
             if am.try_decode(wrong) is None:
                 assert handled(CONTROLLER, wrong) == [am.UNEXPECTED]
+
+
+class Told:
+    """Links that have refused something, and a fork server of which nothing is left to report."""
+
+    def __init__(self) -> None:
+        self.rejected = {"a reason": 3}
+        self.sent: list[am.AnyAgentMessage | None] = []
+
+    def send(self, _: int, header: bytes) -> None:
+        self.sent.append(am.try_decode(header))
+
+    def signal(self, *_: int) -> bool:
+        return False
+
+    def poll(self) -> list[Exited]:
+        return []
+
+
+def test_an_agent_that_is_asked_tells_what_it_has_refused_by_now() -> None:
+    told = Told()
+    agent = Agent(cast(Any, told), cast(Any, None), cast(Any, told), cast(Any, None), {})
+    for _ in range(2):
+        agent._handle(Envelope(CONTROLLER, am.encode(am.ReportExits())))
+    assert told.sent == [am.Refusals({"a reason": 3}), am.ExitsReported(), am.ExitsReported()]

@@ -19,6 +19,7 @@ from elaswave_spmd.controller.startup import data_spec, make_controller
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, WorkerError
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.admission import EPOCH
 from elaswave_spmd.run_dir import RunDir, RunObserver, read_events
 from elaswave_spmd.runtime.processes import fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
@@ -46,7 +47,7 @@ def scratch() -> Iterator[str]:
 def end(planned: RunPlan, scratch: str, tmp_path: Path) -> Callable[..., tuple[object, str]]:
     """Runs a script to its bad end: the error, and the message of the event `stop`."""
 
-    def run(script: Script, start_timeout_s: float = 60.0) -> tuple[object, str]:
+    def run(script: Script, start_timeout_s: float = 60.0, told: tuple[str, ...] = ()) -> tuple[object, str]:
         workers = Workers(script)
         observer = RunObserver(RunDir.create(tmp_path / "run", "", model="m", mesh="dp2"), board=False)
         fork_server = cast(ForkServerClient, workers)
@@ -59,7 +60,7 @@ def end(planned: RunPlan, scratch: str, tmp_path: Path) -> Callable[..., tuple[o
         workers.stop()
         start, *between, stop = read_events(tmp_path / "run")
         assert (start["event"], stop["event"]) == ("start", "stop")
-        assert {event["event"] for event in between} <= {"fail"}
+        assert {event["event"] for event in between} <= {"fail", *told}
         assert not (tmp_path / "run" / "summary.json").exists()
         return caught.value, stop["message"]
 
@@ -171,8 +172,23 @@ def test_pages_that_are_no_numbers_are_refused(end, planned: RunPlan, num_payloa
         for rank in (0, 1):
             workers.say(m.Finished(rank, 0, {}, {}))
 
-    error, _ = end(script)
+    error, _ = end(script, told=("rejected",))
     assert isinstance(error, RunError) and "pages of the trained weights have not come" in str(error)
+
+
+def test_what_was_refused_in_the_last_second_is_told(end, tmp_path: Path) -> None:
+    """By the controller, which looks at its counts once a second, and by workers, between two heartbeats."""
+
+    def script(workers: Workers) -> None:
+        workers.start(0, 1)
+        workers.say_as(0, m.Prepare(1))
+        for rank in (0, 1):
+            workers.say(m.Finished(rank, 0, {}, {}, (("a reason", 2 + rank),)))
+
+    end(script, told=("rejected",))
+    *_, last, stop = read_events(tmp_path / "run")
+    assert (last["event"], stop["event"]) == ("rejected", "stop")
+    assert last["totals"] == {"a reason": 5, EPOCH: 1}
 
 
 @pytest.fixture

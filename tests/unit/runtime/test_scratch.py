@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_spmd.runtime.processes.scratch import Scratch
+from benchmarks.processes import command_lines
+from elaswave_spmd.runtime.processes.scratch import Scratch, remove_with
 from elaswave_spmd.runtime.transport.links import socket_directory
 from tests.waiting import eventually
 
@@ -56,8 +58,51 @@ def clear_up() -> None:
     Scratch().remove()
 
 
+def removers(folder: str) -> list[int]:
+    """The processes that were told to remove a directory."""
+    return [pid for pid, words in command_lines().items() if folder in words and "scratch_remover" in " ".join(words)]
+
+
+def test_the_last_process_that_is_killed_takes_the_directory_along() -> None:
+    with holder() as (command, folder), holder(folder) as (fork_server, _):
+        eventually(lambda: removers(folder))
+        for killed in (command, fork_server):
+            killed.kill()
+            killed.wait()
+            assert Path(folder).is_dir() and removers(folder), "a forked process holds it too"
+        for forked in (command, fork_server):  # the forked processes end
+            assert forked.stdin is not None
+            forked.stdin.close()
+        eventually(lambda: not Path(folder).exists() and not removers(folder))
+
+
+def test_what_is_removed_with_it_is_left_to_who_has_taken_its_name(base: Path, tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    with holder() as (command, folder):
+        for path in (mine, theirs):
+            path.touch()
+            remove_with(folder, path)
+        theirs.rename(tmp_path / "old")  # else its number may be used again
+        theirs.touch()
+        command.kill()
+        assert command.stdin is not None
+        command.stdin.close()
+        eventually(lambda: not Path(folder).exists() and not removers(folder))
+    assert theirs.exists() and not mine.exists()
+
+
+def test_a_directory_that_is_removed_leaves_no_process() -> None:
+    mine = Scratch()
+    eventually(lambda: removers(mine.path))
+    mine.remove()
+    assert not removers(mine.path)
+
+
 def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
     with holder() as (command, folder), holder(folder) as (fork_server, _):
+        eventually(lambda: removers(folder))
+        for pid in removers(folder):
+            os.kill(pid, signal.SIGKILL)
         clear_up()
         assert Path(folder).is_dir()
         for killed in (command, fork_server):

@@ -1,0 +1,49 @@
+"""The process that removes a directory of sockets when all that hold it have ended, however they did.
+
+A command starts this file as a program of its own, with the directory as its argument (`scratch.Scratch`). It waits for
+the lock that they share: the kernel gives it up with the last of them, even if all were killed at one instant. It is in
+no process group of theirs, has none of their descriptors, and imports next to nothing, so that it costs little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+
+WITH = "with"
+"""A file in the directory that names what is to be removed with it: see `entry`."""
+
+
+def entry(path: str) -> str:
+    """The line for a file; it has what tells the file from another one that has taken its name meanwhile."""
+    status = os.lstat(path)
+    return f"{status.st_dev} {status.st_ino} {status.st_mtime_ns} {path}\n"
+
+
+def remove_when_free(folder: str, owner: str) -> None:
+    """Wait until nobody holds the lock of the file `owner` in the folder, and remove the folder."""
+    try:
+        fd = os.open(os.path.join(folder, owner), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return  # it has been removed
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError), open(os.path.join(folder, WITH)) as lines:  # mostly there is none
+        for line in lines:
+            with contextlib.suppress(OSError):
+                path = line.rstrip("\n").split(" ", 3)[3]
+                if entry(path) == line:
+                    os.unlink(path)
+    for path, folders, files in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):  # the next command removes what its processes have left as well
+            for name in files:
+                os.unlink(os.path.join(path, name))
+            for name in folders:
+                os.rmdir(os.path.join(path, name))
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+if __name__ == "__main__":
+    remove_when_free(*sys.argv[1:])
