@@ -32,8 +32,10 @@ LINKS, GROUP = "links", "group"
 COLLECTIVES = (LINKS, GROUP)
 
 ANY = "any"
-CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise")
+MISCOMPUTE = "miscompute"
+CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise", MISCOMPUTE)
 CHAOS_POINTS = ("forward", "backward", "reduce", "norm", "apply", "publish", ANY)
+_COMPUTED_AT = CHAOS_POINTS[:5]
 
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq")
 _DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu"}
@@ -426,13 +428,18 @@ class ChaosEvent(Section, group="chaos.events"):
 
     `kind`: `kill`, `stop` and `term` are the signals SIGKILL, SIGSTOP and SIGTERM (a graceful leave) to the worker's
     process. `exit`: the process ends; `raise`: an exception; `corrupt`: a bit of its state flips. `join`: a new worker
-    is asked for at that moment.
+    is asked for at that moment. `miscompute`: one bit of one element of what the worker's device computes at `point` is
+    wrong: of a layer's output (forward), of the gradient of a layer's input (backward), of a micro-batch's weight
+    gradient (reduce), of a reduced gradient (norm) or of an update (apply).
     """
 
     step: int = setting(REQUIRED, "step of the run", at_least=1)
     kind: str = setting(REQUIRED, "the fault", choices=CHAOS_KINDS)
     rank: int | tuple[int, ...] | str = setting(ANY, "the worker, a list of workers, or any")
     point: str = setting(ANY, "before a micro-batch's forward or backward, or at a later point", choices=CHAOS_POINTS)
+    rate: float = setting(
+        0.0, "of miscompute: its probability in `step` and each step after it; 0: once", at_least=0, at_most=1
+    )
 
     def check_rules(self) -> None:
         if isinstance(self.rank, list):
@@ -444,6 +451,26 @@ class ChaosEvent(Section, group="chaos.events"):
                 rule="rank is a worker's number, a list of different ones, or any",
                 where=given,
                 fix="rank: 3, rank: [1, 3] or rank: any",
+            )
+        self._check_miscompute()
+
+    def _check_miscompute(self) -> None:
+        if self.rate and self.kind != MISCOMPUTE:
+            given = checks.override("chaos.events.rate", self.rate)
+            raise ConfigError(
+                f"{given} for kind: {self.kind}",
+                rule="rate is the probability of a miscompute in a step; other events happen once",
+                where=given,
+                fix=f"leave it out, or kind: {MISCOMPUTE}",
+            )
+        if self.kind == MISCOMPUTE and self.point not in _COMPUTED_AT:
+            given = checks.override("chaos.events.point", self.point)
+            raise ConfigError(
+                f"{given} computes nothing that a miscompute could change",
+                rule="a miscompute names what is computed wrongly by its point",
+                where=given,
+                exists=", ".join(_COMPUTED_AT),
+                fix="point: forward",
             )
 
     @property

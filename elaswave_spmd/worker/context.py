@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Init
 from elaswave_spmd.recovery import messages as m
@@ -18,7 +18,7 @@ from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.channel import Channel
-from elaswave_spmd.worker.fault_points import OnFaultPoint, no_op
+from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint, no_op
 from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
 from elaswave_spmd.worker.spec import Job
@@ -61,6 +61,11 @@ def _ignore(*_: object) -> None:
     """The default of hooks that only observe."""
 
 
+def _as_computed(point: FaultPoint, step: int, result: Tensor) -> Tensor:
+    """The default of the hook that injects wrong results."""
+    return result
+
+
 @dataclass(frozen=True)
 class WorkerHooks:
     """Everything optional around a worker. Without arguments nothing is observed, injected or optional.
@@ -69,6 +74,8 @@ class WorkerHooks:
 
     Args:
         on_point: (point, step): a step passes one of its points. Progress is counted here, and faults are injected.
+        computed: (point, step, result): what the device has computed at a point of a step; returns what the worker goes
+            on with. Wrong results are injected here.
         layer_ran: (step, micro-batch, layer, backward, began, ended): a layer program has run; times by
             time.perf_counter(), or of the device.
         step_measured: (step, times of layer programs, memory of layers that are new): after every step.
@@ -80,6 +87,7 @@ class WorkerHooks:
     """
 
     on_point: OnFaultPoint = no_op
+    computed: Callable[[FaultPoint, int, Tensor], Tensor] = _as_computed
     layer_ran: Callable[[int, int, int, bool, float, float], None] = _ignore
     step_measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = _ignore
     applied: Callable[[m.Applied, StateReplica], None] = _ignore

@@ -7,7 +7,10 @@ import random
 import signal
 from collections.abc import Callable
 
-from elaswave_spmd.conf.schema import ANY, ChaosEvent, ChaosSettings
+import torch
+from torch import Tensor
+
+from elaswave_spmd.conf.schema import ANY, MISCOMPUTE, ChaosEvent, ChaosSettings
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.worker.fault_points import FaultPoint
@@ -19,6 +22,19 @@ _LOSSES = ("kill", "stop", "exit", "raise")
 
 class ChaosError(Exception):
     """The exception that `kind: raise` injects."""
+
+
+def with_a_flipped_bit(result: Tensor, draw: random.Random) -> Tensor:
+    """A copy of a tensor in which one bit of one element is another, as a device that computes wrongly may give it.
+
+    It is one of the upper half of the element's bits: a lower one may be rounded away before anything comes of it.
+    """
+    wrong = result.detach().clone()
+    bits = 8 * wrong.element_size()
+    at, bit = draw.randrange(wrong.numel()), draw.randrange(bits // 2, bits)
+    integers = wrong.view({16: torch.int16, 32: torch.int32}[bits])
+    integers.view(-1)[at] ^= 1 << bit if bit < bits - 1 else -(1 << bit)  # the last one is the sign
+    return wrong
 
 
 class FaultInjector:
@@ -44,23 +60,49 @@ class FaultInjector:
         self._links = links
         self._before_loss = before_loss
         self._due: list[tuple[int, ChaosEvent]] = []  # (rank, event) of the present step
+        self._wrong: list[tuple[int, ChaosEvent]] = []  # the same of results that are to be wrong
         self._newest = version + 1 if version else 0
 
     def visit(self, point: FaultPoint, step: int, members: tuple[int, ...], state: HeldState) -> None:
         """Called at every point that a step passes: events that are due here happen."""
         if not (self._settings.events or self._settings.random):
             return
-        if step > self._newest:
-            self._newest = step
-            self._due = self._events_of_step(step, members)
+        self._come_to(step, members)
         for rank, event in [d for d in self._due if d[0] == self._rank and d[1].point in (point.value, ANY)]:
             self._due.remove((rank, event))
             self._inject(event, state)
 
+    def computed(self, point: FaultPoint, step: int, members: tuple[int, ...], result: Tensor) -> Tensor:
+        """What the worker goes on with in place of what its device has computed at a point: mostly the same."""
+        if not self._settings.events:
+            return result
+        self._come_to(step, members)
+        for rank, event in [w for w in self._wrong if w[0] == self._rank and w[1].point == point.value]:
+            self._wrong.remove((rank, event))
+            result = with_a_flipped_bit(result, random.Random(f"{self._settings.seed} {step} {rank} {point.value}"))
+        return result
+
+    def _come_to(self, step: int, members: tuple[int, ...]) -> None:
+        """Draw the events of a step, when the worker first comes to it."""
+        if step > self._newest:
+            self._newest = step
+            self._due = self._events_of_step(step, members)
+            self._wrong = self._wrong_in_step(step, members)
+
+    def _wrong_in_step(self, step: int, members: tuple[int, ...]) -> list[tuple[int, ChaosEvent]]:
+        draw = random.Random(f"{MISCOMPUTE} {self._settings.seed} {step}")
+        found = []
+        for event in self._settings.events:
+            if event.kind == MISCOMPUTE and event.step <= step:
+                happens = draw.random() < event.rate if event.rate else event.step == step
+                ranks = event.ranks if event.ranks is not None else (draw.choice(members),)
+                found += [(rank, event) for rank in ranks if happens]
+        return found
+
     def _events_of_step(self, step: int, members: tuple[int, ...]) -> list[tuple[int, ChaosEvent]]:
         draw = random.Random(f"{self._settings.seed} {step}")
         # Drawn anew from (seed, step) by every worker: they agree without a message, whichever of them are left.
-        events = [e for e in self._settings.events if e.step == step]
+        events = [e for e in self._settings.events if e.step == step and e.kind != MISCOMPUTE]
         if self._settings.random:
             events += self._drawn(draw, step, members)
         return [(rank, e) for e in events for rank in (e.ranks if e.ranks is not None else (draw.choice(members),))]

@@ -138,6 +138,7 @@ class MicrobatchRunner:
                 keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
+                x = self._hooks.computed(FaultPoint.FORWARD, step, x)
                 self._ran(step, microbatch, layer, False, started)
                 self._waiting.handle_messages()  # a Prepare is answered, and votes are counted, between two layers
         except ConfigurationChanged:
@@ -173,6 +174,10 @@ class MicrobatchRunner:
             buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone)
             started = self._device.mark()
             dy = self.programs.backward(layer, microbatch, dy, buffer, add=add, batch=batch)
+            if dy is not None:
+                dy = self._hooks.computed(FaultPoint.BACKWARD, step, dy)
+            if (wrong := self._hooks.computed(FaultPoint.REDUCE, step, buffer.flat)) is not buffer.flat:
+                buffer.flat.copy_(wrong)
             self._ran(step, microbatch, layer, True, started)
             if drop:
                 self.values[layer].drop()

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
+from torch import Tensor
+
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
@@ -205,6 +207,7 @@ class WorkerProcess:
         self._faults = FaultInjector(self._rank, self._settings.chaos, self._links, self._before_loss, version)
         hooks = WorkerHooks(
             on_point=self._on_point,
+            computed=self._computed,
             step_measured=lambda step, rows, memory: self._send_costs(step, rows, memory, programs.num_compiled),
             applied=checkpoints.applied,
             save=checkpoints.save,
@@ -283,6 +286,11 @@ class WorkerProcess:
             self._trace.mark(f"step {step} applied")
         if self._executor is not None and self._faults is not None:
             self._faults.visit(point, step, self._executor.placement.mesh.members, self._executor.replica.state)
+
+    def _computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
+        """What the device has computed, which is wrong where `chaos` says so."""
+        assert self._executor is not None and self._faults is not None
+        return self._faults.computed(point, step, self._executor.placement.mesh.members, result)
 
     def _send_costs(self, step: int, rows: tuple[Row, ...], memory: tuple[MemoryRow, ...], num_compiled: int) -> None:
         """Report what was measured in a step, and once the link to a neighbour."""

@@ -225,6 +225,7 @@ class StateReplica:
         key = pages.key
         if step <= self.protocol.version or self.protocol.has_gradient(step, key):
             return
+        gradient = self._context.hooks.computed(FaultPoint.NORM, step, gradient)
         self._gradients.setdefault(step, {})[key] = gradient
         loss = self._loss_in(key, gradient)
         norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
@@ -285,6 +286,9 @@ class StateReplica:
         gradients = self._gradients.pop(step, {})
         if damaged := self.state.disown_damaged(self._written):
             self._send(CONTROLLER, m.Damaged(self.rank, self.protocol.epoch, step, tuple(damaged)), None)
+        for part in self.state:
+            if (wrong := self._context.hooks.computed(FaultPoint.APPLY, step, part.master)) is not part.master:
+                part.master.copy_(wrong)
         # Layer by layer, so that the parameters of the first layers leave while the last ones are being updated.
         for layer in self.parameters.layers:
             if decided.finite:

@@ -49,6 +49,7 @@ from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
 from elaswave_spmd.worker.device_fault import DeviceRecovery
+from elaswave_spmd.worker.fault_injection import with_a_flipped_bit
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.model_layout import ModelDescription
@@ -297,7 +298,8 @@ class SimulatedCluster:
         """The controller has written down the mean loss of a validation."""
         total = math.fsum(self._validation_losses[step].values())
         job = self._job
-        assert loss == total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)
+        mean = total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)
+        assert loss == mean or math.isnan(mean)
         self.result.validation[step] = total
 
     def cannot_go_on(self, action: Save | Unrecoverable) -> None:
@@ -362,6 +364,7 @@ class SimulatedCluster:
         """The optional parts of a worker: here, fault points, groups, checkpoints, and devices that can fail."""
         return WorkerHooks(
             on_point=lambda point, step: self._visit(worker, point, step),
+            computed=lambda point, step, result: self._computed(worker.rank, point, step, result),
             stage_group=self._group_of(worker.rank),
             applied=lambda report, _: self._save(worker) if self._orders.is_due(report.step) else None,
             save=lambda _: self._save(worker),
@@ -418,6 +421,15 @@ class SimulatedCluster:
         if worker.rank not in self._lost:
             for fault in self.plan.at_point(worker.rank, point, step):
                 self.inject(worker.rank, fault)
+
+    def _computed(self, rank: int, point: FaultPoint, step: int, result: Tensor) -> Tensor:
+        """What a worker goes on with in place of what it has computed: the same, or with a bit that is wrong."""
+        fault = self.plan.at_result(rank, point, step)
+        if fault is None:
+            return result
+        self.plan.injected(self.turn)
+        self.note("FAULT", rank, fault)
+        return with_a_flipped_bit(result, random.Random(f"{rank} {step} {point.value} {fault.count}"))
 
     def inject(self, rank: int, fault: AnyFault | StartFault, out: Link | None = None) -> None:
         """Lets a fault happen to a worker.

@@ -10,7 +10,10 @@ from typing import TypeAlias
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.fault_points import FaultPoint
 
-KINDS = ("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "device", "unlink", "silent")
+KINDS = (
+    *("kill", "stop", "term", "join", "replace", "pause", "corrupt", "rebalance", "device", "unlink", "silent"),
+    "miscompute",
+)
 LOSSES = ("kill", "replace", "stop", "silent")
 """Kinds that take a worker, and the state that it holds, away without notice."""
 
@@ -28,9 +31,10 @@ class Fault:
             (one more worker comes), replace (kill, and a new worker comes), pause (the controller stands still),
             corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
             drawn), device (its device fails, and is reset), silent (a stop, and its heartbeats do not arrive any more:
-            it is taken for lost and goes on all the same, as on a machine that the controller cannot reach). unlink
-            (the link that a message is sent on is lost, with what is on it, and both ends live) happens at messages
-            only, on the side of the sender.
+            it is taken for lost and goes on all the same, as on a machine that the controller cannot reach), miscompute
+            (a bit of what it computes there is wrong: forward, backward, reduce, norm or apply). unlink (the link that
+            a message is sent on is lost, with what is on it, and both ends live) happens at messages only, on the side
+            of the sender.
         rank: the worker that it happens to; of a join or a pause: the worker whose passing of the point begins it.
         point: a FaultPoint by name.
         count: at which passage of this point in this step it happens, from 1.
@@ -99,10 +103,13 @@ class Plan:
     """The faults that have not happened yet, and when they do."""
 
     def __init__(self, faults: Sequence[AnyFault]) -> None:
-        self._at_points = [f for f in faults if isinstance(f, Fault)]
+        at_points = [f for f in faults if isinstance(f, Fault)]
+        self._at_points = [f for f in at_points if f.kind != "miscompute"]
+        self._wrong = [f for f in at_points if f.kind == "miscompute"]
         self._at_messages = [f for f in faults if isinstance(f, MessageFault)]
         self._chain = [(f, i) for i, f in enumerate(faults) if isinstance(f, ThenFault)]
         self._passed: Counter[tuple[int, str, int]] = Counter()
+        self._computed: Counter[tuple[int, str, int]] = Counter()
         self._messages: Counter[tuple[str, str]] = Counter()
         self._since: int | None = None
         self.num_injected = 0
@@ -127,6 +134,18 @@ class Plan:
         due = [f for f in self._at_points if (f.rank, f.point, f.step, f.count) == (rank, point.value, step, count)]
         self._at_points = [f for f in self._at_points if f not in due]
         return due
+
+    def at_result(self, rank: int, point: FaultPoint, step: int) -> Fault | None:
+        """The miscompute that happens to what a worker has computed at this point."""
+        if not self._wrong:
+            return None
+        self._computed[rank, point.value, step] += 1
+        count = self._computed[rank, point.value, step]
+        for fault in self._wrong:
+            if (fault.rank, fault.point, fault.step, fault.count) == (rank, point.value, step, count):
+                self._wrong.remove(fault)
+                return fault
+        return None
 
     def at_message(self, message: str, side: str, *, after: bool) -> MessageFault | None:
         """The fault that happens at this message. To be called before the message, and then after it."""

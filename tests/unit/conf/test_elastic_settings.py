@@ -15,6 +15,7 @@ from elaswave_spmd.conf.schema import (
     ANY,
     CHAOS_KINDS,
     CHAOS_POINTS,
+    MISCOMPUTE,
     ChaosEvent,
     ChaosSettings,
     ElasticSettings,
@@ -28,8 +29,11 @@ from elaswave_spmd.worker.fault_points import FaultPoint
 EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
 ranks = st.just(ANY) | st.integers(0, 2**20) | st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
 events = st.fixed_dictionaries(
-    {"step": st.integers(1, 400), "kind": st.sampled_from(CHAOS_KINDS)},
+    {"step": st.integers(1, 400), "kind": st.sampled_from([kind for kind in CHAOS_KINDS if kind != MISCOMPUTE])},
     optional={"rank": ranks, "point": st.sampled_from(CHAOS_POINTS)},
+) | st.fixed_dictionaries(
+    {"step": st.integers(1, 400), "kind": st.just(MISCOMPUTE), "point": st.sampled_from(CHAOS_POINTS[:5])},
+    optional={"rank": ranks, "rate": st.floats(0, 1)},
 )
 
 
@@ -92,7 +96,8 @@ def test_an_unknown_word_in_an_event_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         settings("chaos.events=[{step: 1, kind: kill, worker: 3}]")
     assert (
-        caught.value.what.endswith("has an unknown name, worker") and caught.value.exists == "step, kind, rank, point"
+        caught.value.what.endswith("has an unknown name, worker")
+        and caught.value.exists == "step, kind, rank, point, rate"
     )
 
 
