@@ -309,6 +309,9 @@ class ElasticSettings(Section, group="elastic"):
     `spares` are kept at their number: a new one is started for each that has taken a place or has died. So with spares
     every lost worker is replaced, whether or not `replace` is given. `replacements_per_minute`: 20 are a whole machine
     of workers at once, and no more than a worker every 3 seconds, which is what a start takes of one processor's time.
+
+    `min_workers` counts members. A worker that is being started in place of a lost one is none yet, so with as many as
+    the mesh has, the first loss for which no spare is ready stops the run, with its state saved.
     """
 
     enabled: bool = setting(True, "false: the first loss of a worker ends the run")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from benchmarks.bits import Outcome
 from benchmarks.processes import new_directory
-from benchmarks.soak_hosts import CUT, STOPPED, HostRun, why_not
+from benchmarks.soak_hosts import CUT, CUT_SHORT, STOPPED, HostRun, why_not
 from benchmarks.soak_runs import Place
+from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 
 STEPS = 120
 
@@ -27,3 +30,18 @@ def test_a_run_outlives_a_host(undisturbed: Outcome, mesh: str, fault: str) -> N
         run.mkdir()
         report = HostRun(mesh, fault, Place(folder, STEPS), run).carry_out(undisturbed)
     assert not report.problems and report.told["fail"], report
+
+
+def test_a_cut_that_is_shorter_than_the_patience_with_silence_costs_nobody(undisturbed: Outcome) -> None:
+    if not bounds_retries():
+        pytest.skip("this kernel cannot bound the time between two tries of TCP (Linux 6.15 can)")
+    with new_directory("h-") as folder:
+        run = folder / "run"
+        run.mkdir()
+        report = HostRun("dp3_pp2", CUT_SHORT, Place(folder, STEPS), run).carry_out(undisturbed)
+    assert not report.problems and not report.told["fail"] and report.agent_end == "0", report
+
+
+def bounds_retries() -> bool:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        return bound_retries(client.fileno(), 1.0)

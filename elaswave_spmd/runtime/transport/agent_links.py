@@ -25,6 +25,8 @@ _LIMITS = MessageLimits(header_bytes=16 << 20, payload_bytes=0)
 class AgentLinks(Links):
     """TCP links that also report `PeerClosed`, within half a minute, for a peer whose machine lost power or network."""
 
+    _GIVE_UP_S = 30.0  # as keepalive does, which is not asked while an order is on its way
+
     def __init__(self, me: int, mailbox: Mailbox, *, credentials: Credentials, host: str) -> None:
         super().__init__(me, mailbox, transport="tcp", credentials=credentials, host=host, limits=_LIMITS)
 

@@ -52,7 +52,7 @@ class EventLoop:
         self._file = file
         self._reject = reject
         self._on_controller_lost = on_controller_lost
-        self._monitors: dict[zmq.Socket[bytes], Callable[[int], None]] = {}
+        self._monitors: dict[zmq.Socket[bytes], Callable[[int, int], None]] = {}
         self._pending_work: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._wake_lock = threading.Lock()  # guards the wake pipe against being closed while others write
@@ -71,8 +71,8 @@ class EventLoop:
         if life_fd is not None:
             self._register(life_fd, lambda: self._life_ended(life_fd))
 
-    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
-        """Call `on_event` with each event of a link's monitor. Any thread.
+    def watch(self, monitor: zmq.Socket[bytes], on_event: Callable[[int, int], None]) -> None:
+        """Call `on_event` with each event of a link's monitor and its value. Any thread.
 
         The monitor is closed after its socket has stopped, and not before: libzmq's thread would wait for ever to
         deliver another event, and all links with it.
@@ -130,7 +130,7 @@ class EventLoop:
         self._selector.unregister(life_fd)
         self._on_controller_lost()
 
-    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
+    def _add(self, monitor: zmq.Socket[bytes], on_event: Callable[[int, int], None]) -> None:
         self._monitors[monitor] = on_event
         self._register(monitor.FD, lambda: self._drain_monitor(monitor))
         # Events from before the registration are not signalled again.
@@ -144,13 +144,13 @@ class EventLoop:
     def _drain_monitor(self, monitor: zmq.Socket[bytes]) -> None:
         while monitor in self._monitors:
             try:
-                event, _ = _MONITOR_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+                event, value = _MONITOR_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return
             if event == zmq.EVENT_MONITOR_STOPPED:
                 self._remove(monitor)
             else:
-                self._monitors[monitor](event)
+                self._monitors[monitor](event, value)
 
     def _drain_pull(self) -> bool:
         """Receive until nothing is left (False) or a burst is done (True: call again without waiting).

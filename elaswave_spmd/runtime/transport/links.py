@@ -59,6 +59,7 @@ from elaswave_spmd.runtime.transport.frames import (
     frames_of,
 )
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 
 SOCKETS = "elaswave-"
 """How the names of directories of sockets begin."""
@@ -151,7 +152,8 @@ class _Link:
         self._number = number
         # pyzmq would name the monitor by a file descriptor, which the next link may get again too early.
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
-            _CLOSED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED, f"inproc://monitor-{number}"
+            _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED,
+            f"inproc://monitor-{number}",
         )
 
     def test_reading(self) -> None:
@@ -241,6 +243,9 @@ class Links:
     A new object runs one thread of its own named `links-<me>` beside libzmq's. `close` ends it.
     """
 
+    # Of tcp: with nobody to acknowledge. Longer than a run may be suspended; heartbeats find the lost much earlier.
+    _GIVE_UP_S = 86_400.0
+
     def __init__(
         self,
         me: int,
@@ -316,7 +321,7 @@ class Links:
             self._num_connects += 1
             number = self._num_connects
             link = self._links[peer] = _Link(peer, socket, number, self.me, self._frame_bytes, self._offered)
-            self._loop.watch(link.monitor, lambda event: self._link_event(link, event))
+            self._loop.watch(link.monitor, lambda event, value: self._link_event(link, event, value))
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
@@ -420,7 +425,7 @@ class Links:
         # No high-water mark: a monitor that is full would hold up libzmq's thread, and all links with it.
         monitor = self._new_socket(zmq.PAIR)
         monitor.connect(address)
-        self._loop.watch(monitor, lambda event: self.reject(REJECTED_CONNECTIONS[event]))
+        self._loop.watch(monitor, lambda event, _: self.reject(REJECTED_CONNECTIONS[event]))
 
     def _bind(self, transport: Transport, directory: str, host: str) -> str:
         if transport == "tcp":
@@ -502,8 +507,12 @@ class Links:
                 link.send(_OFFER_NUMBER.pack(buffer.number), kind=_COPIED)
         return tuple(whole)
 
-    def _link_event(self, link: _Link, event: int) -> None:
+    def _link_event(self, link: _Link, event: int, value: int) -> None:
         """Handle an event of a link's monitor. Event-loop thread."""
+        if event & zmq.EVENT_CONNECTED:
+            if self._credentials is not None:
+                bound_retries(value, self._GIVE_UP_S)
+            return
         if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.up.set()
             return
