@@ -54,10 +54,10 @@ class Launched:
         return processes_with(self.mark)
 
     def workers(self) -> list[int]:
-        """The workers' process ids: the fork server's children."""
+        """The workers' process ids, in the order in which they were started: the fork server's children."""
         processes = self.processes()
         fork_servers = {pid for pid, parent in processes.items() if parent == self.process.pid}
-        return sorted(pid for pid, parent in processes.items() if parent in fork_servers)
+        return sorted((pid for pid, parent in processes.items() if parent in fork_servers), key=_start_order)
 
     def removers(self) -> list[int]:
         """The processes that remove the sockets if all others are killed. Their environment is empty."""
@@ -157,3 +157,12 @@ def eventually(condition: Callable[[], object], process: subprocess.Popen[str], 
         assert process.poll() is None, f"the command ended early: {process.communicate()}"
         assert time.monotonic() < deadline, f"the condition does not hold after {seconds:.0f} s"
         time.sleep(0.02)
+
+
+def _start_order(pid: int) -> tuple[int, int]:
+    """A key that sorts processes by the time of their start; process ids alone begin anew at the largest one."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return 0, pid
+    return int(after_name[19]), pid  # clock ticks since the machine was started
