@@ -68,10 +68,10 @@ class Program:
         return self.log.read_text(errors="replace")[-3000:]
 
     def workers(self) -> list[int]:
-        """The worker processes of a run of this project: grandchildren, since the fork server starts them."""
+        """The worker processes of a run of this project, in the order of their start: grandchildren, since the fork server starts them."""
         parents = processes_with(self.mark)
         fork_servers = {pid for pid, parent in parents.items() if parent == self.process.pid}
-        return sorted(pid for pid, parent in parents.items() if parent in fork_servers)
+        return sorted((pid for pid, parent in parents.items() if parent in fork_servers), key=start_order)
 
 
 @contextlib.contextmanager
@@ -177,3 +177,12 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def start_order(pid: int) -> tuple[int, int]:
+    """A key that sorts processes by the time of their start; process ids alone begin anew at the largest one."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return 0, pid
+    return int(after_name[19]), pid  # clock ticks since the machine was started

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.processes import command_lines, processes_with
+from benchmarks.processes import command_lines, processes_with, start_order
 from tests.multiprocess.train_server import TrainServer
 from tests.waiting import PATIENCE_S
 
@@ -57,7 +57,7 @@ class Launched:
         """The workers' process ids, in the order in which they were started: the fork server's children."""
         processes = self.processes()
         fork_servers = {pid for pid, parent in processes.items() if parent == self.process.pid}
-        return sorted((pid for pid, parent in processes.items() if parent in fork_servers), key=_start_order)
+        return sorted((pid for pid, parent in processes.items() if parent in fork_servers), key=start_order)
 
     def removers(self) -> list[int]:
         """The processes that remove the sockets if all others are killed. Their environment is empty."""
@@ -157,12 +157,3 @@ def eventually(condition: Callable[[], object], process: subprocess.Popen[str], 
         assert process.poll() is None, f"the command ended early: {process.communicate()}"
         assert time.monotonic() < deadline, f"the condition does not hold after {seconds:.0f} s"
         time.sleep(0.02)
-
-
-def _start_order(pid: int) -> tuple[int, int]:
-    """A key that sorts processes by the time of their start; process ids alone begin anew at the largest one."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has just ended
-        return 0, pid
-    return int(after_name[19]), pid  # clock ticks since the machine was started
