@@ -68,7 +68,7 @@ class Program:
         return self.log.read_text(errors="replace")[-3000:]
 
     def workers(self) -> list[int]:
-        """The worker processes of a run of this project, in the order of their start: grandchildren, since the fork server starts them."""
+        """The workers of a run of this project, in the order of their start: children of its fork server."""
         parents = processes_with(self.mark)
         fork_servers = {pid for pid, parent in parents.items() if parent == self.process.pid}
         return sorted((pid for pid, parent in parents.items() if parent in fork_servers), key=start_order)
