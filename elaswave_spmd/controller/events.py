@@ -148,11 +148,16 @@ class RunStopped:
 
 @dataclass(frozen=True)
 class RestartFrom:
-    """State was lost for good: the run in this directory begins again, on this mesh, at its checkpoint of this step."""
+    """State was lost for good: the run in this directory begins again, on this mesh, at its checkpoint of this step.
+
+    Args:
+        is_begin: it has no checkpoint yet, and no step was committed: it begins again with what it began with.
+    """
 
     run_dir: Path
     mesh: MeshSettings
     step: int
+    is_begin: bool = False
 
 
 Outcome: TypeAlias = RunFinished | RunStopped | RestartFrom

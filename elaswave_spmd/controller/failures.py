@@ -161,6 +161,7 @@ class FailureHandler:
         self._roster = roster
         self._replacements = replacements
         self._run_dir = run_dir
+        self._first = protocol.version  # the step at which the run begins
         self._copies = Copies()
         self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
@@ -469,16 +470,25 @@ class FailureHandler:
         return StoppedBySignal(message) if self._signal else RunError(message)
 
     def _restart(self, end: Unrecoverable, checkpoint: SavedState | None) -> list[Action]:
-        """The run begins again with the workers that are left, if there is a good checkpoint and they are enough."""
+        """The run begins again with the workers that are left, if they are enough and have something to begin with.
+
+        That is a good checkpoint. Before the first step is committed it is also what the run began with: initial values
+        are a function of the seed, and a checkpoint of another directory is still there.
+        """
         policy, protocol = self._policy, self._protocol
         left = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         is_lost = end.lost or not protocol.members
-        if self._signal or checkpoint is None or not is_lost or not policy.restarts or left < policy.min_workers:
+        is_begin = checkpoint is None and protocol.version == self._first
+        nothing = checkpoint is None and not is_begin
+        if self._signal or nothing or not is_lost or not policy.restarts or left < policy.min_workers:
             return []
+        step = self._first if checkpoint is None else checkpoint.step
+        where = "with what the run began with" if checkpoint is None else f"from {checkpoint.path}"
+        where += "" if checkpoint is None else " or one that is becoming whole just now"
         mesh = mesh_of(left, policy.mesh)
         pages = sum(replica_set.num_pages for replica_set in end.lost) or "all"
         fields = {
-            "step": checkpoint.step,
+            "step": step,
             "lost_after": protocol.version,
             "lost_pages": pages,
             "ranks": [rank for rank in protocol.placement.mesh.members if rank not in protocol.members],
@@ -486,10 +496,9 @@ class FailureHandler:
             "mesh": mesh.shape.name,
             "reason": end.reason,
             "message": f"{end.reason}: {pages} pages of state after step {protocol.version} are gone; "
-            f"{left} workers ({mesh.shape.name}) begin again after step {checkpoint.step}, "
-            f"from {checkpoint.path} or one that is becoming whole just now",
+            f"{left} workers ({mesh.shape.name}) begin again after step {step}, {where}",
         }
-        return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, checkpoint.step))]
+        return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, step, is_begin))]
 
     def _killed(self, event: WorkerEnded) -> list[Action]:
         """The end of the run, if the worker was killed: that is the cause, and what others report a consequence.

@@ -132,8 +132,11 @@ class _Source:
     validations: Mapping[tuple[int, int], str]
 
 
-def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
+def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tuple[RunDir, ResumePoint]:
     """Open and lock the run's directory, and find where the run begins.
+
+    Args:
+        again: the directory of a run that has committed no step, and begins once more as it did; None: of no other one.
 
     Raises:
         ConfigError: the directory cannot be used; another controller drives it; the run has other bits.
@@ -149,6 +152,16 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
             remove_unfinished(source.path)
             run_dir = RunDir.reopen(source.path)
             run, incarnation, locks = source.checkpoint.manifest.run, next_incarnation(source.path), (source.lock,)
+        elif again is not None:
+            lock = lock_run_dir(again)
+            undo.callback(lock.close)
+            remove_unfinished(again)
+            run_dir = RunDir.reopen(again)
+            run, incarnation, locks = (
+                _new_id(),
+                next_incarnation(again),
+                (lock,) if source is None else (source.lock, lock),
+            )
         else:
             label, mesh = settings.model.label, plan.placement.mesh.shape.name
             run_dir = RunDir.create(settings.run.dir, settings.to_yaml(), model=label, mesh=mesh)
@@ -165,7 +178,7 @@ def open_run(plan: RunPlan, data: PreparedData) -> tuple[RunDir, ResumePoint]:
                 lines=source.lines,
                 validations=source.validations,
             )
-            if not source.is_run_dir:
+            if not source.is_run_dir and again is None:
                 # metrics.jsonl of the new directory begins as that of the old one, up to the checkpoint.
                 for line in source.lines.values():
                     if line.step <= source.checkpoint.step:

@@ -95,11 +95,16 @@ class _Lives:
             BaseException: what ended it; all workers are gone.
         """
         settings, restarts = self._settings, Restarts()
+        again: Path | None = None
         while True:
             self._signals.check()  # one may have come while the last life was cleared up
-            match self._run_once(settings, here=here):
+            match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     restarts.count(restart)
+                    here = False  # by now this process has had threads, and must not fork
+                    if restart.is_begin:
+                        settings, again = beginning_again(settings, restart), restart.run_dir
+                        continue
                     # As if the user had resumed the run on the mesh that is left.
                     settings = replace(
                         settings,
@@ -107,14 +112,18 @@ class _Lives:
                         train=replace(settings.train, resume=str(restart.run_dir)),
                         run=replace(settings.run, dir=None),
                     )
-                    here = False  # by now this process has had threads, and must not fork
+                    again = None
                 case RunStopped(error):
                     raise error
                 case _:
                     return
 
-    def _run_once(self, settings: Settings, *, here: bool) -> Outcome:
-        """One life, from its first worker to its end or to the checkpoint from which it has to begin again."""
+    def _run_once(self, settings: Settings, again: Path | None, *, here: bool) -> Outcome:
+        """One life, from its first worker to its end or to the checkpoint from which it has to begin again.
+
+        Args:
+            again: the directory of the life before, if the run begins as that one did; else None.
+        """
         scratch = Scratch()
         # Started first: this process has one thread now, and the fork server imports the rest while this one finds the
         # data.
@@ -134,17 +143,17 @@ class _Lives:
             # them.
             if (topology := gather(launcher, settings, data)) is not None:
                 plan = plan_run(settings, data, topology, costs)
-            return self._train(plan, launcher, scratch.path)
+            return self._train(plan, launcher, scratch.path, again)
         finally:
             with self._signals.held():
                 # No grace: workers treat SIGTERM as a request to leave gracefully, and no controller remains to answer.
                 launcher.stop(grace_s=0.0)
                 scratch.remove()
 
-    def _train(self, plan: RunPlan, launcher: Launcher, scratch: str) -> Outcome:
+    def _train(self, plan: RunPlan, launcher: Launcher, scratch: str, again: Path | None) -> Outcome:
         """From the run's directory to the end of its workers."""
         signals = self._signals
-        run_dir, start = open_run(plan, plan.data)
+        run_dir, start = open_run(plan, plan.data, again)
         # Until workers train, an error leaves no trace of the run; afterwards the directory stays, with its log.
         with contextlib.ExitStack() as undo:
             undo.callback(start.close)
@@ -171,6 +180,16 @@ class _Lives:
             if signals.first is not None and not controller.protocol.started and run_dir.discard():
                 self.run_dir = None  # nothing was done: the same command can be given again
         return outcome
+
+
+def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
+    """The settings of a run that begins as it did, on the mesh that is left.
+
+    Faults are injected at the first attempt of a step: those of its first one have happened.
+    """
+    chaos = settings.chaos
+    events = tuple(event for event in chaos.events if event.step > restart.step + 1)
+    return replace(settings, mesh=restart.mesh, chaos=replace(chaos, events=events))
 
 
 class Restarts:

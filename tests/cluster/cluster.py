@@ -541,7 +541,7 @@ class SimulatedCluster:
     def _restart(self, restart: RestartFrom) -> None:
         """The run begins again from its newest checkpoint with new workers, as the launcher of a real run has it do."""
         checkpoint = self.checkpoints.newest
-        assert checkpoint is not None and checkpoint.step == restart.step
+        assert restart.is_begin == (checkpoint is None) and restart.step == (checkpoint.step if checkpoint else 0)
         self.note("RESTART", restart.mesh, "after step", restart.step)
         self.result.restarts.append(restart.step)
         mesh = Mesh.initial(restart.mesh.shape)

@@ -399,6 +399,14 @@ def test_two_losses_at_once_beyond_the_mirrors(order: int) -> None:
         run.run(order)
 
 
+def test_all_replicas_of_a_page_are_lost_before_the_first_step(order: int) -> None:
+    """Nothing is lost that cannot be made again: the run begins anew with the worker that is left."""
+    run = training("dp3").worker(1, "kill", step=1, at="backward").worker(2, "kill", step=1, at="backward")
+    ended = run.run(order)
+    assert ended.restarts == [0]
+    assert {report.rank for report in ended.messages(m.Applied) if report.step == 2} == {0}
+
+
 def test_all_replicas_of_a_page_are_lost_and_a_checkpoint_has_it(order: int) -> None:
     """The run begins again with the workers that are left, at the newest checkpoint: here that of step 4. The steps
     after it are computed again, with the bits that they had."""

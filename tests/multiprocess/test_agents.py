@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq.utils.z85
 
 from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
-from elaswave_spmd.runtime.processes.rendezvous import Rendezvous
+from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from tests.multiprocess import held_model, patient_model
 from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
+from tests.unit.runtime.test_rendezvous import Tap, serve_again
 from tests.waiting import PATIENCE_S
 
 HOST = socket.gethostname()
@@ -330,6 +333,30 @@ def test_an_agent_with_another_secret_is_refused(site: Site, tmp_path: Path) -> 
         done = end_of(agent)
     controller.close()
     assert done.code == 2 and done.err.startswith("error: ") and "the same secret" in done.err, done.err
+
+
+def test_the_record_of_a_run_that_has_ended_is_served_again_to_an_agent(site: Site) -> None:
+    """It has the right secret, and is answered by what a run of that secret has answered before."""
+    recorded: list[bytes] = []
+    heard: list[bytes] = []
+    secret, keys = site.token_file.read_bytes(), RunKeys.make()
+    controller = Rendezvous("127.0.0.1", site.port, secret)
+    controller.announce("tcp://127.0.0.1:1", keys)
+    with Tap(site.port, recorded) as tap:
+        assert find_controller("127.0.0.1", tap.port, secret, PATIENCE_S).credentials == keys
+    controller.close()
+    with socket.create_server(("127.0.0.1", site.port)) as server:
+        threading.Thread(target=serve_again, args=[server, recorded, heard], daemon=True).start()
+        with site.agent() as agent:
+            done = end_of(agent)
+    assert done.code == 2 and "has another secret, or is no controller" in done.err, done.err
+    assert "Traceback" not in done.err and "places for" not in done.out, "it has offered nothing"
+    own = RunKeys.derive(secret, "rendezvous")
+    told = b"".join(heard)
+    assert told, "it has asked"
+    for key in (keys.client, keys.server, own.client, own.server):
+        assert key.encode() not in told and zmq.utils.z85.decode(key) not in told
+    assert secret.strip() not in told
 
 
 @pytest.mark.parametrize(

@@ -105,15 +105,17 @@ class Tap:
                     ends[end].sendall(data)
 
 
-def serve_again(server: socket.socket, recorded: list[bytes]) -> None:
-    """Answer everybody with what was recorded, one piece for each that comes."""
+def serve_again(server: socket.socket, recorded: list[bytes], heard: list[bytes] | None = None) -> None:
+    """Answer everybody with what was recorded, one piece for each that comes. What comes is appended to `heard`."""
     with suppress(OSError):
         while True:
             client, _ = server.accept()
             with client:
                 for piece in recorded:
                     client.sendall(piece)
-                    client.recv(65536)
+                    data = client.recv(65536)
+                    if heard is not None:
+                        heard.append(data)
 
 
 def test_it_listens_at_one_address_only(controller: Rendezvous, port: int) -> None:
