@@ -59,6 +59,7 @@ _STILL_S = 150.0  # a run without a new step, or a new controller, for so long s
 _STOPPED_S = 60.0  # a controller that was asked to stop
 _ORPHANS_S = 60.0  # workers whose controller was killed save their state, and end
 _SETTLED_S = 20.0
+_OTHERS_S = 10.0  # shared memory of another program is in use, or removed
 _FEWEST = 2  # workers that a fault needs: none takes the last one
 _LOOKS = 4
 
@@ -549,10 +550,20 @@ class Soak:
         found = [path for name in ("s", "t") for path in (self._folder / name).rglob("*")]
         found += [*run_dir.rglob(".*"), *run_dir.rglob("ctl.sock"), *run_dir.rglob("trace-*")]
         found += [path for path in (run_dir / "checkpoints").glob("*") if not (path / "manifest.json").exists()]
-        # What a living process uses is another program's: all processes of the run have ended.
-        shared = sorted(set(os.listdir("/dev/shm")) - self._shared)
-        found += [path for name in shared if (path := Path("/dev/shm", name)).exists() and not in_use(path)]
-        return [str(path) for path in found]
+        return [str(path) for path in [*found, *self._left_in_shared_memory()]]
+
+    def _left_in_shared_memory(self) -> list[Path]:
+        """Files in /dev/shm that nobody uses. All processes of the run have ended, so what is used is another program's.
+
+        Another program may be about to map its file, or to remove it, so a file is left if it is there for a while.
+        """
+        until = time.monotonic() + _OTHERS_S
+        while True:
+            shared = [Path("/dev/shm", name) for name in sorted(set(os.listdir("/dev/shm")) - self._shared)]
+            left = [path for path in shared if not in_use(path) and path.exists()]
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(0.5)
 
 
 def run_plan(plan: Plan, place: Place, standard: Outcome, keep: Path | None) -> Report:
