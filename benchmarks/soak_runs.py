@@ -553,7 +553,7 @@ class Soak:
         return [str(path) for path in [*found, *self._left_in_shared_memory()]]
 
     def _left_in_shared_memory(self) -> list[Path]:
-        """Files in /dev/shm that nobody uses. All processes of the run have ended, so what is used is another program's.
+        """Files in /dev/shm that nobody uses. All processes of the run have ended: what is used is another program's.
 
         Another program may be about to map its file, or to remove it, so a file is left if it is there for a while.
         """
