@@ -199,6 +199,9 @@ class RuntimeSettings(Section, group="runtime"):
 
     `threads_per_worker`, `dtype` and `compile` are part of a run's identity: other values, other bits.
 
+    `check_model`: before the first step each kind of layer computes one micro-batch twice, on every worker; a model
+    whose bits depend on more than the micro-batch is refused.
+
     `collectives`: while a stage has a process group of the device's library (NCCL, HCCL; gloo on the CPU), new
     parameters go through it, and over links otherwise. The bits are the same.
 
@@ -215,6 +218,7 @@ class RuntimeSettings(Section, group="runtime"):
     encryption: bool = setting(True, "encrypt links over tcp; false: authenticate only, on networks that are trusted")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers, compute the rest again")
     compile: bool = setting(False, "make layer programs by torch.compile, all before the first step")
+    check_model: bool = setting(True, "compute a micro-batch twice before the first step, refuse layers that differ")
     collectives: str = setting(LINKS, "how new parameters get to a stage's other workers", choices=COLLECTIVES)
     host: str | None = setting(None, "address on which links listen; null: 127.0.0.1, or that of the rendezvous")
     rendezvous: str | None = setting(None, "HOST:PORT of the controller for agents; null: one machine")
@@ -657,6 +661,11 @@ class Settings(Section):
                 where=f"chaos.events.step={late[0]} train.steps={steps}",
                 fix=f"a step from 1 to {steps}",
             )
+
+    @property
+    def checks_model(self) -> bool:
+        """True if workers check the model before they are ready; an emulated device computes nothing with it."""
+        return self.runtime.check_model and self.runtime.device != EMULATED
 
     @property
     def num_microbatches(self) -> int:

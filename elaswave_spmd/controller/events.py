@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.conf.schema import MeshSettings
-from elaswave_spmd.errors import RunError
+from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.recovery.messages import AnyMessage
 from elaswave_spmd.recovery.reconfiguration import Goal
@@ -141,9 +141,12 @@ class RunFinished:
 
 @dataclass(frozen=True)
 class RunStopped:
-    """The run has ended before its last step. `error` says why and, where its state is saved, how to go on."""
+    """The run has ended before its last step. `error` says why and, where its state is saved, how to go on.
 
-    error: RunError
+    A UserError: what the run was given is refused, by a worker that is about to start; no step was done.
+    """
+
+    error: RunError | UserError
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError, exception_line
+from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, WorkerError, exception_line
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
@@ -191,6 +191,21 @@ class FailureHandler:
             return bug
         self._crashes[step] = rank, report
         return self._declare_lost(rank, f"an exception: {headline}", now)
+
+    def refused(self, message: m.Refused, now: float) -> list[Action]:
+        """A worker that starts refuses what the run was given, its model. All others would: it is no loss.
+
+        Once the run has begun, its workers have accepted it: then this worker alone is at fault.
+        """
+        if self._protocol.started:
+            return self._declare_lost(message.rank, f"refused: {message.error['what']}", now)
+        return [End(RunStopped(ModelError(**message.error)))]
+
+    def computes_otherwise(self, rank: int, error: ModelError, now: float) -> list[Action]:
+        """A worker that starts has computed other bits than the others: the run is refused, or goes on without it."""
+        if self._protocol.started:
+            return self._declare_lost(rank, error.what, now)
+        return [End(RunStopped(error))]
 
     def worker_ended(self, event: WorkerEnded) -> list[Action]:
         """A worker's process has ended."""
@@ -414,6 +429,8 @@ class FailureHandler:
         match event:
             case Received(message=m.Failed() as message) if message.rank == state.gone.rank:
                 return self._end_by_bug(message) or []
+            case Received(message=m.Refused() as message) if message.rank == state.gone.rank:
+                return self.refused(message, now)
             case WorkerEnded() if killed := self._killed(event):
                 return killed
             case WorkerEnded() if event.rank == state.gone.rank and event.exited is not None:

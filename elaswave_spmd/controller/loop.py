@@ -46,6 +46,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
+from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
@@ -82,6 +83,7 @@ class Controller:
     Args:
         checkpoints: the facts about the run that stand in its checkpoints, and the step at which the run begins.
         frequencies: of the workers' devices; None: they stay as they are.
+        model_checks: with what is known of an earlier run; None: nothing is.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Controller:
         log: RunLog,
         checkpoints: CheckpointSpec,
         frequencies: Frequencies | None = None,
+        model_checks: ModelChecks | None = None,
     ) -> None:
         settings, now = plan.settings, io.now()
         self.outcome: Outcome | None = None
@@ -124,6 +127,7 @@ class Controller:
             self._replacements,
             log.observer.run_dir.path,
         )
+        self._model_checks = model_checks or ModelChecks(plan)
         self._checkpoints = CheckpointCoordinator(checkpoints)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
         frequencies = frequencies or Frequencies(settings.schedule)
@@ -232,6 +236,12 @@ class Controller:
                     about = {"ranks": [message.rank], "message": f"worker {message.rank} is ready, as a spare"}
                     return [connect, Record("spare", about)]
                 return [connect, *protocol.ready(message)]
+            case m.Checked() if message.rank in self._roster:
+                if (error := self._model_checks.difference(message)) is not None:
+                    return failures.computes_otherwise(message.rank, error, now)
+                return self._model_checks.passed(message)
+            case m.Refused() if message.rank in self._roster:
+                return failures.refused(message, now)
             case m.Heartbeat():
                 self._supervision.heartbeat(message, now)
                 return failures.heartbeat(message.rank, now)
@@ -264,8 +274,8 @@ class Controller:
                 failures.link_closed(message.rank, message.peer)
             case m.Failed():
                 return failures.failed(message, now)
-            case m.Ready() | m.FinalPages() | m.GroupLost():
-                pass  # Ready of a worker that is lost meanwhile; the others are for the log alone
+            case m.Ready() | m.Checked() | m.Refused() | m.FinalPages() | m.GroupLost():
+                pass  # of a worker that is lost meanwhile, or for the log alone
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaswave_spmd.conf import checks
+from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.run_fingerprint import identity_of
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError
@@ -52,6 +53,7 @@ class ResumePoint:
         bad: newer checkpoints that are not whole, and why.
         lines: of metrics.jsonl that are known, by step: those after the checkpoint are computed again.
         validations: (step, micro-batches) -> loss_hex of validations that are known.
+        digests: layer -> digest of the bits that its kind computed when the run was checked first (`model_check`).
         locks: held as long as the run lasts.
     """
 
@@ -61,6 +63,7 @@ class ResumePoint:
     bad: tuple[tuple[Path, str], ...] = ()
     lines: Mapping[int, MetricsLine] = field(default_factory=dict)
     validations: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
     locks: tuple[RunLock, ...] = ()
 
     @classmethod
@@ -120,7 +123,7 @@ class _Source:
         lock: of its directory. It is kept as long as this run lasts, also where this run has another directory:
             another controller must not remove the checkpoint that workers are reading.
         is_run_dir: this run goes on in the same directory.
-        bad, lines, validations: as in ResumePoint.
+        bad, lines, validations, digests: as in ResumePoint.
     """
 
     path: Path
@@ -130,6 +133,7 @@ class _Source:
     bad: tuple[tuple[Path, str], ...]
     lines: Mapping[int, MetricsLine]
     validations: Mapping[tuple[int, int], str]
+    digests: Mapping[str, str]
 
 
 def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tuple[RunDir, ResumePoint]:
@@ -177,6 +181,7 @@ def open_run(plan: RunPlan, data: PreparedData, again: Path | None = None) -> tu
                 bad=source.bad,
                 lines=source.lines,
                 validations=source.validations,
+                digests=source.digests,
             )
             if not source.is_run_dir and again is None:
                 # metrics.jsonl of the new directory begins as that of the old one, up to the checkpoint.
@@ -216,9 +221,9 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         checkpoint, bad = load_newest_good(path)
         check_identity(checkpoint.manifest.identity, identity, where=where)
         check_identity(checkpoint.manifest.layout, layout_fingerprint(plan.description.layout), where=where)
-        lines, validations = _lines(path, checkpoint.step), _validations(path)
+        lines, validations, digests = _lines(path, checkpoint.step), _validations(path), _digests(path)
         undo.pop_all()
-    return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations)
+    return _Source(path, lock, same, checkpoint, tuple(bad), lines, validations, digests)
 
 
 def run_info(plan: RunPlan, data: PreparedData, run_dir: Path, step: int) -> RunInfo:
@@ -258,6 +263,11 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
 def _validations(run_dir: Path) -> dict[tuple[int, int], str]:
     events = [event for event in read_events(run_dir) if event["event"] == "validation"]
     return {(event["step"], event["microbatches"]): event["loss_hex"] for event in events}
+
+
+def _digests(run_dir: Path) -> dict[str, str]:
+    first = next((event for event in read_events(run_dir) if event["event"] == MODEL_CHECK), None)
+    return {row["layer"]: row["digest"] for row in first["layers"]} if first else {}
 
 
 def _new_id() -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.events import Action, Event, Received, Record, Rejected, WriteCosts
+from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
 from elaswave_spmd.controller.resume import ResumePoint, run_info
 from elaswave_spmd.controller.summary import RunRecord, make_summary
@@ -396,6 +397,8 @@ class RunLog:
             case RemoveMember(rank):  # its report of bytes is no part of the summary
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
+                if kind == MODEL_CHECK:
+                    self._record.model_check = {"done": True, "seconds": fields["seconds"], "layers": fields["layers"]}
                 if kind == "fail":
                     self._record.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 self.observer.on_event(kind, **fields)

@@ -21,6 +21,7 @@ from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.events import Outcome, RestartFrom, RunFinished, RunStopped
 from elaswave_spmd.controller.io import ProcessIO, credentials_of, listen_host
 from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import ResumePoint, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import DataSpec, PreparedData, prepare_data
@@ -165,7 +166,7 @@ class _Lives:
             controller = make_controller(plan, launcher, observer, scratch, start=start, frequencies=frequencies)
             launcher.hold(run_dir.path / WORKERS_LOCK)
             undo.pop_all()
-        self.run_dir = run_dir.path
+        before, self.run_dir = self.run_dir, run_dir.path
         with signals.held():
             with contextlib.closing(start), observer, frequencies, contextlib.ExitStack() as ended:
                 ended.callback(merge_trace, run_dir.path)
@@ -179,6 +180,10 @@ class _Lives:
                     remove_unfinished(run_dir.path)
             if signals.first is not None and not controller.protocol.started and run_dir.discard():
                 self.run_dir = None  # nothing was done: the same command can be given again
+            if isinstance(outcome, RunStopped) and isinstance(outcome.error, UserError):
+                # Refused by a worker before it was ready: bad input, as if it had been found before any worker started.
+                run_dir.discard()
+                self.run_dir = before
         return outcome
 
 
@@ -237,7 +242,8 @@ def make_controller(
     checkpoints = CheckpointSpec.for_run(plan, start, run_dir)
     cells = frequencies.cells if frequencies is not None else None
     io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_cells=cells)
-    return Controller(plan, io, RunLog(plan, observer, start), checkpoints, frequencies)
+    model_checks = ModelChecks(plan, start.digests)
+    return Controller(plan, io, RunLog(plan, observer, start), checkpoints, frequencies, model_checks)
 
 
 def data_spec(settings: Settings) -> DataSpec:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery.messages import FinalPages, Finished
 from elaswave_spmd.run_dir import MetricsLine
@@ -38,6 +39,8 @@ class RunRecord:
         """Reason -> number of connections and messages that the run's processes have refused."""
         self.compiled: dict[int, list[int]] = {}
         """By rank: programs compiled before the worker was ready, and afterwards."""
+        self.model_check: dict[str, object] | None = None
+        """The result of the first worker that has checked the model; None: none has."""
         self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
         """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
         self._tokens = 0
@@ -85,6 +88,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,
+        "model_check": record.model_check or {"done": False, "why": _why_unchecked(plan.settings)},
         **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
         "corpus": {
             "name": data.corpus,
@@ -96,6 +100,14 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
     }
+
+
+def _why_unchecked(settings: Settings) -> str:
+    if settings.checks_model:
+        return "no worker has reported it"
+    device = settings.runtime.device
+    computes_nothing = f"runtime.device={device} computes nothing with the model"
+    return computes_nothing if settings.runtime.check_model else "runtime.check_model=false"
 
 
 def _version(package: str) -> str:

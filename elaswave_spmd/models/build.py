@@ -43,7 +43,7 @@ def build_model(
         )
     given = _arguments(cls, shown, sizes, extra or {})
     try:
-        return cls(**given)
+        model = cls(**given)
     except UserError:
         raise
     except Exception as error:
@@ -55,6 +55,21 @@ def build_model(
             exists=f"it was given {given}",
             fix="correct it, or these arguments",
         ) from error
+    _check_hooks(model)
+    return model
+
+
+def _check_hooks(model: LayeredModel) -> None:
+    """Refuse hooks of parameters, which would be lost without a word. Those of modules stay."""
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            raise ModelError(
+                f"parameter {name} has a hook",
+                rule="parameters are replaced by views of a flat buffer, and their hooks are not called then",
+                where=name,
+                fix="change the gradient inside the layer: a hook of the module, or of a tensor that forward computes",
+            )
 
 
 def _arguments(

@@ -49,13 +49,17 @@ _EPOCHS_AHEAD = 1_000
 """More changes of the mesh than can overtake each other while one worker waits for its Reconfigure."""
 _LONGEST_NORM = 64
 """An exact sum of doubles is at most 40 doubles long: their exponents span 2,098 bits, and one has 53 of them."""
-_LONGEST_TEXT, _LONGEST_REPORT = 2_000, 1_000_000
+LONGEST_TEXT: Final = 2_000
+"""The most characters of a text in a message."""
+_LONGEST_REPORT = 1_000_000
 _MOST_KINDS = 100  # of state, or of memory
 _MOST_DIMENSIONS = 16  # the product of the numbers of a longer shape takes time that grows with its square
 _MOST_REASONS, _LONGEST_REASON = 64, 200
 _ADDRESS = re.compile(r"\S{1,300}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_DIGEST_BYTES = 16  # of worker/model_check.py
+_ERROR_FIELDS = frozenset(("what", "rule", "where", "exists", "fix"))
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def refused_by_worker(
         case m.Vote():
             return _refused_vote(bounds, message, sender, num_elements, at)
         case m.GroupLost():
-            good = num_elements is None and len(message.reason) <= _LONGEST_TEXT
+            good = num_elements is None and len(message.reason) <= LONGEST_TEXT
             return SENDER if message.sender != sender else "" if good else SIZE
         case _:
             good = bounds.has_step(message.step, at.version)
@@ -208,7 +212,7 @@ def _refused_vote(
 ) -> str:
     if vote.sender != sender:
         return SENDER
-    if num_elements is not None or len(vote.norm) > _LONGEST_NORM or len(vote.extension) > _LONGEST_TEXT:
+    if num_elements is not None or len(vote.norm) > _LONGEST_NORM or len(vote.extension) > LONGEST_TEXT:
         return SIZE
     if not vote.step >= 1 or not bounds.has_step(vote.step, at.version):
         return STEP
@@ -257,11 +261,17 @@ def _refused_report(
     bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
 ) -> str:
     """Why the controller refuses the content of a report."""
-    if any(len(getattr(message, name, "")) > _LONGEST_TEXT for name in ("reason", "extension", "action")):
+    if any(len(getattr(message, name, "")) > LONGEST_TEXT for name in ("reason", "extension", "action")):
         return SIZE
     match message:
         case m.Ready(rank, address):
             return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
+        case m.Checked():
+            return VALUE if message.rank in at.ready else _refused_check(bounds, message)
+        case m.Refused(rank, error):
+            good = "what" in error and _ERROR_FIELDS.issuperset(error)
+            short = all(len(text) <= LONGEST_TEXT for text in error.values())
+            return VALUE if rank in at.ready or not good else "" if short else SIZE
         case m.StepReport():
             return _refused_step_report(bounds, message, at)
         case m.Applied(step=step):
@@ -290,7 +300,7 @@ def _refused_report(
             return SIZE
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]
-            return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > _LONGEST_TEXT else ""
+            return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > LONGEST_TEXT else ""
         case m.Heartbeat() | m.GroupLost() | m.CaughtUp() | m.Leaving():
             return ""
     return DIRECTION
@@ -363,6 +373,22 @@ def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
     good = _are_amounts(number for _, *numbers in message.rows for number in numbers)
     good = good and _are_amounts(number for _, *numbers in message.memory for number in numbers)
     return "" if good and _are_amounts(message.link) and all(message.link[1:]) else VALUE
+
+
+def _refused_check(bounds: MessageBounds, message: m.Checked) -> str:
+    layers = [layer for layer, *_ in message.layers]
+    if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
+        return PLACE
+    if (
+        not layers
+        or len(set(layers)) < len(layers)
+        or any(len(digest) != _DIGEST_BYTES for *_, digest in message.layers)
+    ):
+        return SIZE
+    counted = [count for _, count, *_ in message.layers]
+    good = min(counted) >= 1 and sum(counted) == len(bounds.layout.layers)
+    amounts = (message.seconds, *(number for _, _, kept, output, _ in message.layers for number in (kept, output)))
+    return "" if good and _are_amounts(amounts) else VALUE
 
 
 def _are_counts(counts: tuple[tuple[str, int], ...]) -> bool:

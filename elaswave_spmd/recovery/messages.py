@@ -248,6 +248,32 @@ class Ready(Message, frozen=True):
     compiled: int = 0
 
 
+class Checked(Message, frozen=True):
+    """Worker -> controller, before Ready, where the model is checked (`runtime.check_model`): it has passed.
+
+    Args:
+        seconds: that the check took.
+        layers: of each kind of layer the first one, how many there are, the bytes that a micro-batch keeps of it until
+            its backward, those of its output, and a digest of all bits that it has computed: (layer, count, kept,
+            output, digest). They are the same on all workers.
+    """
+
+    rank: int
+    seconds: float
+    layers: tuple[tuple[int, int, int, int, bytes], ...]
+
+
+class Refused(Message, frozen=True):
+    """Worker -> controller, in place of Ready: what the run was given is refused; no other worker could accept it.
+
+    Args:
+        error: the fields of the user's error (errors.UserError), by name.
+    """
+
+    rank: int
+    error: dict[str, str]
+
+
 class StepReport(Message, frozen=True):
     """Worker -> controller, once for each Prepare: where it is.
 
@@ -518,6 +544,8 @@ AnyMessage: TypeAlias = (
     | Vote
     | GroupLost
     | Ready
+    | Checked
+    | Refused
     | Prepare
     | StepReport
     | Reconfigure

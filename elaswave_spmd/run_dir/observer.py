@@ -11,7 +11,7 @@ from types import TracebackType
 
 import numpy as np
 
-from elaswave_spmd.errors import RunError, WorkerError, headline_of
+from elaswave_spmd.errors import RunError, UserError, WorkerError, headline_of
 from elaswave_spmd.run_dir.atomic_write import writing
 from elaswave_spmd.run_dir.directory import RunDir
 from elaswave_spmd.run_dir.display import Display, LastingDisplay, Pace, RunInfo, make_display
@@ -158,10 +158,14 @@ class RunObserver:
     def on_stop(self, error: BaseException) -> None:
         """Report that an error ends the run: event `stop`, unless the run had finished.
 
-        Raises nothing, so that a full disk does not hide the error that ended the run.
+        Bad input is not shown here: the command shows all of it. Raises nothing, so that a full disk does not hide the
+        error that ended the run.
         """
         if not self._finished:
             with contextlib.suppress(Exception):
+                if isinstance(error, UserError):
+                    self.run_dir.write_event("stop", self._now(), {"message": headline_of(error)})
+                    return
                 report = {"report": error.report} if isinstance(error, WorkerError) else {}
                 self.on_event("stop", message=headline_of(error), **report)
 

@@ -21,7 +21,7 @@ from elaswave_spmd.runtime.devices.xla_island import XlaIsland
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
-from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
@@ -54,6 +54,10 @@ class RunPlan:
     description: ModelDescription
     placement: Placement
     costs: CostModel
+
+    def bytes_of(self, layer: int) -> tuple[int, int, int]:
+        """Bytes of the state of a layer, of its compute buffer, and of one gradient."""
+        return _layer_bytes(self.job, self.description.layout.layers[layer])
 
 
 def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
@@ -154,19 +158,14 @@ def read_profile(path: str) -> CostModel:
 
 def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
     """Costs before anything is measured: a nanosecond for each element of a layer, links of 1 GB/s and 0.1 ms."""
-    copies = 1 + len(job.optimizer.state_names)
-    layers = tuple(
-        LayerCost(
-            layer.name,
-            max(1.0, float(layer.num_value_elements)) * 1e-9,
-            0.0,
-            state_bytes=4 * copies * layer.num_state_elements,
-            value_bytes=job.torch_dtype.itemsize * layer.num_value_elements,
-            gradient_bytes=4 * layer.num_gradient_elements,
+    layers = []
+    for layer in layout.layers:
+        state, values, gradient = _layer_bytes(job, layer)
+        seconds = max(1.0, float(layer.num_value_elements)) * 1e-9
+        layers.append(
+            LayerCost(layer.name, seconds, 0.0, state_bytes=state, value_bytes=values, gradient_bytes=gradient)
         )
-        for layer in layout.layers
-    )
-    return CostModel(layers, 1e9, 1e-4)
+    return CostModel(tuple(layers), 1e9, 1e-4)
 
 
 def _job(settings: Settings, data: PreparedData) -> Job:
@@ -201,21 +200,45 @@ def _job(settings: Settings, data: PreparedData) -> Job:
 
 
 def make_context(
-    plan: RunPlan, rank: int, device: Device, channel: Channel, programs: StagePrograms, hooks: WorkerHooks
+    plan: RunPlan,
+    rank: int,
+    device: Device,
+    channel: Channel,
+    model: LocalModel,
+    data: Datasets,
+    hooks: WorkerHooks,
 ) -> WorkerContext:
     """Make the value that the parts of one worker share. Only the layers of its own stage will get memory.
 
     Args:
         device: that it computes with.
         channel: to the other workers and the controller.
-        programs: as `make_programs` makes them.
+        model: as `make_local_model` makes it.
+        data: as `open_datasets` opens them.
         hooks: what is optional around the worker.
     """
-    description = plan.description
-    model = LocalModel(description.layout, description.inits, _Layers(plan), programs)
-    validation = open_split(plan.data, "validation") if plan.job.validates else None
-    data = Datasets(open_split(plan.data, "train"), validation)
     return WorkerContext(rank, plan.job, plan.placement, model, data, device, channel, hooks)
+
+
+def open_datasets(plan: RunPlan) -> Datasets:
+    """Open the splits that a worker reads."""
+    validation = open_split(plan.data, "validation") if plan.job.validates else None
+    return Datasets(open_split(plan.data, "train"), validation)
+
+
+def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
+    """Make the model as a worker runs it, with programs as `make_programs` makes them. No layer has memory yet."""
+    return LocalModel(plan.description.layout, plan.description.inits, _Layers(plan), programs)
+
+
+def _layer_bytes(job: Job, layer: LayerLayout) -> tuple[int, int, int]:
+    """Bytes of a layer's state (fp32 parameters and the optimizer's), of its compute buffer, and of one gradient."""
+    copies = 1 + len(job.optimizer.state_names)
+    return (
+        4 * copies * layer.num_state_elements,
+        job.torch_dtype.itemsize * layer.num_value_elements,
+        4 * layer.num_gradient_elements,
+    )
 
 
 def make_programs(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.errors import RunError
+from elaswave_spmd.errors import RunError, UserError
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.admission import LONGEST_TEXT
 from elaswave_spmd.runtime.devices import Device, Island
 from elaswave_spmd.runtime.devices.dvfs import FrequencyCell
 from elaswave_spmd.runtime.devices.group_store import group_host
@@ -28,17 +31,24 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded, elements_in
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter
 from elaswave_spmd.worker.configuration import Configuration
-from elaswave_spmd.worker.context import WorkerHooks
+from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerHooks
 from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_injection import FaultInjector
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.heartbeat import HeartbeatSender, Progress
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.message_limits import message_limits
+from elaswave_spmd.worker.model_check import check_model
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
-from elaswave_spmd.worker.plan_run import RunPlan, make_context, make_programs, plan_run
+from elaswave_spmd.worker.plan_run import (
+    RunPlan,
+    make_context,
+    make_local_model,
+    make_programs,
+    open_datasets,
+    plan_run,
+)
 from elaswave_spmd.worker.profiling import MemoryRow, Row
-from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.spec import WorkerSpec, message_bounds
 from elaswave_spmd.worker.tracing import TracedChannel, open_trace
 
@@ -55,15 +65,16 @@ def main(fields: dict[str, Any]) -> int:
         fields: of a `WorkerSpec`.
 
     Returns:
-        The exit code: 0 if the worker was told to stop, 1 after an exception, which is reported to the controller.
+        The exit code: 0 if the worker was told to stop, 1 after an exception or a refusal, which is reported to the
+        controller.
     """
     process = WorkerProcess(WorkerSpec.from_dict(fields))
     try:
         process.run()
     except WorkerStopped:
         process.save_if_orphaned()
-    except BaseException:
-        process.report_failure(traceback.format_exc())
+    except BaseException as error:
+        process.report_failure(error)
         return 1
     finally:
         process.close()
@@ -104,6 +115,7 @@ class WorkerProcess:
         self._group = self._open_group()
         self._progress = Progress(waiting=True, action="start")
         self._step = 0
+        self._is_ready = False
         self._link_reported = False
         self._deadline: float | None = None  # once the controller is gone
         self._before_loss: Callable[[], None] = lambda: None  # notes the time of an injected death
@@ -126,19 +138,22 @@ class WorkerProcess:
         Raises:
             WorkerStopped: always, unless something fails.
         """
-        plan, programs = self._become_ready()
+        plan, model, data = self._become_ready()
         # From Ready on silence is a loss, so heartbeats begin now, in a thread of their own: they go on while the
         # training thread computes, and stop with the process.
         HeartbeatSender(self._rank, self._links, self._progress, self._settings.timeouts.heartbeat)
         first, early = self._until_member(plan)
         channel = SocketChannel(self._links, self._mailbox, plan.job.torch_dtype, self._device, early)
-        executor = self._make_executor(plan, programs, first, channel)
+        executor = self._make_executor(plan, model, data, first, channel)
         self._train(executor, channel)
 
-    def _become_ready(self) -> tuple[RunPlan, StagePrograms]:
-        """Connect to the controller, plan the run as it did, compile, and report Ready.
+    def _become_ready(self) -> tuple[RunPlan, LocalModel, Datasets]:
+        """Connect to the controller, plan the run as it did, compile, check the model, and report Ready.
 
         A worker compiles before it is ready: a member, or one about to become a member, has nothing left to compile.
+
+        Raises:
+            UserError: a model that breaks the promise of equal bits, or cannot be compiled.
         """
         spec = self._spec
         self._links.connect(CONTROLLER, spec.run.links.controller)
@@ -149,16 +164,23 @@ class WorkerProcess:
         plan = plan_run(self._settings, spec.run.data, costs=costs)
         if spec.death_watch is not None:
             self._before_loss = death_watch.hold_mutex(*spec.death_watch)
-        compiled = itertools.count(1)
+        progress = itertools.count(1)
 
-        def layer_compiled(layer: str) -> None:
-            beat = m.Heartbeat(self._rank, next(compiled), False, f"compiling, {layer} done")
-            self._send(beat)
+        def beat(what: str, layer: str) -> None:
+            self._send(m.Heartbeat(self._rank, next(progress), False, f"{what}, {layer} done"))
 
-        programs = make_programs(plan, self._rank, self._device.place, self._frequency, layer_compiled)
+        programs = make_programs(plan, self._rank, self._device.place, self._frequency, partial(beat, "compiling"))
+        model, data = make_local_model(plan, programs), open_datasets(plan)
+        if self._settings.checks_model:
+            place = self._device.place
+            check = check_model(
+                model, plan.job, data.train, place, rank=self._rank, checked=partial(beat, "checking the model")
+            )
+            self._send(m.Checked(self._rank, check.seconds, tuple(map(dataclasses.astuple, check.layers))))
         watched = spec.death_watch is not None
         self._send(m.Ready(self._rank, self._links.address, watched, programs.num_compiled))
-        return plan, programs
+        self._is_ready = True
+        return plan, model, data
 
     def _until_member(self, plan: RunPlan) -> tuple[Configuration, list[Envelope]]:
         """Wait for the configuration that makes this worker a member, and for the links to the others.
@@ -196,7 +218,7 @@ class WorkerProcess:
         return Configuration.from_message(plan.placement, message), list(early.values())
 
     def _make_executor(
-        self, plan: RunPlan, programs: StagePrograms, first: Configuration, channel: SocketChannel
+        self, plan: RunPlan, model: LocalModel, data: Datasets, first: Configuration, channel: SocketChannel
     ) -> Executor:
         orders, trace = self._spec.run.checkpoints, self._trace
         self._checkpoints = checkpoints = CheckpointWriter(
@@ -208,7 +230,7 @@ class WorkerProcess:
         hooks = WorkerHooks(
             on_point=self._on_point,
             computed=self._computed,
-            step_measured=lambda step, rows, memory: self._send_costs(step, rows, memory, programs.num_compiled),
+            step_measured=lambda step, rows, memory: self._send_costs(step, rows, memory, model.programs.num_compiled),
             applied=checkpoints.applied,
             save=checkpoints.save,
             members_changed=self._members_changed,
@@ -217,7 +239,7 @@ class WorkerProcess:
             **({"layer_ran": trace.action} if trace is not None else {}),
         )
         way: Channel = channel if trace is None else TracedChannel(channel, trace)
-        context = make_context(plan, self._rank, self._device, way, programs, hooks)
+        context = make_context(plan, self._rank, self._device, way, model, data, hooks)
         # A newcomer gets its state from the others: the checkpoint that they began with may be gone by then.
         layout, saved = plan.description.layout, None
         if first.epoch == 0:
@@ -260,9 +282,13 @@ class WorkerProcess:
         if self._checkpoints is not None:
             self._checkpoints.close()
 
-    def report_failure(self, report: str) -> None:
-        """Send the controller the traceback of an exception that ends this worker."""
-        self._send(m.Failed(self._rank, report, self._step))
+    def report_failure(self, error: BaseException) -> None:
+        """Send the controller the exception that ends this worker: bad input, as such, until it is ready."""
+        if isinstance(error, UserError) and not self._is_ready:
+            self._send(m.Refused(self._rank, {name: text[:LONGEST_TEXT] for name, text in error.fields().items()}))
+        else:
+            report = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            self._send(m.Failed(self._rank, report, self._step))
 
     def close(self) -> None:
         """Close the trace, then the links once what was sent has left."""

@@ -72,6 +72,8 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.ShardWritten(3, SENDER, 2, "shard_1_1-2.safetensors", 100, "0" * 64, (PAGES,), 1.0, 2.0),
     m.GroupLost(2, SENDER, "timeout"),
     m.FinalPages(*PAGES),
+    m.Checked(SENDER, 0.5, ((0, 1, 10, 20, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, bytes(16)))),
+    m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
 )
 
 

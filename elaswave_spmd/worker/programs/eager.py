@@ -102,6 +102,11 @@ class StagePrograms:
         self.memory = LayerMemory()
 
     @property
+    def loss(self) -> Loss:
+        """The model's loss function, run as the model's code says."""
+        return self._loss
+
+    @property
     def num_compiled(self) -> int:
         """The number of programs that this worker has compiled so far; it must not grow once the worker is ready."""
         return 0

@@ -31,11 +31,11 @@ from elaswave_spmd.controller.events import (
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, SaveEnded, Stopping
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.roster import Roster
-from elaswave_spmd.errors import RunError, StoppedBySignal, WorkerError
+from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, WorkerError
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.failure_detector import Suspect
-from elaswave_spmd.recovery.messages import Failed, Fingerprints, Ready
+from elaswave_spmd.recovery.messages import Failed, Fingerprints, Ready, Refused
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.sharding.replicas import ReplicaSet
 
@@ -313,6 +313,42 @@ def test_an_exception_while_workers_start_ends_the_run(enabled: bool) -> None:
     with pytest.raises(WorkerError, match="ValueError: the cause"):
         world.failed(Failed(1, "ValueError: the cause", 0))
     assert not world.told
+
+
+REFUSAL = {"what": "layer block0 draws from torch's generator", "rule": "keys", "fix": "KeyedDropout(p)"}
+
+
+@pytest.mark.parametrize("elastic", [{"enabled": False}, {"replace": True}, {"spares": 2}])
+def test_a_refusal_ends_the_start_and_is_no_loss(elastic: dict[str, Any]) -> None:
+    world = starting(**elastic)
+    with pytest.raises(ModelError) as caught:
+        world.do(world.losses.refused(Refused(1, REFUSAL), 1.0))
+    assert caught.value.fields() == REFUSAL
+    world = starting(**elastic)
+    world.exits(1, code=1)  # the end of its process is seen before the refusal has come
+    assert not world.told and not world.spawned
+    with pytest.raises(ModelError) as caught:
+        world.happens(Received(Refused(1, REFUSAL), (), 1))
+    assert caught.value.fields() == REFUSAL
+    assert not world.told and not world.spawned and not world.newcomers_lost
+
+
+def test_a_newcomer_that_refuses_or_computes_otherwise_harms_nobody() -> None:
+    """The run has been accepted by its members, so the newcomer alone is at fault."""
+    world = World()
+    world.do(world.losses.refused(Refused(2, REFUSAL), 1.0))
+    (newcomer,) = world.roster.allocate(1)
+    world.roster.add(newcomer, None)
+    world.do(world.losses.computes_otherwise(newcomer, ModelError("layer block0 computes other bits"), 1.0))
+    reasons = [(2, f"refused: {REFUSAL['what']}"), (newcomer, "layer block0 computes other bits")]
+    assert world.newcomers_lost == reasons and sorted(world.roster.pids) == [0, 1]
+
+
+def test_other_bits_on_a_worker_that_starts_end_the_start() -> None:
+    world = starting(replace=True)
+    with pytest.raises(ModelError, match="other bits"):
+        world.do(world.losses.computes_otherwise(1, ModelError("layer block0 computes other bits"), 1.0))
+    assert not world.told and not world.spawned
 
 
 def test_workers_of_a_run_that_is_not_elastic_are_late() -> None:

@@ -39,6 +39,8 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Vote(1, 0, 4, (), None),
     m.Ready(3, "ipc:///tmp/x"),
     m.Ready(3, "tcp://127.0.0.1:5", True),
+    m.Checked(3, 0.25, ((0, 1, 4096, 512, b"\0\xff"), (1, 4, 2**40, 512, b""))),
+    m.Refused(3, {"what": "layer block0 draws", "fix": "KeyedDropout(p)"}),
     m.Prepare(4),
     m.Prepare(4, 17),
     m.StepReport(4, 1, 7, (HELD, m.PartialStep(9))),

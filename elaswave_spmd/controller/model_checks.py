@@ -1,0 +1,99 @@
+"""The checks of the model that workers make before they are ready: their results, compared with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.recovery import messages as m
+
+if TYPE_CHECKING:
+    from elaswave_spmd.worker.plan_run import RunPlan
+
+MODEL_CHECK = "model_check"
+"""The event of the first worker that has passed."""
+
+
+class ModelChecks:
+    """Compares the digests of what each worker has computed with those of the first one, and of the run before.
+
+    Each worker has found by itself that a micro-batch has the same result twice. What is alike at all times on one
+    worker, and other on the next one, is seen here: other libraries or another processor, a number of the worker's own,
+    the order of a set, and what the first micro-batch has left behind in a global variable.
+
+    Args:
+        plan: of the run.
+        known: layer -> digest, in hexadecimal, when the run that is resumed was checked; empty if it was not.
+    """
+
+    def __init__(self, plan: RunPlan, known: Mapping[str, str] | None = None) -> None:
+        self._plan = plan
+        self._layers = plan.description.layout.layers
+        self._topology = plan.placement.mesh.topology
+        self._known = known or {}
+        self._first: m.Checked | None = None
+        self._is_told = False
+
+    def difference(self, message: m.Checked) -> ModelError | None:
+        """The error if a worker has computed other bits than the first one, or than the run that is resumed."""
+        first = self._first = self._first or message
+        wanted = {layer: digest for layer, *_, digest in first.layers}
+        for number, *_, digest in message.layers:
+            name = self._layers[number].name
+            if wanted.get(number) != digest:
+                return _other_worker(name, self._named(first.rank), self._named(message.rank))
+            if self._known.get(name, digest.hex()) != digest.hex():
+                return _other_run(name)
+        return None
+
+    def passed(self, message: m.Checked) -> list[Action]:
+        """A worker has passed. The first one is told of: the bytes that each kind of layer takes are those of all."""
+        if self._is_told:
+            return []
+        self._is_told = True
+        rows = []
+        for number, count, kept, output, digest in message.layers:
+            state, values, gradient = self._plan.bytes_of(number)
+            sizes = {"state_bytes": state, "value_bytes": values, "gradient_bytes": gradient, "kept_bytes": kept}
+            row = {"layer": self._layers[number].name, "count": count, **sizes, "output_bytes": output}
+            rows.append({**row, "digest": digest.hex()})
+        seconds = round(message.seconds, 3)
+        largest = max(rows, key=lambda row: row["state_bytes"] + row["gradient_bytes"] + row["kept_bytes"])
+        text = (
+            f"each of {len(rows)} kinds of layers computed a micro-batch twice alike, in {seconds:.2f} s; the largest, "
+            f"{largest['layer']}, takes {_mib(largest['state_bytes'])} of state, {_mib(largest['gradient_bytes'])} of "
+            f"gradient and {_mib(largest['kept_bytes'])} for each micro-batch in flight"
+        )
+        return [Record(MODEL_CHECK, {"seconds": seconds, "layers": rows, "message": text})]
+
+    def _named(self, rank: int) -> str:
+        topology = self._topology
+        several = len({path for _, path in topology.domains}) > 1
+        return f"worker {rank}" + (f" on {'/'.join(topology.path(rank))}" if several and rank in topology else "")
+
+
+def _other_worker(layer: str, first: str, other: str) -> ModelError:
+    return ModelError(
+        f"layer {layer} computes other bits on {other} than on {first}",
+        rule="a micro-batch has the same result on every worker: the same files of the model, libraries and kind "
+        "of processor, and nothing in a layer that depends on its worker or on what ran before",
+        where=f"layer {layer}",
+        fix="no rank, host, process id or global variable in a layer, no order of a set (sort it); install the "
+        "same versions on machines of the same kind",
+    )
+
+
+def _other_run(layer: str) -> ModelError:
+    return ModelError(
+        f"layer {layer} computes other bits than it did when the run that is resumed was checked",
+        rule="a run goes on with the bits that it began with",
+        where=f"layer {layer}",
+        fix="resume it with the files of the model as they were, with nothing in a layer that depends on the process, "
+        "such as the order of a set (sort it); or give runtime.check_model=false",
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,413 @@
+"""Models with one mistake each, as users make them, and models that look like mistakes and are right.
+
+`Mistaken` is a small language model whose block (or embedding, head, loss) has the mistake that `mistake` names.
+`write` puts this file where a run finds it. Each mistake is a function or class here, with what the check says of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elaswave_spmd import Batch, KeyedDropout, LayeredModel, P, Shardings
+
+_calls: list[int] = []
+_first: list[Tensor] = []
+
+
+class Block(nn.Module):
+    """x + linear(x), and what a subclass does besides."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(d_model, d_model)
+        self.drop = KeyedDropout(0.1)
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        return x + self.drop(self.linear(self.change(x, keys)), keys)
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x
+
+
+# ---- mistakes
+
+
+class TorchNoise(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x + 0.1 * torch.rand_like(x)
+
+
+class TorchDropout(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return functional.dropout(x, 0.1, self.training)
+
+
+class PythonNoise(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x * (1 + 0.1 * random.random())
+
+
+class NumpyNoise(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x + torch.from_numpy(np.random.rand(x.shape[-1]).astype(np.float32))
+
+
+class OwnGenerator(Block):
+    """Seeded, but one number after the other, whichever sample comes."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.draw = np.random.default_rng(0)
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x + torch.from_numpy(self.draw.random(x.shape[-1], dtype=np.float32))
+
+
+class Clock(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x * (1 + time.perf_counter() % 1)
+
+
+class RunningMean(Block):
+    """A buffer that forward updates, as BatchNorm does."""
+
+    mean: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.register_buffer("mean", torch.zeros(d_model))
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.float().mean((0, 1)))
+        return x - self.mean
+
+
+class Remembers(Block):
+    """The state of a recurrent layer, carried from one micro-batch to the next."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.state: Tensor | None = None
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        before, self.state = self.state, x.detach()
+        return x if before is None else x + 0.1 * before
+
+
+class FirstInput(Block):
+    """Scaled by the first micro-batch that it happens to get."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.scale: Tensor | None = None
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().float().abs().mean()
+        return x / self.scale
+
+
+class Counter(Block):
+    """Counts its calls, for a warm-up."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.calls = 0
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        self.calls += 1
+        return x * min(1.0, self.calls / 1000)
+
+
+class GlobalCounter(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        _calls.append(0)
+        return x * (1 + 0.01 * len(_calls))
+
+
+class InPlace(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        x += 1
+        return x
+
+
+class InPlaceHidden(Block):
+    """The same without autograd noticing."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        x.data.mul_(0.5)
+        return x
+
+
+class InPlaceOutput(Block):
+    """The output of exp, which its backward needs, is changed."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x.exp().add_(1)
+
+
+class InPlaceTokens(nn.Embedding):
+    """Masks the tokens themselves, which are the targets of others too."""
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x[:, 0] = 0
+        return super().forward(x)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Tensor:
+        return dy[0].mul_(2)
+
+
+class InPlaceGradient(Block):
+    """A backward of its own, which changes the gradient that it is given."""
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        return _Doubled.apply(super().forward(x, keys))  # pyright: ignore[reportReturnType]
+
+
+class NanBackward(Block):
+    """The square root of zero: 0 forward, and an infinite slope."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x + (x - x).sqrt()
+
+
+class NanForward(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x + (x - x) / (x - x)
+
+
+class NoisyValidation(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x if self.training else x + torch.rand_like(x)
+
+
+class ParameterHook(Block):
+    """A hook of a parameter, which the framework replaces by a view of its buffer: it would never be called."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.linear.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+class OfTheProcess(Block):
+    """The same at all times on one worker."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x * (1 + os.getpid() % 1000 / 1000)
+
+
+class FirstOfAll(Block):
+    """A global variable that the first micro-batch of a process fills."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if not _first:
+            _first.append(x.detach().float().abs().mean())
+        return x / _first[0]
+
+
+class OrderOfASet(Block):
+    """Rounds otherwise in each order of a set of texts, which follows from PYTHONHASHSEED."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        for name in {f"part{number}" for number in range(40)}:
+            x = x * (1 + 0.37 / (1 + int(name[4:]))) - 0.11
+        return x.tanh()
+
+
+def mean_loss(output: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten())
+
+
+def loss_over_samples(output: Tensor, batch: Batch) -> Tensor:
+    """Each sample is compared with the mean of all samples of its micro-batch."""
+    summed = functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    return summed + (output - output.mean(0, keepdim=True)).float().pow(2).sum()
+
+
+def weighted_loss(output: Tensor, batch: Batch) -> Tensor:
+    """Divided by the number of tokens that count, which is another one in each micro-batch."""
+    each = functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="none")
+    counts = (batch.targets.flatten() % 3 != 0).float()
+    return (each * counts).sum() / counts.sum() * counts.numel() / 2
+
+
+# ---- what is right
+
+
+class MixedTypes(Block):
+    """A constant of another dtype: the output is converted where the layer ends."""
+
+    scale: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, d_model, dtype=torch.float64))
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return (x * self.scale).to(x.dtype)
+
+
+class LazyTable(Block):
+    """A table that is made when it is needed, of the input's form alone."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.table: Tensor | None = None
+        self.tables: dict[int, Tensor] = {}
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1]
+        self.tables.setdefault(x.shape[1], self.table)
+        return x + self.tables[x.shape[1]]
+
+
+class BackwardHook(Block):
+    """A hook of a module, which scales the gradient of its input."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.linear.register_full_backward_hook(_half)
+
+
+def _half(module: nn.Module, given: Any, gradients: Any) -> Any:
+    return tuple(None if gradient is None else gradient / 2 for gradient in given)
+
+
+class Unused(Block):
+    """A parameter that no forward uses; its gradient is zero."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.spare = nn.Parameter(torch.zeros(d_model))
+
+
+class OrderOfADict(Block):
+    """The order of a dict is that in which it was filled, on every worker."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.parts = {f"part{number}": 1 / (1 + number) for number in range(9)}
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        for weight in self.parts.values():
+            x = x * (1 + 0.37 * weight) - 0.11
+        return x.tanh()
+
+
+class KeyedNoise(Block):
+    """Noise of a generator that is seeded by the keys, row by row."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        rows = []
+        for sample in keys.sample_ids.tolist():
+            seed = hash((int(keys.seed), int(keys.step), int(keys.layer), sample)) % 2**63
+            rows.append(torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)))
+        return x + 0.1 * torch.stack(rows)
+
+
+BLOCKS: dict[str, tuple[type[Block], str]] = {
+    "torch_noise": (TorchNoise, "layer block0 draws from torch's generator"),
+    "torch_dropout": (TorchDropout, "layer block0 draws from torch's generator"),
+    "python_noise": (PythonNoise, "layer block0 draws from Python's random"),
+    "numpy_noise": (NumpyNoise, "layer block0 draws from numpy.random"),
+    "own_generator": (OwnGenerator, "layer block0 gave other results for the same micro-batch: "),
+    "clock": (Clock, "layer block0 gave other results for the same micro-batch: "),
+    "running_mean": (RunningMean, "layer block0 changes block0.mean while it computes"),
+    "remembers": (Remembers, "layer block0 changes block0.state while it computes"),
+    "first_input": (FirstInput, "layer block0 gave other results for the same micro-batch: "),
+    "counter": (Counter, "layer block0 changes block0.calls while it computes, from 0 to "),
+    "global_counter": (GlobalCounter, "layer block0 gave other results for the same micro-batch: "),
+    "in_place": (InPlace, "layer block0 changes a tensor in place that its backward needs"),
+    "in_place_hidden": (InPlaceHidden, "layer block0 changes its input in place"),
+    "in_place_output": (InPlaceOutput, "layer block0 changes a tensor in place that its backward needs"),
+    "in_place_gradient": (InPlaceGradient, "layer block0 changes the gradient of its output in place"),
+    "nan_backward": (NanBackward, "layer block0 gives gradients that are not finite, though its output is: of "),
+    "nan_forward": (NanForward, "the output of layer block0 is not finite"),
+    "noisy_validation": (NoisyValidation, "layer block0 draws from torch's generator"),
+    "parameter_hook": (ParameterHook, "parameter block0.linear.weight has a hook"),
+}
+"""Name of a mistake -> the block, and how the refusal begins."""
+
+OTHERS: dict[str, str] = {
+    "in_place_tokens": "layer embed changes its input in place",
+    "mean_loss": "loss() of ",
+    "loss_over_samples": "loss() of ",
+    "weighted_loss": "loss() of ",
+}
+BETWEEN_WORKERS: dict[str, type[Block]] = {"of_the_process": OfTheProcess, "first_of_all": FirstOfAll}
+"""Mistakes that one worker alone cannot see."""
+
+RIGHT: dict[str, type[Block]] = {
+    "mixed_types": MixedTypes,
+    "lazy_table": LazyTable,
+    "backward_hook": BackwardHook,
+    "unused": Unused,
+    "order_of_a_dict": OrderOfADict,
+    "keyed_noise": KeyedNoise,
+    "none": Block,
+}
+LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "mean_loss": mean_loss,
+    "loss_over_samples": loss_over_samples,
+    "weighted_loss": weighted_loss,
+}
+REFUSED = {name: words for name, (_, words) in BLOCKS.items()} | OTHERS
+"""Name of a mistake that a worker finds alone -> how its refusal begins."""
+
+
+class Embed(nn.Embedding):
+    def forward(self, x: Tensor, keys: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+
+class Head(nn.Linear):
+    def forward(self, x: Tensor, keys: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+
+class Mistaken(LayeredModel):
+    """Embedding, two blocks and a head; `mistake` names what is wrong with one of them, or with the loss.
+
+    `none_of_many` has a block of each kind that is right.
+    """
+
+    shardings = Shardings(batch=P("dp"), layers=P("pp"), grads=P("dp"), optim=P("dp"))
+
+    def __init__(self, vocab_size: int, d_model: int, mistake: str) -> None:
+        blocks = {name: kind for name, (kind, _) in BLOCKS.items()} | BETWEEN_WORKERS | RIGHT
+        block = OrderOfASet if mistake == "order_of_a_set" else blocks.get(mistake, Block)
+        embed = InPlaceTokens if mistake == "in_place_tokens" else Embed
+        layers = {f"block{number}": block(d_model) for number in range(2)}
+        if mistake == "none_of_many":
+            layers = {name: kind(d_model) for name, kind in RIGHT.items()}
+        super().__init__({"embed": embed(vocab_size, d_model), **layers, "head": Head(d_model, vocab_size)})
+        self._loss = LOSSES.get(mistake)
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output, batch) if self._loss is None else self._loss(output, batch)
+
+
+def write(folder: Path, mistake: str) -> list[str]:
+    """Puts the model into a run's folder; returns the overrides that choose it."""
+    shutil.copy(__file__, folder / "mistaken_model.py")
+    return ["model.target=mistaken_model.Mistaken", f"+model.args.mistake={mistake}"]

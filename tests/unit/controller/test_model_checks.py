@@ -1,0 +1,74 @@
+"""The results of the check of the model, compared between workers and with the run that is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+from elaswave_spmd.controller.events import Record
+from elaswave_spmd.controller.model_checks import ModelChecks
+from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.recovery.messages import Checked
+
+NAMES = ("embed", "block0", "block1", "head")
+ONE, OTHER = bytes(16), bytes(range(16))
+
+
+def checks(hosts: Mapping[int, str] | None = None, known: Mapping[str, str] | None = None) -> ModelChecks:
+    topology = Topology.of({rank: (host,) for rank, host in hosts.items()}) if hosts else None
+    layers = [SimpleNamespace(name=name) for name in NAMES]
+    plan = SimpleNamespace(
+        description=SimpleNamespace(layout=SimpleNamespace(layers=layers)),
+        placement=SimpleNamespace(mesh=Mesh.initial(MeshShape.of_stages((3,)), topology)),
+        bytes_of=lambda layer: (300 * layer, 100 * layer, 100 * layer),
+    )
+    return ModelChecks(cast(Any, plan), known)
+
+
+def checked(rank: int, block: bytes = ONE) -> Checked:
+    return Checked(rank, 0.1234, ((0, 1, 5, 6, ONE), (1, 2, 7, 8, block), (3, 1, 9, 4, ONE)))
+
+
+def test_the_first_worker_that_passes_is_told_of_with_the_bytes_of_each_kind() -> None:
+    found = checks()
+    assert found.difference(checked(2)) is None
+    (record,) = found.passed(checked(2))
+    assert isinstance(record, Record) and record.kind == "model_check"
+    rows = cast(Any, record.fields["layers"])
+    assert rows[1] == {
+        "layer": "block0", "count": 2, "state_bytes": 300, "value_bytes": 100, "gradient_bytes": 100,
+        "kept_bytes": 7, "output_bytes": 8, "digest": "00" * 16,
+    }  # fmt: skip
+    assert [row["layer"] for row in rows] == ["embed", "block0", "head"] and record.fields["seconds"] == 0.123
+    assert found.difference(checked(0)) is None and found.passed(checked(0)) == []
+
+
+def test_other_bits_are_told_with_both_workers_and_their_hosts() -> None:
+    found = checks()
+    assert found.difference(checked(1)) is None
+    error = found.difference(checked(0, OTHER))
+    assert error is not None and error.what == "layer block0 computes other bits on worker 0 than on worker 1"
+    assert error.rule and error.fix
+    found = checks({0: "node0", 1: "node0", 2: "node1"})
+    assert found.difference(checked(0)) is None
+    error = found.difference(checked(2, OTHER))
+    assert error is not None
+    assert error.what == "layer block0 computes other bits on worker 2 on node1 than on worker 0 on node0"
+    error = found.difference(checked(9, OTHER))  # a newcomer, whose machine the first mesh does not know
+    assert error is not None and "on worker 9 than" in error.what
+
+
+def test_other_kinds_of_layers_are_a_difference() -> None:
+    found = checks()
+    assert found.difference(checked(0)) is None
+    rows = ((0, 1, 5, 6, ONE), (1, 1, 7, 8, ONE), (2, 1, 7, 8, ONE), (3, 1, 9, 4, ONE))
+    error = found.difference(Checked(1, 0.1, rows))
+    assert error is not None and "layer block1" in error.what
+
+
+def test_a_run_goes_on_with_the_bits_that_it_began_with() -> None:
+    known = {"embed": ONE.hex(), "block0": ONE.hex(), "gone": OTHER.hex()}
+    assert checks(known=known).difference(checked(0)) is None
+    error = checks(known=known).difference(checked(0, OTHER))
+    assert error is not None and error.what.startswith("layer block0 computes other bits than it did when the run")

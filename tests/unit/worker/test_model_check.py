@@ -1,0 +1,272 @@
+"""The check of a model before the first step: mistakes are refused with the layer, and what is right passes."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elaswave_spmd.determinism import sample_ids
+from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, build_model
+from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.learning_rate import LearningRate
+from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model, kind_of
+from elaswave_spmd.worker.model_layout import describe
+from elaswave_spmd.worker.optimizers import make_optimizer
+from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
+from elaswave_spmd.worker.spec import Job
+from tests import mistaken_model
+from tests.mistaken_model import BLOCKS, REFUSED, RIGHT, Mistaken
+
+VOCABULARY, TIME, WIDTH = 11, 6, 8
+CPU = torch.device("cpu")
+BUILT = "parameter_hook"  # refused when the model is made
+
+
+class Numbers:
+    """Samples whose tokens are a function of their ids."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = (ids[:, None] * 7 + np.arange(TIME + 1) * 3) % VOCABULARY
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def a_job(**changes: Any) -> Job:
+    sizes = {"steps": 10, "global_batch": 8, "microbatch_size": 2, "seq_len": TIME, "dtype": "fp32"} | changes
+    rate = LearningRate(1e-3, "constant", 0, 10, 0.1)
+    adamw = make_optimizer("adamw", weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, momentum=0.0)
+    given: dict[str, Any] = {"validate_every": 5, "num_validation_microbatches": 2} | sizes
+    return Job(seed=3, optimizer=adamw, learning_rate=rate, **given)
+
+
+def local(model: LayeredModel, job: Job) -> LocalModel:
+    """A model as a worker has it; each call makes new layers, as deepcopy does."""
+    import copy
+
+    description = describe(model, page_size=64)
+    programs = StagePrograms(**program_args(job, description.layout, model.loss))
+
+    def make(layers: Any) -> Mapping[int, nn.Module]:
+        return {number: copy.deepcopy(model.layers[number]) for number in layers}
+
+    return LocalModel(description.layout, description.inits, make, programs)
+
+
+def check(model: LayeredModel, *, rank: int = 0, **changes: Any) -> ModelCheck:
+    job = a_job(**changes)
+    return check_model(local(model, job), job, Numbers(), CPU, rank=rank)
+
+
+def mistaken(mistake: str) -> Mistaken:
+    return Mistaken(VOCABULARY, WIDTH, mistake)
+
+
+def refusal(model: LayeredModel, **changes: Any) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        check(model, **changes)
+    return caught.value
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mistake", [name for name in REFUSED if name != BUILT])
+def test_a_mistake_is_refused_with_the_layer_and_the_fix(mistake: str, checkpointing: bool) -> None:
+    mistaken_model._calls.clear()
+    error = refusal(mistaken(mistake), activation_checkpointing=checkpointing)
+    words = REFUSED[mistake]
+    if checkpointing and mistake == "in_place":  # without a graph torch lets the first forward do it
+        assert "layer block0 changes" in error.what and "in place" in error.what, error
+    else:
+        assert error.what.startswith(words), error
+    assert error.rule and error.fix and len(str(error)) < 1200
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mistake", [name for name, (kind, _) in BLOCKS.items() if name != BUILT])
+def test_a_mistake_is_refused_on_workers_of_either_order(mistake: str, rank: int) -> None:
+    mistaken_model._calls.clear()
+    assert "block0" in refusal(mistaken(mistake), rank=rank).what
+
+
+def test_a_hook_of_a_parameter_is_refused_when_the_model_is_made() -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH}
+    with pytest.raises(ModelError) as caught, torch.device("meta"):
+        build_model(Mistaken, sizes, {"mistake": BUILT})
+    assert caught.value.what == REFUSED[BUILT]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("right", RIGHT)
+def test_what_only_looks_like_a_mistake_passes(right: str, dtype: str) -> None:
+    if right == "keyed_noise" and dtype == "bf16":
+        pytest.skip("its noise is fp32")
+    found = [check(mistaken(right), rank=rank, dtype=dtype) for rank in (0, 1)]
+    assert found[0].layers == found[1].layers  # digests too, in whichever order a worker began
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", [GPT, Llama, MLP])
+def test_the_models_of_this_package_pass(kind: type[LayeredModel], microbatch_size: int, dtype: str) -> None:
+    sizes = {"vocab_size": VOCABULARY, "seq_len": TIME, "layers": 3, "d_model": WIDTH, "heads": 2, "dropout": 0.1}
+    model = build_model(kind, sizes)
+    found = check(model, microbatch_size=microbatch_size, dtype=dtype)
+    counts = {model.layer_names[one.layer]: one.count for one in found.layers}
+    assert sum(counts.values()) == len(model.layers) and max(counts.values()) == 3
+    kept = {one.layer: (one.kept_bytes, one.output_bytes) for one in found.layers}
+    assert all(number > 0 for pair in kept.values() for number in pair)
+
+
+def test_one_micro_batch_in_a_step_is_compared_with_that_of_the_next() -> None:
+    found = check(mistaken("none"), global_batch=2)
+    assert [one.count for one in found.layers] == [1, 2, 1]
+    assert "block0" in refusal(mistaken("first_input"), global_batch=2).what
+
+
+@pytest.mark.parametrize("mistake", ["of_the_process", "first_of_all"])
+def test_what_one_worker_cannot_see_shows_in_the_digests(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = []
+    for rank in (0, 1):
+        mistaken_model._first.clear()  # each worker is a process of its own
+        monkeypatch.setattr("os.getpid", lambda rank=rank: 7 + rank)
+        found = check(mistaken(mistake), rank=rank)
+        digests.append({one.layer: one.digest for one in found.layers})
+    first, second = digests
+    assert first[0] == second[0] and first[1] != second[1]
+
+
+def test_a_loss_is_the_sum_of_its_halves() -> None:
+    output, targets = (
+        torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)),
+        torch.ones(4, 3, dtype=torch.int64),
+    )
+    batch = Batch(targets, targets)
+
+    def summed(y: Tensor, given: Batch) -> Tensor:
+        return functional.cross_entropy(y.flatten(0, 1), given.targets.flatten(), reduction="sum")
+
+    def slightly_off(y: Tensor, given: Batch) -> Tensor:
+        return summed(y, given) * (1.003 if len(y) == 4 else 1.0)
+
+    for cut in (1, 2, 3):
+        check_loss(summed, output, batch, cut)
+        check_loss(lambda y, given: 0.0 * summed(y, given), output, batch, cut)
+        for wrong in (slightly_off, lambda y, given: summed(y, given) / len(y)):
+            with pytest.raises(ModelError, match=r"loss\(\) of 4 samples is .* of their two halves"):
+                check_loss(wrong, output, batch, cut)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 4])
+@pytest.mark.parametrize("mistake", ["mean_loss", "loss_over_samples", "weighted_loss"])
+def test_a_loss_is_refused_for_micro_batches_of_any_size(mistake: str, microbatch_size: int) -> None:
+    error = refusal(mistaken(mistake), microbatch_size=microbatch_size, global_batch=12)
+    assert error.what.startswith("loss() of ") and "halves" in error.what
+
+
+def drawn_by_numpy() -> bytes:
+    state: Any = np.random.get_state()
+    return state[1].tobytes()
+
+
+def test_nothing_is_left_behind() -> None:
+    """No state of a generator, no tensor, no saved forward, no measurement; the model's layers are as they were."""
+    job, model = a_job(), mistaken("mixed_types")
+    made = local(model, job)
+    check_model(made, job, Numbers(), CPU)
+    before = [value.clone() for value in (*model.parameters(), *model.buffers())]
+    generators = torch.get_rng_state(), random.getstate(), drawn_by_numpy()
+    gc.collect()
+    tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+    check_model(made, job, Numbers(), CPU)
+    gc.collect()
+    assert sum(issubclass(type(one), Tensor) for one in gc.get_objects()) == tensors
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert drawn_by_numpy() == generators[2]
+    now = [*model.parameters(), *model.buffers()]
+    assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not made.programs.forwarded and not made.programs.memory.pop_rows() and 0 not in made.programs.memory
+
+
+def test_a_refusal_leaves_the_programs_without_layers() -> None:
+    job = a_job()
+    made = local(mistaken("torch_noise"), job)
+    with pytest.raises(ModelError):
+        check_model(made, job, Numbers(), CPU)
+    assert not made.programs._modules and not made.programs._saved
+
+
+def test_an_exception_of_the_model_goes_on_unchanged() -> None:
+    class Failing(mistaken_model.Block):
+        def change(self, x: Tensor, keys: Any) -> Tensor:
+            raise IndexError("no such row")
+
+    embed, head = mistaken_model.Embed(VOCABULARY, WIDTH), mistaken_model.Head(WIDTH, VOCABULARY)
+    with pytest.raises(IndexError, match="no such row") as caught:
+        check(LayeredModel({"embed": embed, "block0": Failing(WIDTH), "head": head}))
+    assert vars(caught.value)["__notes__"] == ["in layer 'block0' (forward), input float32[2, 6, 8]"]
+
+
+class WithNumber(mistaken_model.Block):
+    def __init__(self, number: Any) -> None:
+        super().__init__(WIDTH)
+        self.number = number
+
+
+def test_layers_are_of_a_kind_if_one_stands_for_all() -> None:
+    alike: list[Callable[[], nn.Module]] = [
+        lambda: mistaken_model.Block(WIDTH),
+        lambda: WithNumber(3),
+        lambda: WithNumber((1, "a", None)),
+        lambda: WithNumber([1, {"a": 2}]),
+        lambda: WithNumber({1, 2}),
+        lambda: WithNumber(functional.relu),
+        lambda: WithNumber(torch.zeros(3)),
+        lambda: mistaken_model.MixedTypes(WIDTH),
+    ]
+    kinds = [kind_of(make()) for make in alike]
+    assert kinds == [kind_of(make()) for make in alike]
+    assert len(set(kinds)) == len(kinds)
+    assert kind_of(WithNumber(3)) != kind_of(WithNumber(4)) != kind_of(WithNumber(4.0))
+    assert kind_of(WithNumber(bytearray(b"a"))) != kind_of(WithNumber(bytearray(b"a")))  # it cannot be told
+    frozen = mistaken_model.Block(WIDTH)
+    frozen.eval()
+    assert kind_of(frozen) != kinds[0]
+    hooked = mistaken_model.BackwardHook(WIDTH)
+    assert kind_of(hooked) != kind_of(mistaken_model.BackwardHook(WIDTH))  # hooks have numbers of their own
+
+
+def test_a_mistake_in_a_later_layer_of_its_own_kind_is_found() -> None:
+    layers = {
+        "embed": mistaken_model.Embed(VOCABULARY, WIDTH),
+        "block0": mistaken_model.Block(WIDTH),
+        "block1": mistaken_model.Block(WIDTH),
+        "odd": mistaken_model.TorchNoise(WIDTH),
+        "head": mistaken_model.Head(WIDTH, VOCABULARY),
+    }
+    assert refusal(LayeredModel(layers)).what.startswith("layer odd draws from torch's generator")
+
+
+def test_the_names_of_who_reads_samples_are_the_runs_own() -> None:
+    """The micro-batches are those of the run: of its first step, by the keys of its seed."""
+    seen: list[np.ndarray] = []
+
+    class Seeing(Numbers):
+        def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            seen.append(ids)
+            return super().batch(ids)
+
+    job = a_job()
+    check_model(local(mistaken("none"), job), job, Seeing(), CPU)
+    wanted = [sample_ids(job.seed, 1, 8, 100, np.array(slots)) for slots in ((0, 1), (6, 7))]
+    assert [ids.tolist() for ids in seen] == [ids.tolist() for ids in wanted]
