@@ -61,8 +61,8 @@ def test_metrics_have_one_line_per_step_with_the_documented_fields(run: Run) -> 
 
 def test_events_tell_the_start_the_validations_and_the_finish(run: Run) -> None:
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", "validation", "validation", "finish"]
-    assert [event.get("step") for event in events] == [None, 3, 6, None]
+    assert [event["event"] for event in events] == ["start", "model_check", "validation", "validation", "finish"]
+    assert [event.get("step") for event in events] == [None, None, 3, 6, None]
     assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(events))
     start = events[0]
     assert (start["workers"], start["total_steps"], start["sharding"]) == (3, 6, "zero1")
