@@ -69,6 +69,8 @@ def train(model: LayeredModel, data: Any, s: Settings) -> Result:
         )
         grads: dict[str, Tensor] = {}
         for name, g in zip(parameters, uses, strict=True):  # in layer order, so a tied parameter's uses are too
+            if not parameters[name].requires_grad:
+                continue  # frozen
             home = owner.get(name, name)
             grads[home] = grads[home] + g if home in grads else g
         norm = gradient_norm(model, grads, s.page_size)
@@ -107,7 +109,8 @@ def microbatch_leaves(model: LayeredModel, data: Any, s: Settings, step: int, mi
     loss = model.loss(x, Batch(tokens, targets)) * (1.0 / (s.global_batch * tokens.shape[1]))
     ends[-1], grad = (ends[-1][0], loss), None
     for x, y in reversed(ends):
-        torch.autograd.backward(y, grad)
+        if y.requires_grad:  # layers before the first trained parameter have nothing to differentiate
+            torch.autograd.backward(y, grad)
         grad = x.grad
     leaves = []
     for p in model.parameters():

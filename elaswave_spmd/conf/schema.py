@@ -151,6 +151,12 @@ class OptimSettings(Section, group="optim"):
     max_skipped: int = setting(
         10, "steps in a row without an update (gradient not finite) before the run fails", at_least=0
     )
+    freeze: str | None = setting(None, 'parameters that are not trained, by patterns of their names: "embed.* *.bias"')
+
+    @property
+    def freeze_patterns(self) -> tuple[str, ...]:
+        """The patterns of `freeze`, which are separated by spaces or commas."""
+        return tuple((self.freeze or "").replace(",", " ").split())
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def identity_of(settings: Settings, data: PreparedData) -> dict[str, Any]:
     computes the same numbers twice; nor how often and on how much of the held-out split is validated, which only reads.
     """
     model, optim = dataclasses.asdict(settings.model), dataclasses.asdict(settings.optim)
-    del model["name"], optim["max_skipped"]
+    # What is frozen is in the layout, by names: it may be the model's own choice as well as that of `optim.freeze`.
+    del model["name"], optim["max_skipped"], optim["freeze"]
     train, runtime = settings.train, settings.runtime
     versions = {name: metadata.version(name) for name in _PACKAGES}
     hardware = {

@@ -155,7 +155,7 @@ class EpochEvents:
         """
         if epoch.plan is None:
             return 0, 0
-        return self._element_bytes * epoch.plan.moved_elements, self._element_bytes * epoch.plan.least_elements
+        return epoch.plan.moved_bytes(self._element_bytes), epoch.plan.least_bytes(self._element_bytes)
 
     def committed(self, line: MetricsLine, now: float) -> None:
         """A step has committed; the first one after an event shows what the event cost."""

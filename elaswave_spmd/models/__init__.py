@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elaswave_spmd.models.base import Batch, LayeredModel
-from elaswave_spmd.models.build import build_model
+from elaswave_spmd.models.build import build_model, freeze_parameters
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.models.llama import Llama
 from elaswave_spmd.models.mlp import MLP
 
-__all__ = ["GPT", "MLP", "Batch", "LayeredModel", "Llama", "build_model"]
+__all__ = ["GPT", "MLP", "Batch", "LayeredModel", "Llama", "build_model", "freeze_parameters"]

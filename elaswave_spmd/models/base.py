@@ -28,7 +28,8 @@ class LayeredModel(nn.Module):
 
     A layer maps (x, keys) of one micro-batch to one contiguous tensor; the first gets int64 tokens [B, T]. A layer
     reads its parameters through attributes at every call, because the framework replaces them by views of a flat
-    buffer. Names of parameters are "<layer>.<path>", such as "block0.attn.qkv.weight".
+    buffer. Names of parameters are "<layer>.<path>", such as "block0.attn.qkv.weight". Parameters with
+    `requires_grad=False`, set by the constructor of the model or of a layer, are frozen: they are not trained.
 
     Args:
         layers: name -> module, first to last.
@@ -37,8 +38,8 @@ class LayeredModel(nn.Module):
 
     Raises:
         ModelError: the model breaks the contract: it has no layers; a layer without `forward(x, keys)`; random numbers
-            that are not keyed; statistics over the batch; frozen or shared parameters; parameters outside all layers; a
-            tie that does not fit. All of these would change the bits of a run with its mesh, so they are refused here.
+            that are not keyed; statistics over the batch; shared parameters; parameters outside all layers; a tie that
+            does not fit. All of these would change the bits of a run with its mesh, so they are refused here.
     """
 
     shardings: Shardings = Shardings()
@@ -161,15 +162,15 @@ def _forbidden(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _check_parameters(model: LayeredModel) -> None:
-    """Refuse parameters that are not trained, and parameters that two layers share."""
+    """Refuse parameters that cannot be trained, and parameters that two layers share."""
     homes: dict[int, str] = {}  # id of a parameter -> its path in an earlier layer
     for layer in model.layer_names:
         seen: dict[int, str] = {}
         for path, parameter in model.get_submodule(layer).named_parameters(prefix=layer):
-            if not parameter.is_floating_point() or not parameter.requires_grad:
+            if not parameter.is_floating_point():
                 raise ModelError(
-                    f"parameter {path} has {parameter.dtype}, requires_grad={parameter.requires_grad}",
-                    rule="every parameter is a floating-point tensor that is trained",
+                    f"parameter {path} has {parameter.dtype}",
+                    rule="every parameter is a floating-point tensor",
                     fix="register constants by register_buffer",
                 )
             if other := homes.get(id(parameter)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ OWN = {
     "mlp": "elaswave_spmd.models.mlp.MLP",
 }
 """The short names of the project's models."""
+
+_LISTED = 40
+"""Names of parameters that fit on a screen."""
 
 
 def build_model(
@@ -96,6 +101,31 @@ def _arguments(
             fix=" ".join(f"+model.args.{name}=VALUE" for name in missing),
         )
     return given
+
+
+def freeze_parameters(model: LayeredModel, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match one of the patterns (`optim.freeze`), beside those frozen already.
+
+    Args:
+        patterns: as of file names: `*` stands for any characters, `?` for one.
+
+    Raises:
+        ModelError: no parameter matches a pattern.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        names = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            close = get_close_matches(pattern, named, n=5, cutoff=0.0)
+            raise ModelError(
+                f"optim.freeze={pattern} matches no parameter of {type(model).__name__}",
+                rule="each pattern of optim.freeze matches the name of a parameter",
+                where=f"optim.freeze={pattern}",
+                exists=", ".join(sorted(named)) if len(named) <= _LISTED else ", ".join(close) + ", ...",
+                fix=f'optim.freeze="{model.layer_names[0]}.*" for all parameters of a layer',
+            )
+        for name in names:
+            named[name].requires_grad_(False)
 
 
 def find_model(target: str) -> Any:

@@ -71,7 +71,7 @@ class MessageBounds:
         steps: of the run.
         num_microbatches: of a step.
         num_validation_microbatches: of a validation.
-        state_tensors: fp32 values of a parameter's state: the master and those of the optimizer.
+        state_tensors: fp32 values of a trained parameter's state: the master and those of the optimizer.
         spawns: workers may ask for new ones, in fault injection.
     """
 
@@ -88,22 +88,29 @@ class MessageBounds:
         """True if a message can be about this step where the receiver is at a version."""
         return 0 <= step <= min(version + _STEPS_AHEAD, self.steps)
 
-    def num_elements(self, pages: tuple[int, int, int], *kinds: str) -> int | None:
-        """The elements of a page range (layer, first, stop) in a block of one of these kinds; None: there is none."""
+    def num_elements(self, pages: tuple[int, int, int], *kinds: str, trained: bool = False) -> int | None:
+        """The elements of a page range (layer, first, stop) in a block of one of these kinds; None: there is none.
+
+        Args:
+            trained: frozen blocks do not count: the range is to have a gradient.
+        """
         layer, first, stop = pages
         if not 0 <= layer < len(self.layout.layers) or not 0 <= first < stop:
             return None
         of_layer: LayerLayout = self.layout.layers[layer]
         for block in of_layer.blocks:
             if block.first_page <= first and stop <= block.first_page + block.num_pages and block.kind in kinds:
+                if trained and not block.has_gradient:
+                    return None
                 begin, end = of_layer.span(first, stop)
                 return end - begin
         return None
 
-    def has_ranges(self, ranges: Collection[tuple[int, int, int]], *kinds: str) -> bool:
+    def has_ranges(self, ranges: Collection[tuple[int, int, int]], *kinds: str, trained: bool = False) -> bool:
         """True if all of these page ranges exist, and are no more than there are pages."""
         most = sum(block.num_pages for layer in self.layout.layers for block in layer.blocks)
-        return len(ranges) <= most and all(self.num_elements(pages, *kinds) is not None for pages in ranges)
+        exist = (self.num_elements(pages, *kinds, trained=trained) is not None for pages in ranges)
+        return len(ranges) <= most and all(exist)
 
     def has_microbatches(self, microbatches: Collection[int], *, validation: bool = False) -> bool:
         """True if all of these micro-batches exist, each named once."""
@@ -141,14 +148,14 @@ class MessageBounds:
         return "" if num_elements is None else SIZE
 
     def _refused_sum(self, message: m.PartialSum, num_elements: int | None) -> str:
-        wanted = self.num_elements((message.layer, message.first, message.stop), STATE, READER, LOSS)
+        wanted = self.num_elements((message.layer, message.first, message.stop), STATE, READER, LOSS, trained=True)
         if wanted is None or not is_node((message.lo, message.hi), self.num_microbatches):
             return PLACE
         return "" if wanted == num_elements else SIZE
 
     def _refused_gradient(self, message: m.ReducedGradient, num_elements: int | None) -> str:
         pages = message.layer, message.first, message.stop
-        of_state, of_loss = self.num_elements(pages, STATE), self.num_elements(pages, LOSS)
+        of_state, of_loss = self.num_elements(pages, STATE, trained=True), self.num_elements(pages, LOSS)
         if of_state is None and of_loss is None:
             return PLACE
         norms = 4 * (message.stop - message.first) if of_state is not None else 0
@@ -160,6 +167,8 @@ class MessageBounds:
             return "" if num_elements == 2 and not message.norms else SIZE  # whether there is a loss, and the loss
         if (wanted := self.num_elements(pages, STATE)) is None:
             return PLACE
+        if self.num_elements(pages, STATE, trained=True) is None:  # frozen: a master alone, and never a gradient
+            return "" if num_elements == wanted and not message.norms else SIZE
         norms = 4 * (message.stop - message.first) if message.step else 0
         return "" if num_elements == self.state_tensors * wanted and len(message.norms) == norms else SIZE
 
@@ -327,8 +336,8 @@ def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:
         and all(0 <= layer < num_layers and bounds.has_microbatches((one,)) for layer, one in crossing)
         and all(0 <= layer < num_layers for layer in part.layer_sums)
         and all(0 <= use < num_layers for *_, use, _ in part.page_sums)
-        and bounds.has_ranges(part.reduced, STATE, LOSS)
-        and bounds.has_ranges({row[:3] for row in part.page_sums}, STATE, LOSS)
+        and bounds.has_ranges(part.reduced, STATE, LOSS, trained=True)
+        and bounds.has_ranges({row[:3] for row in part.page_sums}, STATE, LOSS, trained=True)
         and all(_are_nodes(nodes, bounds.num_microbatches) for nodes in sums)
     )
 

@@ -223,9 +223,13 @@ def _missing_microbatches(
 
 
 def _ranges_of_use(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> Iterator[ReplicaSet]:
-    """The page ranges whose gradient includes that of a layer: its own, and those of parameters that it reads."""
-    yield from replica_map[layer]
-    for block in layout.layers[layer].reader_blocks:
+    """The page ranges whose gradient includes that of a layer: its own, and those of parameters that it reads.
+
+    Frozen pages have no gradient, so nothing of them can be missing.
+    """
+    own = layout.layers[layer]
+    yield from (pages for pages in replica_map[layer] if not own.is_frozen(pages.first))
+    for block in (block for block in own.reader_blocks if not block.frozen):
         assert block.source is not None
         owner, first = block.source
         yield from (pages for pages in replica_map[owner] if first <= pages.first < first + block.num_pages)

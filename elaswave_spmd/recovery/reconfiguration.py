@@ -104,8 +104,7 @@ def next_placement(
     # Layers that stay need no state to be moved before the step goes on. The rescheduler improves on it later.
     cuts = old.layer_cuts
     if len(stages) != old.num_stages:
-        costs = [max(1.0, float(layer.num_value_elements)) for layer in layout.layers]
-        cuts = balance_layers(costs, [len(members) for members in stages])
+        cuts = balance_layers(list(layout.work), [len(members) for members in stages])
     counts = old.microbatch_counts if stages == old.mesh.stages else assign(stages, old.num_microbatches)
     return replace(old, mesh=mesh, layer_cuts=cuts, microbatch_counts=counts, replicas=None)
 

@@ -91,7 +91,7 @@ class Checkpoint:
         """
         layer, first, stop = pages
         saved = self.manifest.layers[layer]
-        assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds, (pages, kind)
+        assert 0 <= first < stop <= saved.num_pages and kind in self.manifest.kinds_of(pages), (pages, kind)
         # The plan's copies end wherever page ranges of the checkpoint or of the mesh end, so this range may be put
         # together from several pieces of several shards.
         start, end = saved.span(first, stop)
@@ -246,7 +246,8 @@ def _open_shards(directory: Path, manifest: Manifest) -> Mapping[str, Shard]:
         for page_range in info.pages:
             layer, first, last = page_range
             start, stop = manifest.layers[layer].span(first, last)
-            if any(shard.arrays.get((page_range, kind), (0, 0))[1] != stop - start for kind in manifest.kinds):
+            kinds = manifest.kinds_of(page_range)
+            if any(shard.arrays.get((page_range, kind), (0, 0))[1] != stop - start for kind in kinds):
                 raise CheckpointError(f"{info.name} does not hold all state of its pages")
         shards[info.name] = shard
     return shards

@@ -32,14 +32,20 @@ class SavedLayer:
     Args:
         page_size: elements of a page; the last page of a block may be shorter.
         blocks: (first page, number of pages, first element, stop element), ascending and without gaps.
+        frozen_from: the first frozen page, behind all that are trained; None: there is none.
     """
 
     page_size: int
     blocks: tuple[tuple[int, int, int, int], ...]
+    frozen_from: int | None = None
 
     @property
     def num_pages(self) -> int:
         return sum(pages for _, pages, _, _ in self.blocks)
+
+    def is_frozen(self, page: int) -> bool:
+        """True if a page has a master alone."""
+        return self.frozen_from is not None and page >= self.frozen_from
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
         """The elements [start, stop) that the state pages [first, stop) hold; the pages may lie in several blocks."""
@@ -57,6 +63,8 @@ class SavedLayer:
 def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
     """The parts of a layout that decide where each parameter's state lies and how it is updated, as plain JSON."""
     return {
+        # Only where there are frozen parameters. First, so that another set of them is the first difference shown.
+        **({"frozen": list(layout.frozen)} if layout.frozen else {}),
         "page_size": layout.page_size,
         "layers": [
             {
@@ -74,6 +82,7 @@ def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
                     for s in b.slots
                 ],
                 "reads": [s.parameter.name for b in layer.reader_blocks for s in b.slots],
+                **({"frozen_from": layer.num_trained_pages} if layer.num_frozen_elements else {}),
             }
             for layer in layout.layers
         ],
@@ -91,7 +100,7 @@ class Manifest:
         last_committed: step of the last metrics line when it was written, at least `step`.
         identity: the settings and versions that the run's bits depend on; see run_identity.py.
         layout: see `layout_fingerprint`.
-        kinds: kinds of state: "master" and those of the optimizer.
+        kinds: kinds of state: "master", which comes first, and those of the optimizer.
         shards: the shards. A page range may be in several of them; it is read from the first.
         validation: step and loss of the newest validation since this controller started, or None.
 
@@ -134,7 +143,14 @@ class Manifest:
     def layers(self) -> tuple[SavedLayer, ...]:
         """The pages of each layer's state."""
         size = self.layout["page_size"]
-        return tuple(SavedLayer(size, tuple(tuple(b) for b in layer["blocks"])) for layer in self.layout["layers"])
+        return tuple(
+            SavedLayer(size, tuple(tuple(b) for b in layer["blocks"]), layer.get("frozen_from"))
+            for layer in self.layout["layers"]
+        )
+
+    def kinds_of(self, pages: PageRange) -> tuple[str, ...]:
+        """The kinds of state that a page range has: a frozen one has the first, the master, alone."""
+        return self.kinds[:1] if self.layers[pages[0]].is_frozen(pages[1]) else self.kinds
 
     @cached_property
     def sources(self) -> Mapping[PageRange, ShardInfo]:

@@ -173,7 +173,7 @@ def place(
         )
     _check_layers(mesh.shape, shardings.layers, num_layers)
     counts = _even_microbatches(mesh.shape, shardings.batch, num_microbatches)
-    costs = list(layer_costs) if layer_costs else [max(1.0, float(ly.num_value_elements)) for ly in layout.layers]
+    costs = list(layer_costs) if layer_costs else list(layout.work)
     cuts = balance_layers(costs, [len(members) for members in mesh.stages])
     return Placement(mesh, num_microbatches, cuts, counts, shardings)
 

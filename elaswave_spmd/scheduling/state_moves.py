@@ -15,9 +15,10 @@ from itertools import accumulate, pairwise
 
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.sharding import ReshardPlan, StateSharding, plan_reshard
-from elaswave_spmd.sharding.layout import LOSS, STATE, LayerUse, ModelLayout, ParameterInfo, lay_out
+from elaswave_spmd.sharding.layout import LOSS, STATE, LayerLayout, LayerUse, ModelLayout, ParameterInfo, lay_out
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
+from elaswave_spmd.sharding.reshard import MASTER_BYTES
 
 _ELEMENT_BYTES = 12
 """State of one element with AdamW: fp32 master parameter and two moments."""
@@ -171,34 +172,42 @@ class StateMoves:
 
     def _figures(self, plan: ReshardPlan, from_checkpoint: bool = False) -> Move:
         """The bytes of a plan's copies. All links carry their part at the same time."""
-        element_bytes = [
-            cost.state_bytes / (layer.num_state_elements or 1)
+        element_bytes = {
+            (layer.index, frozen): each
             for cost, layer in zip(self.costs.layers, self.layout.layers, strict=True)
-        ]
+            for frozen, each in enumerate(_element_bytes(cost.state_bytes, layer))
+        }
         num_copies = 0
-        moved = Counter[int]()  # elements by layer
+        moved = Counter[tuple[int, bool]]()  # elements by layer, trained or frozen
         sent: defaultdict[int, float] = defaultdict(float)  # bytes by worker; a link carries both ways at once
         received: defaultdict[int, float] = defaultdict(float)
         for copy in plan.copies:
-            layer, elements = copy.pages[0], plan.elements(copy.pages)
+            kind, elements = (copy.pages[0], plan.is_frozen(copy.pages)), plan.elements(copy.pages)
             if not elements:
                 continue  # the loss page is no state
             num_copies += 1
-            num_bytes = elements * element_bytes[layer]
-            moved[layer] += elements
+            num_bytes = elements * element_bytes[kind]
+            moved[kind] += elements
             sent[copy.source] += num_bytes
             received[copy.destination] += num_bytes
         sent.pop(_CHECKPOINT, None)
         busiest = max((*sent.values(), *received.values()), default=0.0)
         return Move(
-            bytes=sum(elements * element_bytes[layer] for layer, elements in moved.items()),
-            bound_bytes=plan.least_elements * min((each for each in element_bytes if each), default=0.0),
+            bytes=sum(elements * element_bytes[kind] for kind, elements in moved.items()),
+            bound_bytes=plan.least_elements * min((each for each in element_bytes.values() if each), default=0.0),
             seconds=busiest / self.costs.bandwidth + self.costs.latency_s if busiest else 0.0,
             promotions=len(plan.promotions),
             copies=num_copies,
             from_checkpoint=from_checkpoint,
             plan=plan,
         )
+
+
+def _element_bytes(state_bytes: int, layer: LayerLayout) -> tuple[float, float]:
+    """Bytes of one trained element of a layer, and of a frozen one, which has a master alone."""
+    frozen = layer.num_frozen_elements
+    masters = min(state_bytes, MASTER_BYTES * frozen)
+    return (state_bytes - masters) / ((layer.num_state_elements - frozen) or 1), masters / (frozen or 1)
 
 
 def _checkpoint_of(layout: ModelLayout) -> ReplicaMap:

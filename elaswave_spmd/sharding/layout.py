@@ -2,12 +2,16 @@
 
 A layer's parameters are flattened into one buffer. The buffer is a sequence of *blocks*, each a whole number of pages:
 
-    | state block of a tied parameter | ... | state block of the rest | reader block of a tied use | ... | loss block |
+    | state blocks: tied parameters, each its own | the rest | reader blocks of tied uses | ... | loss block |
 
 A *state* block is owned: its pages have replicas (fp32 master, moments). A *reader* block is this layer's copy of a
 parameter that another layer owns; its pages match the owner's one to one, so that gradients go, and published values
 come, page by page. The *loss* block, in the last layer only, is one page of gradient buffer whose first element
 carries the micro-batch's loss: the loss is reduced, replicated and recovered exactly like a gradient page.
+
+Frozen parameters, which are not trained, lie in state and reader blocks of their own, behind the trained ones of their
+kind: so a page is frozen as a whole or not at all. A frozen page has a master and replicas, and nothing else: no
+gradient, no norm, no optimizer state. The gradient buffer of a layer leaves frozen blocks out.
 
 Every page has `page_size` elements except the last of a block, which may be shorter; all are multiples of 64 elements.
 Page ids (layer, page) never change during a run (protocol.md, "Words"). No torch in here.
@@ -40,6 +44,7 @@ class ParameterInfo:
     shape: tuple[int, ...]
     decay: bool = True
     lr_scale: float = 1.0
+    frozen: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -72,7 +77,8 @@ class Segment:
 class Block:
     """Pages [first_page, first_page + num_pages), elements [start, stop) of the layer's buffer.
 
-    `source` is, for a reader block, (owner layer, owner's first page): pages match one to one.
+    `source` is, for a reader block, (owner layer, owner's first page): pages match one to one. The parameters of a
+    frozen block are not trained.
     """
 
     kind: str
@@ -82,6 +88,12 @@ class Block:
     stop: int
     slots: tuple[Slot, ...]
     source: tuple[int, int] | None = None
+    frozen: bool = False
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if the gradient buffer has these pages: they are trained, or carry the loss."""
+        return not self.frozen
 
     @property
     def pages(self) -> range:
@@ -114,9 +126,32 @@ class LayerLayout:
         return sum(b.num_pages for b in self.state_blocks)
 
     @cached_property
+    def num_trained_pages(self) -> int:
+        """State pages that are trained. They come first: the state pages from this one on are frozen."""
+        return sum(b.num_pages for b in self.state_blocks if not b.frozen)
+
+    @cached_property
     def num_state_elements(self) -> int:
         """Elements of owned state, padding included: what one copy of the master parameters takes."""
         return sum(b.stop - b.start for b in self.state_blocks)
+
+    @cached_property
+    def num_frozen_elements(self) -> int:
+        """Elements of owned state that are frozen: they have a master and no optimizer state."""
+        return sum(b.stop - b.start for b in self.state_blocks if b.frozen)
+
+    def state_elements(self, kinds: int) -> int:
+        """Elements of one copy of all state, if trained elements have `kinds` values each; frozen ones have one."""
+        return kinds * self.num_state_elements - (kinds - 1) * self.num_frozen_elements
+
+    @cached_property
+    def is_trained(self) -> bool:
+        """True if the layer has a parameter, its own or one that it reads, which is trained."""
+        return any(b.has_gradient and b.kind != LOSS for b in self.blocks)
+
+    def is_frozen(self, page: int) -> bool:
+        """True if a page, of state or of a reader, is frozen."""
+        return self.block_of(page).frozen
 
     @cached_property
     def num_value_pages(self) -> int:
@@ -129,14 +164,32 @@ class LayerLayout:
 
     @cached_property
     def num_gradient_elements(self) -> int:
-        return self.blocks[-1].stop if self.blocks else 0
+        return sum(b.stop - b.start for b in self.blocks if b.has_gradient)
+
+    @cached_property
+    def gradient_slots(self) -> tuple[Slot, ...]:
+        """The places of the trained parameters in the gradient buffer."""
+        return tuple(
+            Slot(s.parameter, s.start - self._frozen_before(b)) for b in self.blocks if b.has_gradient for s in b.slots
+        )
 
     @cached_property
     def gradient_gaps(self) -> tuple[tuple[int, int], ...]:
         """Elements [start, stop) of the gradient buffer outside all parameters: padding, and the loss page."""
-        starts = [*(s.start for s in self.slots), self.num_gradient_elements]
-        stops = [0, *(s.stop for s in self.slots)]
+        starts = [*(s.start for s in self.gradient_slots), self.num_gradient_elements]
+        stops = [0, *(s.stop for s in self.gradient_slots)]
         return tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b)
+
+    def gradient_span(self, first: int, stop: int) -> tuple[int, int]:
+        """Elements [start, stop) of the gradient buffer that belong to the trained pages [first, stop) of one block."""
+        start, end = self.span(first, stop)
+        before = self._frozen_before(self.block_of(first))
+        return start - before, end - before
+
+    def _frozen_before(self, block: Block) -> int:
+        """Elements of frozen blocks before a block, which the gradient buffer leaves out."""
+        assert block.has_gradient, (self.name, block)
+        return sum(b.stop - b.start for b in self.blocks if b.frozen and b.start < block.start)
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
@@ -144,9 +197,9 @@ class LayerLayout:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """The owned elements by update rule; padding goes with the parameter before it."""
+        """The owned elements that are trained, by update rule; padding goes with the parameter before it."""
         found: list[Segment] = []
-        for block in self.state_blocks:
+        for block in (b for b in self.state_blocks if not b.frozen):
             ends = [s.start for s in block.slots[1:]] + [block.stop]
             for slot, end in zip(block.slots, ends, strict=True):
                 p, last = slot.parameter, found[-1] if found else None
@@ -168,7 +221,7 @@ class LayerLayout:
         return start, min(end, block.stop)
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{b.kind} {b.num_pages}" for b in self.blocks)
+        kinds = ", ".join(f"{'frozen ' * b.frozen}{b.kind} {b.num_pages}" for b in self.blocks)
         return f"{self.index} {self.name}: {self.num_state_elements} elements, pages: {kinds}"
 
 
@@ -196,6 +249,40 @@ class ModelLayout:
         return sum(s.parameter.num_elements for layer in self.layers for b in layer.state_blocks for s in b.slots)
 
     @cached_property
+    def num_frozen_parameters(self) -> int:
+        return sum(s.parameter.num_elements for ly in self.layers for b in ly.state_blocks if b.frozen for s in b.slots)
+
+    @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of all parameters that are not trained, readers of ties included, in layer order."""
+        return tuple(s.parameter.name for layer in self.layers for b in layer.blocks if b.frozen for s in b.slots)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first layer that needs a backward: the layers before it have frozen parameters, or none.
+
+        Layers without parameters alone change nothing: the first layer is 0 in a model without frozen parameters.
+        """
+        if not self.frozen:
+            return 0
+        return next((layer.index for layer in self.layers if layer.is_trained), 0)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Relative times of the layers before anything is measured, by their numbers of elements.
+
+        A forward, the gradient of the input and those of the weights take about equally long. Frozen parameters have no
+        weight gradient, and layers before the first trained one have no backward.
+        """
+        found = []
+        for layer in self.layers:
+            frozen = sum(b.stop - b.start for b in layer.blocks if b.frozen)
+            share = 1 / 3 if layer.index < self.first_trained else 2 / 3
+            trained = layer.num_value_elements - frozen
+            found.append(max(1.0, float(trained) if not frozen else trained + share * frozen))
+        return tuple(found)
+
+    @cached_property
     def readers(self) -> Mapping[tuple[int, int], tuple[tuple[int, Block], ...]]:
         """(owner layer, owner's first page) -> the reader blocks of that parameter, in layer order."""
         found: dict[tuple[int, int], list[tuple[int, Block]]] = {}
@@ -213,7 +300,8 @@ def lay_out(uses: Sequence[LayerUse], *, page_size: int = 4096) -> ModelLayout:
     """Lays a model's parameters out in pages.
 
     Inside a block parameters are ordered by update rule (those with weight decay first), then as declared, so that a
-    layer has few segments. A tied parameter has a block of its own, at the front of its owner.
+    layer has few segments. A tied parameter has a block of its own, at the front of its owner. Frozen parameters have
+    blocks of their own, behind the trained ones. A reader is frozen if its owner is.
 
     Raises:
         LayoutError: a page size that is not a multiple of 64; a tie to a parameter that no layer owns, or to one of
@@ -254,15 +342,17 @@ def _lay_out_state(
 ) -> LayerLayout:
     """The state blocks of one layer. Writes the first page of each tied parameter to `home`."""
     blocks: list[Block] = []
-    # A tied parameter has a block of its own, so that the pages of its readers' blocks match its pages one to one.
-    for parameter in use.parameters:
-        if parameter.name in tied:
-            blocks.append(_block(STATE, (parameter,), blocks, page_size))
-            home[parameter.name] = (index, blocks[-1].first_page)
-    # By update rule: then a page range has one or two segments, and the optimizer needs as many calls for it.
-    rest = sorted((p for p in use.parameters if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
-    if rest:
-        blocks.append(_block(STATE, rest, blocks, page_size))
+    for frozen in (False, True):
+        own = [p for p in use.parameters if p.frozen == frozen]
+        # A tied parameter has a block of its own, so that the pages of its readers' blocks match its pages one to one.
+        for parameter in own:
+            if parameter.name in tied:
+                blocks.append(_block(STATE, (parameter,), blocks, page_size))
+                home[parameter.name] = (index, blocks[-1].first_page)
+        # By update rule: then a page range has one or two segments, and the optimizer needs as many calls for it.
+        rest = sorted((p for p in own if p.name not in tied), key=lambda p: (not p.decay, p.lr_scale))
+        if rest:
+            blocks.append(_block(STATE, rest, blocks, page_size))
     return LayerLayout(index, use.name, page_size, tuple(blocks))
 
 
@@ -276,9 +366,9 @@ def _add_views(
 ) -> LayerLayout:
     """The same layer with its reader blocks and, in the last layer, the loss block."""
     blocks = list(layer.blocks)
-    for reader, owner in use.reads:
+    for reader, owner in sorted(use.reads, key=lambda read: shapes[read[1]].frozen):
         p = shapes[owner]
-        info = ParameterInfo(reader, p.shape, p.decay, p.lr_scale)
+        info = ParameterInfo(reader, p.shape, p.decay, p.lr_scale, p.frozen)
         blocks.append(_block(READER, (info,), blocks, layer.page_size, source=home[owner]))
     if is_last:
         blocks.append(_block(LOSS, (), blocks, layer.page_size))
@@ -299,4 +389,5 @@ def _block(
         slots.append(Slot(p, at))
         at += _align(p.num_elements)
     stop = max(at, start + ALIGNMENT)  # the loss block has no parameter, but takes one unit of alignment
-    return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source)
+    frozen = any(p.frozen for p in parameters)
+    return Block(kind, first, -(-(stop - start) // page_size), start, stop, tuple(slots), source, frozen)

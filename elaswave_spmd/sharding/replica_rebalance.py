@@ -33,10 +33,10 @@ _SLOT = -3
 def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: StateSharding) -> ReplicaMap:
     """The target for a mesh and specs, from the present map; without learners.
 
-    Primaries are members of the layer's stage and have equally many state pages, within one; page ranges are split for
-    that, never merged. Each page has `mirror_count` mirrors, or as many as there are other workers, the surviving ones
-    first; replicated state has all members of the stage as replicas. The fewest copies of pages are made that allow
-    this. A map that fulfils it already stays as it is.
+    Primaries are members of the layer's stage and have equally many trained pages, within one, and equally many frozen
+    ones; page ranges are split for that, never merged. Each page has `mirror_count` mirrors, or as many as there are
+    other workers, the surviving ones first; replicated state has all members of the stage as replicas. The fewest
+    copies of pages are made that allow this. A map that fulfils it already stays as it is.
 
     Args:
         current: the present map, of all layers. It may name workers that are leaving, and learners, which are
@@ -49,15 +49,16 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
     found: dict[int, list[ReplicaSet]] = {layer: [] for layer in range(sharding.layer_cuts[-1])}
     changed: list[tuple[ReplicaSet, Alive, int]] = []
     for stage, layers in zip(stages, layers_of, strict=True):
-        balance = _Balance(stage, choice, layout, sharding)
-        balance.fill([pages for layer in layers for pages in current[layer]])
-        balance.even_out()
         settled: list[ReplicaSet] = []
-        for pages, alive, primary in balance.assigned():
-            if pages.primary == primary and not pages.learners and balance.is_complete(pages, alive):
-                settled.append(pages)
-            else:
-                changed.append((pages, alive, primary))
+        for ranges in _trained_and_frozen([pages for layer in layers for pages in current[layer]], layout):
+            balance = _Balance(stage, choice, layout, sharding)
+            balance.fill(ranges)
+            balance.even_out()
+            for pages, alive, primary in balance.assigned():
+                if pages.primary == primary and not pages.learners and balance.is_complete(pages, alive):
+                    settled.append(pages)
+                else:
+                    changed.append((pages, alive, primary))
         # Mirrors of replicated state are the members themselves, and are not chosen by load.
         if not sharding.is_replicated or len(sharding.stages[stage]) <= choice.count:
             choice.count_mirrors(settled)
@@ -67,6 +68,19 @@ def rebalance_replicas(current: ReplicaMap, layout: ModelLayout, sharding: State
     for pages in _with_mirrors(changed, choice, sharding):
         found[pages.layer].append(pages)
     return {layer: tuple(sorted(of_layer, key=lambda it: it.first)) for layer, of_layer in found.items()}
+
+
+def _trained_and_frozen(ranges: Sequence[ReplicaSet], layout: ModelLayout) -> list[list[ReplicaSet]]:
+    """The page ranges that are trained, the loss page among them, and those that are frozen, if there are any.
+
+    Each kind is balanced by itself: a trained page has gradients, an update and optimizer state, a frozen one has not.
+    """
+    if not layout.frozen:
+        return [list(ranges)]
+    kinds: tuple[list[ReplicaSet], list[ReplicaSet]] = ([], [])
+    for pages in ranges:
+        kinds[layout.layers[pages.layer].is_frozen(pages.first)].append(pages)
+    return [of_kind for of_kind in kinds if of_kind]
 
 
 def _with_mirrors(

@@ -41,6 +41,9 @@ from elaswave_spmd.sharding.state_sharding import StateSharding
 
 _SHOWN = 24
 
+MASTER_BYTES = 4
+"""Bytes of an element's fp32 master, which is all that a frozen element has."""
+
 
 @dataclass(frozen=True)
 class PageMove:
@@ -124,23 +127,47 @@ class ReshardPlan:
         start, end = of_layer.span(first, stop)
         return end - start
 
+    def is_frozen(self, pages: PageRange) -> bool:
+        """True if a page range has a master alone: it is not trained."""
+        return self.layout.layers[pages[0]].is_frozen(pages[1])
+
     @cached_property
     def moved_elements(self) -> int:
         """Elements of one kind of state that the copies move."""
         return sum(self.elements(copy.pages) for copy in self.copies)
+
+    def moved_bytes(self, element_bytes: int) -> int:
+        """Bytes that the copies move; a trained element has `element_bytes`, and a frozen one its master's four."""
+        return sum(self._num_bytes(copy.pages, element_bytes) for copy in self.copies)
+
+    def least_bytes(self, element_bytes: int) -> int:
+        """A lower bound for `moved_bytes`, as `least_elements` is one for `moved_elements`."""
+        if self.sharding is None:
+            return 0
+        trained, frozen = self._least_of(self.sharding, frozen=False), self._least_of(self.sharding, frozen=True)
+        return element_bytes * trained + min(element_bytes, MASTER_BYTES) * frozen
+
+    def _num_bytes(self, pages: PageRange, element_bytes: int) -> int:
+        each = min(element_bytes, MASTER_BYTES) if self.is_frozen(pages) else element_bytes
+        return each * self.elements(pages)
 
     @cached_property
     def least_elements(self) -> int:
         """A lower bound for `moved_elements` of any plan to as many replicas of each page, with primaries as even.
 
         The larger one of two: the replicas that pages lack, each looked at alone; and what the members lack of their
-        share as primaries.
+        share as primaries. Trained pages and frozen ones are spread evenly each by themselves.
         """
         if self.sharding is None:
             return 0
-        return max(self._missing_replicas(self.sharding), self._missing_shares(self.sharding))
+        return self._least_of(self.sharding, frozen=False) + self._least_of(self.sharding, frozen=True)
 
-    def _missing_replicas(self, sharding: StateSharding) -> int:
+    def _least_of(self, sharding: StateSharding, *, frozen: bool) -> int:
+        if frozen and not self.layout.frozen:
+            return 0
+        return max(self._missing_replicas(sharding, frozen), self._missing_shares(sharding, frozen))
+
+    def _missing_replicas(self, sharding: StateSharding, frozen: bool) -> int:
         """Elements that some worker must get: replicas that a page lacks by number, or in the stage of its layer.
 
         A page needs a primary in its stage, and of replicated state every member of the stage is a replica.
@@ -151,13 +178,15 @@ class ReshardPlan:
             inside: dict[frozenset[int], int] = {}  # page ranges share their sets: each is counted once
             for layer in sharding.layers_of_stage(stage):
                 for now, then in zip(self.during[layer], self.after[layer], strict=True):
+                    if self.is_frozen(now.key) != frozen:
+                        continue
                     if now.replicas not in inside:
                         inside[now.replicas] = len(now.replicas.intersection(members))
                     lacking = max(len(then.replicas) - len(now.replicas), needed - inside[now.replicas])
                     found += self.elements(now.key) * max(0, lacking)
         return found
 
-    def _missing_shares(self, sharding: StateSharding) -> int:
+    def _missing_shares(self, sharding: StateSharding, frozen: bool) -> int:
         """Elements that members must get to be primaries of as many pages of their stage as the others, within one.
 
         A primary is a replica. Which pages a member would get is open, and the last page of a block may be short: so
@@ -166,13 +195,14 @@ class ReshardPlan:
         found = 0
         for stage, members in enumerate(sharding.stages):
             layers = sharding.layers_of_stage(stage)
-            blocks = [block for layer in layers for block in self.layout.layers[layer].state_blocks]
+            blocks = [b for layer in layers for b in self.layout.layers[layer].state_blocks if b.frozen == frozen]
             share = sum(block.num_pages for block in blocks) // len(members)
             page_size = self.layout.page_size
             # Short last pages first: then no choice of pages could have fewer elements, and the bound holds.
             last = sorted(block.stop - block.start - (block.num_pages - 1) * page_size for block in blocks)
             held = dict.fromkeys(members, 0)
-            for pages in (pages for layer in layers for pages in self.during[layer] if self.elements(pages.key)):
+            state = (pages for layer in layers for pages in self.during[layer] if self.elements(pages.key))
+            for pages in (pages for pages in state if self.is_frozen(pages.key) == frozen):
                 for rank in pages.replicas & held.keys():
                     held[rank] += pages.num_pages
             for missing in (share - num_pages for num_pages in held.values() if num_pages < share):
@@ -204,7 +234,7 @@ class ReshardPlan:
             drops[rank].append(pages)
         lines += _shortened([f"  then drop at {rank}: {_ranges(pages)}" for rank, pages in sorted(drops.items())])
         lines += [f"  lost: {_ranges([pages.key for pages in self.lost])}"] if self.lost else []
-        moved, least = element_bytes * self.moved_elements, element_bytes * self.least_elements
+        moved, least = self.moved_bytes(element_bytes), self.least_bytes(element_bytes)
         total = f"{len(self.copies):,} copies, {moved:,} B (at least {least:,} B)"
         return "\n".join([*lines, f"  {len(self.promotions):,} promotions, {total}, {len(self.drops):,} drops"])
 
@@ -218,7 +248,8 @@ class ReshardPlan:
         lines = []
         for (source, destination), ranges in sorted(of_pair.items()):
             first, second = (destination, source) if reverse else (source, destination)
-            size = f", {element_bytes * sum(map(self.elements, ranges)):,} B" if element_bytes else ""
+            num_bytes = sum(self._num_bytes(pages, element_bytes) for pages in ranges)
+            size = f", {num_bytes:,} B" if element_bytes else ""
             lines.append(f"  {verb} {first} {to} {second}{size}: {_ranges(ranges)}")
         return _shortened(lines)
 

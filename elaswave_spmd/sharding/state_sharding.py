@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.sharding.spec import P
 from elaswave_spmd.sharding.tiles import TileMap
@@ -60,22 +60,19 @@ class StateSharding:
         Every layer is cut over all workers of the stage, so that moving a layer between stages of n workers is n
         disjoint transfers (principle 5 of docs/design.md). The parts that are one page longer go on from layer to
         layer where the layer before left off, so that the stage's pages are even within one page. A range lies in one
-        block; the loss page goes to the stage's last worker.
+        block; the loss page goes to the stage's last worker. The frozen pages of a layer are cut by themselves, so that
+        trained pages, which have gradients and an update, are as even as all pages are.
         """
-        members, turn = self.stages[stage], 0
-        for layer in self.layers_of_stage(stage):
-            of_layer = layout.layers[layer]
-            num_pages = of_layer.num_state_pages
-            tiles = TileMap(MeshShape.of(dp=len(members)), _PRIMARIES, (num_pages,), of_layer.name, longer_from=turn)
-            # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
-            turn = (turn + num_pages) % len(members)
-            starts, stops = (bound[:, 0].tolist() for bound in tiles.bounds)
-            for block in of_layer.state_blocks:
-                end = block.first_page + block.num_pages
-                for primary, start, stop in zip(members, starts, stops, strict=True):
-                    # A tile may span several blocks, but a page range lies in one: it is one slice of memory.
-                    if max(start, block.first_page) < min(stop, end):
-                        yield (layer, max(start, block.first_page), min(stop, end)), primary
+        members, layers = self.stages[stage], [layout.layers[layer] for layer in self.layers_of_stage(stage)]
+        # The next layer's longer parts begin where this layer's ended: over the stage, pages are even within one.
+        # Those of the frozen pages begin where the trained pages of all layers ended.
+        turn, frozen_turn = 0, sum(of_layer.num_trained_pages for of_layer in layers) % len(members)
+        for of_layer in layers:
+            layer, trained = of_layer.index, of_layer.num_trained_pages
+            frozen = of_layer.num_state_pages - trained
+            yield from _cut(of_layer, 0, trained, members, turn)
+            yield from _cut(of_layer, trained, frozen, members, frozen_turn)
+            turn, frozen_turn = (turn + trained) % len(members), (frozen_turn + frozen) % len(members)
             if of_layer.loss_block is not None:
                 loss = of_layer.loss_block.first_page
                 yield (layer, loss, loss + 1), members[-1]
@@ -99,3 +96,20 @@ class StateSharding:
         layers = " | ".join(f"{a}-{b - 1}" for a, b in zip(self.layer_cuts, self.layer_cuts[1:], strict=False))
         mirrors = f"{self.mirror_count} mirror{'s' * (self.mirror_count != 1)}"
         return f"{self.mesh}; layers {layers}; state {self.spec}, {mirrors}"
+
+
+def _cut(
+    layer: LayerLayout, first_page: int, num_pages: int, members: Sequence[int], longer_from: int
+) -> Iterator[tuple[PageRange, int]]:
+    """`num_pages` state pages of a layer from `first_page` on, cut over the members of its stage, in page order."""
+    if not num_pages:
+        return
+    shape = MeshShape.of(dp=len(members))
+    tiles = TileMap(shape, _PRIMARIES, (num_pages,), layer.name, longer_from=longer_from)
+    starts, stops = ((first_page + bound[:, 0]).tolist() for bound in tiles.bounds)
+    for block in layer.state_blocks:
+        end = block.first_page + block.num_pages
+        for primary, start, stop in zip(members, starts, stops, strict=True):
+            # A tile may span several blocks, but a page range lies in one: it is one slice of memory.
+            if max(start, block.first_page) < min(stop, end):
+                yield (layer.index, max(start, block.first_page), min(stop, end)), primary

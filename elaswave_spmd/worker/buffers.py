@@ -39,7 +39,8 @@ def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> lis
     bound = []
     for slot in layout.slots:
         old = module.get_parameter(slot.parameter.name.removeprefix(layout.name + "."))
-        parameter = nn.Parameter(flat[slot.start : slot.stop].view(slot.parameter.shape))
+        values = flat[slot.start : slot.stop].view(slot.parameter.shape)
+        parameter = nn.Parameter(values, requires_grad=not slot.parameter.frozen)
         for path in paths[id(old)]:
             owner, _, leaf = path.rpartition(".")
             module.get_submodule(owner).register_parameter(leaf, parameter)
@@ -65,6 +66,9 @@ class ValueBuffer:
     Invariant: a micro-batch of step t runs the layer only when every page is exactly at version t - 1. Mixed versions
     would change the result without any error.
 
+    Frozen pages, once they have values, are at every version: they go with the worker's own version (`keep_frozen`),
+    and their values are copied in once.
+
     A new buffer has no values, and its pages have no version. With ZeRO-3 the memory is freed after a step's last
     micro-batch (`drop`), and filled again by the parameters of the next version (`install`).
 
@@ -81,7 +85,15 @@ class ValueBuffer:
         self.flat = torch.empty(layout.num_value_elements, dtype=dtype, device=place)
         move_constants(module, place)
         self.parameters = bind_parameters(module, layout, self.flat)
+        slots = zip(layout.slots, self.parameters, strict=True)
+        self.trained = [parameter for slot, parameter in slots if not slot.parameter.frozen]
+        """The parameters that get gradients, in the order of `layout.gradient_slots`."""
         self._versions = np.full(layout.num_value_pages, _NO_VERSION, dtype=np.int64)
+        self._frozen = np.zeros(layout.num_value_pages, dtype=bool)
+        for block in layout.blocks:
+            if block.frozen:
+                self._frozen[block.first_page : block.first_page + block.num_pages] = True
+        self._any_frozen = bool(self._frozen.any())
         self._common_version: int | None = None
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self.dropped_at: int | None = None
@@ -105,7 +117,8 @@ class ValueBuffer:
         fresh = self._versions[first:stop] < version
         # Mostly all or none. Pages of a range differ only after a change of the mesh has cut ranges anew.
         if fresh.all():
-            self.pages(first, stop).copy_(values)
+            if not self.are_kept(first, stop):
+                self.pages(first, stop).copy_(values)
             self.mark(first, stop, version)
         elif fresh.any():
             start, _ = self.layout.span(first, stop)
@@ -116,6 +129,18 @@ class ValueBuffer:
     def are_at(self, first: int, stop: int, version: int) -> bool:
         """True if all pages [first, stop) are at exactly this version."""
         return bool((self._versions[first:stop] == version).all())
+
+    def are_kept(self, first: int, stop: int) -> bool:
+        """True if all pages [first, stop) are frozen and have their values, which never change."""
+        return bool(self._any_frozen and (self._frozen & (self._versions != _NO_VERSION))[first:stop].all())
+
+    def keep_frozen(self, version: int) -> None:
+        """Take the frozen pages that have values to a version that this worker is at now."""
+        if not self._any_frozen:
+            return
+        kept = self._frozen & (self._versions != _NO_VERSION)
+        self._versions[kept] = np.maximum(self._versions[kept], version)
+        self._note_common_version()
 
     def missing(self, version: int) -> list[tuple[int, int]]:
         """The page ranges [first, stop) that are not at this version: sorted, disjoint, as long as possible."""
@@ -130,14 +155,17 @@ class ValueBuffer:
         # The common version is asked for before every action and changes a few times a step, so it is computed here.
         self._common_version = version if (self._versions == version).all() else None
 
+    def _note_common_version(self) -> None:
+        versions = np.unique(self._versions)
+        self._common_version = int(versions[0]) if len(versions) == 1 and versions[0] >= 0 else None
+
     def keep_only(self, page_ranges: Iterable[tuple[int, int]]) -> None:
         """Takes the version away from all pages outside these ranges [first, stop): they must be installed again."""
         kept = np.full_like(self._versions, _NO_VERSION)
         for first, stop in page_ranges:
             kept[first:stop] = self._versions[first:stop]
         self._versions = kept
-        versions = np.unique(kept)
-        self._common_version = int(versions[0]) if len(versions) == 1 and versions[0] >= 0 else None
+        self._note_common_version()
 
     @property
     def versions(self) -> np.ndarray:
@@ -171,6 +199,7 @@ class GradientBuffer:
     """The gradient of one layer at one node of the reduction tree: fp32, flat, with a view per parameter.
 
     The elements between parameters (padding, and the loss page) are set to zero once and stay zero, except the loss.
+    Frozen parameters have no place in it.
 
     Args:
         layout: of the layer.
@@ -183,7 +212,7 @@ class GradientBuffer:
         # Whole pages are added and sent, padding included: garbage there would make norms and hashes differ.
         for start, stop in layout.gradient_gaps:
             self.flat[start:stop] = 0.0
-        self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.slots]
+        self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.gradient_slots]
 
     def set(self, gradients: Sequence[Tensor | None]) -> None:
         """Overwrites the gradients of all parameters, converting them to fp32.
@@ -191,7 +220,7 @@ class GradientBuffer:
         A missing gradient is written as +0.0. If it were skipped, the buffer would keep that of an earlier micro-batch.
 
         Args:
-            gradients: one per parameter, of its shape, in the order of `layout.slots`.
+            gradients: one per trained parameter, of its shape, in the order of `layout.gradient_slots`.
         """
         present = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None]
         if present:
@@ -206,11 +235,12 @@ class GradientBuffer:
     def loss(self) -> Tensor:
         """The element of the loss page that carries the loss: fp32 scalar, a view. Only the last layer has one."""
         assert self.layout.loss_block is not None
-        return self.flat[self.layout.loss_block.start]
+        page = self.layout.loss_block.first_page
+        return self.flat[self.layout.gradient_span(page, page + 1)[0]]
 
     def pages(self, first: int, stop: int) -> Tensor:
-        """The gradient of pages [first, stop): a view, fp32 [elements]."""
-        start, end = self.layout.span(first, stop)
+        """The gradient of the trained pages [first, stop): a view, fp32 [elements]."""
+        start, end = self.layout.gradient_span(first, stop)
         return self.flat[start:end]
 
 

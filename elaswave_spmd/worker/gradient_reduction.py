@@ -41,8 +41,10 @@ class Route:
 
 def routes(layout: ModelLayout, replica_map: ReplicaMap, layer: int) -> tuple[Route, ...]:
     """The routes of one layer's gradient pages. A tied parameter's pages go to the primary of its source."""
-    found = [Route(layer, pages.first, pages.stop, pages) for pages in replica_map[layer]]
-    for block in layout.layers[layer].reader_blocks:
+    own = layout.layers[layer]
+    trained = (pages for pages in replica_map[layer] if not own.is_frozen(pages.first))
+    found = [Route(layer, pages.first, pages.stop, pages) for pages in trained]
+    for block in (block for block in own.reader_blocks if not block.frozen):
         assert block.source is not None
         owner, source = block.source
         shift = block.first_page - source
@@ -93,7 +95,7 @@ class GradientReducer:
         self._gradient_done = gradient_done
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
-        self._primary: list[ReplicaSet] = []  # the ranges that this worker is the primary of
+        self._primary: list[ReplicaSet] = []  # the trained ranges that this worker is the primary of
         # Step -> reductions of the ranges that this worker is the primary of. More than one step: others may be ahead.
         self._steps: dict[int, dict[PageRange, RangeReduction]] = {}
         self._early: dict[PartialSum, Tensor] = {}  # for pages that this worker is not the primary of yet
@@ -120,7 +122,12 @@ class GradientReducer:
         old_routes, self._routes = self._routes, {}
         for layer in {*layers, *self._kept, *self._local} & replica_map.keys():
             self._routes[layer] = routes(self._layout, replica_map, layer)
-        self._primary = [pages for sets in replica_map.values() for pages in sets if pages.primary == self.rank]
+        self._primary = [
+            pages
+            for layer, sets in replica_map.items()
+            for pages in sets
+            if pages.primary == self.rank and not self._layout.layers[layer].is_frozen(pages.first)
+        ]
         self._uses = {pages.key: uses_of(self._layout, pages) for pages in self._primary}
         self._ranges_by_use = _by_use(self._layout, self._primary)
         handed_over = self._split_reductions(replica_map)

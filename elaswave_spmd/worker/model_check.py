@@ -179,7 +179,7 @@ class _Check:
         for layer in self._model.layout.layers:
             (module,) = self._model.make_modules([layer.index]).values()
             x = next(iter(self._inputs.values()))
-            kind = (kind_of(module), x.dtype, tuple(x.shape), layer.index == self._last)
+            kind = (kind_of(module), x.dtype, tuple(x.shape), layer.index == self._last, self._backward_of(layer))
             counts[kind] = counts.get(kind, 0) + 1
             if kind not in known:
                 known[kind] = self._check_layer(layer, module)
@@ -189,6 +189,11 @@ class _Check:
             LayerCheck(one.layer, counts[kind], one.kept_bytes, one.output_bytes, one.digest)
             for kind, (one, _) in known.items()
         )
+
+    def _backward_of(self, layer: LayerLayout) -> int:
+        """Which backward a layer has: none before the first trained parameter, no gradient of its input there."""
+        first = self._model.layout.first_trained
+        return (layer.index > first) - (layer.index < first) if first else 1
 
     def _check_layer(self, layer: LayerLayout, module: nn.Module) -> tuple[LayerCheck, dict[int, Tensor]]:
         """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""
@@ -267,7 +272,11 @@ class _Check:
         if bool(y.isnan().any()) or (is_last and not bool(y.isfinite())):
             what = "the loss after" if is_last else "the output of"
             raise _not_finite(name, f"{what} layer {name} is not finite for the first micro-batch, with initial values")
-        wrong = [slot.parameter.name for slot, view in zip(layer.slots, into.views, strict=True) if not _finite(view)]
+        wrong = [
+            slot.parameter.name
+            for slot, view in zip(layer.gradient_slots, into.views, strict=True)
+            if not _finite(view)
+        ]
         if result.dx is not None and not _finite(result.dx):
             wrong.insert(0, "its input")
         if wrong:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Init
+from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, lay_out
 
@@ -25,15 +26,50 @@ def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
 
     Raises:
         LayoutError: a page size or parameter that cannot be laid out.
+        ModelError: nothing is trained, or one of two tied parameters alone is frozen.
     """
+    _check_frozen(model)
     owner_of = {tie.reader: tie.owner for tie in model.ties}
     uses, inits = [], {}
     for name, module in zip(model.layer_names, model.layers, strict=True):
-        shapes = {path: tuple(p.shape) for path, p in module.named_parameters(prefix=name)}
-        owned = [ParameterInfo(path, s, model.decays(path, s)) for path, s in shapes.items() if path not in owner_of]
+        shapes, frozen = {}, {}
+        for path, parameter in module.named_parameters(prefix=name):
+            shapes[path], frozen[path] = tuple(parameter.shape), not parameter.requires_grad
+        owned = [
+            ParameterInfo(path, shape, model.decays(path, shape), frozen=frozen[path])
+            for path, shape in shapes.items()
+            if path not in owner_of
+        ]
         inits |= {p.name: model.init(p.name, p.shape) for p in owned}
         uses.append(LayerUse(name, tuple(owned), tuple((path, owner_of[path]) for path in shapes if path in owner_of)))
     return ModelDescription(lay_out(uses, page_size=page_size), inits)
+
+
+def _check_frozen(model: LayeredModel) -> None:
+    """Refuse a model of which nothing is trained, and a tie that is half frozen.
+
+    Read here, not by the constructor of `LayeredModel`: a model may freeze its parameters at any time before training.
+
+    Raises:
+        ModelError: it is so.
+    """
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    if trained and not any(trained.values()):
+        raise ModelError(
+            f"all parameters of {type(model).__name__} are frozen",
+            rule="a run trains at least one parameter",
+            exists=", ".join(trained),
+            fix="freeze fewer, by requires_grad_(False) or by optim.freeze",
+        )
+    for tie in model.ties:
+        if trained[tie.reader] != trained[tie.owner]:
+            frozen, other = sorted((tie.reader, tie.owner), key=trained.__getitem__)
+            raise ModelError(
+                f"{frozen} is frozen, and {other}, which is tied to it, is trained",
+                rule="tied parameters are one array: both are trained, or both are frozen",
+                where=str(tie),
+                fix=f'freeze both, as by optim.freeze="{tie.owner} {tie.reader}", or none',
+            )
 
 
 def has_constants(model: nn.Module) -> bool:

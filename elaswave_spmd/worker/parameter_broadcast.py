@@ -158,6 +158,7 @@ class StageBroadcasts:
         stage = placement.mesh.stage_of(self._rank)
         members = placement.mesh.stages[stage]
         self._members = frozenset(members)
+        self._drops_params = bool(placement.shardings.params.axes)
         layers = placement.layers_of_stage(stage)
         ranges = {layer: tuple(filter(self._is_broadcast, replica_map[layer])) for layer in layers}
         self._ranges = {layer: found for layer, found in ranges.items() if found}
@@ -166,7 +167,9 @@ class StageBroadcasts:
 
     def _is_broadcast(self, pages: ReplicaSet) -> bool:
         """True if the range's primary is in this stage and some member has no replica. All members agree on that."""
-        if self._layout.layers[pages.layer].block_of(pages.first).kind == LOSS:
+        block = self._layout.layers[pages.layer].block_of(pages.first)
+        # Frozen pages are published before the first step alone, unless they are dropped in every step.
+        if block.kind == LOSS or (block.frozen and not self._drops_params):
             return False
         return pages.primary in self._members and not self._members <= pages.replicas
 

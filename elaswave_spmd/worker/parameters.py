@@ -72,11 +72,17 @@ class Publisher:
                         self._send(pages.primary, Need(version, owner, a, b), None)
 
     def publish(
-        self, layer: int, version: int, reached: Callable[[PageRange], Collection[int]] = lambda key: ()
+        self,
+        layer: int,
+        version: int,
+        reached: Callable[[PageRange], Collection[int]] = lambda key: (),
+        *,
+        frozen: bool = False,
     ) -> dict[PageRange, Tensor]:
         """Send the layer's new values, in the compute dtype, and copy them to this worker's own readers of a tie.
 
         Args:
+            frozen: those of frozen pages as well. They are sent once, or in every step where parameters are dropped.
             reached: the workers that get the values of a page range in another way, and are not sent them.
 
         Returns:
@@ -86,6 +92,8 @@ class Publisher:
         for part in self._state.layers.get(layer, ()):
             if part.version != version:  # a learner without state yet
                 continue
+            if not (frozen or self._drops_params) and self._state.is_frozen(layer, part.pages.first):
+                continue  # whoever computes with them has them
             message = Publish(version, *part.pages.key)
             peers = self._readers.get(part.pages.key)  # None: another worker is the primary, and sends them
             if not peers and not self._layout.readers:
@@ -220,14 +228,15 @@ class Parameters:
 
     # ---- out
 
-    def publish(self, layer: int, version: int, *, extension: str = "") -> None:
+    def publish(self, layer: int, version: int, *, extension: str = "", frozen: bool = False) -> None:
         """Send a layer's new values: through the group of the stage if all members agreed to and it has not failed.
 
         Args:
             extension: that all votes carried.
+            frozen: the values of frozen pages as well: nobody has them yet.
         """
         if not (extension == GROUPED and self.grouped.serves):
-            self._publisher.publish(layer, version)
+            self._publisher.publish(layer, version, frozen=frozen)
             return
         payloads = self._publisher.publish(layer, version, self.grouped.reached)
         self.grouped.broadcast(layer, version, payloads)

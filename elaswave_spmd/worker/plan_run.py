@@ -14,7 +14,7 @@ from elaswave_spmd.conf.schema import EMULATED, Settings
 from elaswave_spmd.data import PreparedData, open_split
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
-from elaswave_spmd.models import LayeredModel, build_model
+from elaswave_spmd.models import LayeredModel, build_model, freeze_parameters
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.devices.xla_island import XlaIsland
@@ -72,7 +72,9 @@ def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> 
         "dropout": m.dropout,
     }
     with torch.device(device):
-        return build_model(m.target, sizes, m.args)
+        model = build_model(m.target, sizes, m.args)
+    freeze_parameters(model, settings.optim.freeze_patterns)
+    return model
 
 
 def plan_run(
@@ -159,9 +161,9 @@ def read_profile(path: str) -> CostModel:
 def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
     """Costs before anything is measured: a nanosecond for each element of a layer, links of 1 GB/s and 0.1 ms."""
     layers = []
-    for layer in layout.layers:
+    for layer, work in zip(layout.layers, layout.work, strict=True):
         state, values, gradient = _layer_bytes(job, layer)
-        seconds = max(1.0, float(layer.num_value_elements)) * 1e-9
+        seconds = work * 1e-9
         layers.append(
             LayerCost(layer.name, seconds, 0.0, state_bytes=state, value_bytes=values, gradient_bytes=gradient)
         )
@@ -235,7 +237,7 @@ def _layer_bytes(job: Job, layer: LayerLayout) -> tuple[int, int, int]:
     """Bytes of a layer's state (fp32 parameters and the optimizer's), of its compute buffer, and of one gradient."""
     copies = 1 + len(job.optimizer.state_names)
     return (
-        4 * copies * layer.num_state_elements,
+        4 * layer.state_elements(copies),
         job.torch_dtype.itemsize * layer.num_value_elements,
         4 * layer.num_gradient_elements,
     )

@@ -1,5 +1,7 @@
 """The pages of training state that a worker holds: fp32 master parameters and optimizer state, and their update.
 
+A frozen page range has a master and no optimizer state; no update touches it, and its version goes with the others'.
+
 A held page range is one contiguous slice of its layer, so that an update is a few kernel calls on whole ranges. In fp32
 with replicated parameters the master *is* the slice of the compute buffer, on workers that compute with the layer;
 elsewhere it lies in a buffer of its own.
@@ -36,7 +38,7 @@ class HeldRange:
         pages: the pages, and their other replicas.
         start, stop: its elements of the layer.
         master: fp32 [stop - start], may be a slice of a compute buffer.
-        optimizer_state: kind of state -> fp32 [stop - start].
+        optimizer_state: kind of state -> fp32 [stop - start]; empty if the pages are frozen.
     """
 
     pages: ReplicaSet
@@ -110,7 +112,8 @@ class HeldState:
         start, stop = layout.span(pages.first, pages.stop)
         # Not initialized: a new range has no state until it is received (LEARNING), drawn or restored.
         empty = lambda size: torch.empty(size, device=self._device.place)  # noqa: E731
-        states = {name: empty(stop - start) for name in self.optimizer.state_names}
+        names = () if layout.is_frozen(pages.first) else self.optimizer.state_names
+        states = {name: empty(stop - start) for name in names}
         return HeldRange(pages, start, stop, empty(0 if self._in_compute_buffer(pages) else stop - start), states)
 
     def _in_compute_buffer(self, pages: ReplicaSet) -> bool:
@@ -128,6 +131,10 @@ class HeldState:
         whole = held.master.untyped_storage().nbytes() > 4 * held.master.numel()
         if whole and not self.separate_master:  # a slice of a compute buffer that goes
             held.master = held.master.clone()
+
+    def is_frozen(self, layer: int, page: int) -> bool:
+        """True if a page is not trained: it has a master alone."""
+        return self._layout.layers[layer].is_frozen(page)
 
     def __iter__(self) -> Iterator[HeldRange]:
         return (part for _, held in sorted(self.layers.items()) for part in held)
@@ -245,7 +252,7 @@ class HeldState:
             received: called with each page range that was waiting for it, when its state is complete.
         """
         start, end = self._layout.layers[layer].span(first, stop)
-        rows = payload.view(1 + len(self.optimizer.state_names), end - start)
+        rows = payload.view(-1, end - start)
         found = False
         for part in self.layers.get(layer, ()):
             if part.version != LEARNING or not (first <= part.pages.first and part.pages.stop <= stop):
@@ -257,13 +264,18 @@ class HeldState:
             yield from _copy_in_pieces(pairs[in_buffer:])
             # In fp32 the master is the compute buffer itself. Where another primary has published these pages at this
             # version already, the bits are there, and must not be written again: a saved forward may refer to them.
-            if in_buffer and not self._values[layer].are_at(part.pages.first, part.pages.stop, version):
+            if in_buffer and not self._is_there(part, version):
                 part.master.copy_(rows[0, a:b])
             part.version = version
             received(part.pages)
             found = True
         if found:
             self.to_compute(layer)
+
+    def _is_there(self, part: HeldRange, version: int) -> bool:
+        """True if the compute buffer has the values of a page range at a version; those of frozen pages stay."""
+        values, pages = self._values[part.pages.layer], part.pages
+        return values.are_at(pages.first, pages.stop, version) or values.are_kept(pages.first, pages.stop)
 
     def fingerprints(self) -> dict[PageRange, bytes]:
         """Page range -> hash of its state, of those that have state."""
@@ -297,8 +309,8 @@ class HeldState:
         return [part.pages.key for part in had]
 
     def flip_a_bit(self) -> None:
-        """Damage the optimizer state of the first held page range, as failing memory would (fault injection)."""
-        part = next(iter(self))
+        """Damage the optimizer state of the first trained page range, as failing memory would (fault injection)."""
+        part = next(part for part in self if part.optimizer_state)
         next(iter(part.optimizer_state.values())).view(torch.int32)[0] ^= 1 << 20
 
     def num_bytes(self, rank: int) -> dict[str, int]:

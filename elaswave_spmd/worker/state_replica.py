@@ -1,7 +1,8 @@
 """One worker's replica of the training state: the pages that it holds, and the reduced gradients that change them.
 
 A page has a primary and mirrors (*replicas*), which all apply the same reduced gradient to the same state and so stay
-equal bit for bit; a *learner*, as in Raft, gets the gradients as well but does not have the state yet.
+equal bit for bit; a *learner*, as in Raft, gets the gradients as well but does not have the state yet. Frozen pages
+have replicas and learners like others, and no gradients.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class StateReplica:
 
         Args:
             replica_map: of the layers that this worker computes, or reads parameters of, and of all that it holds.
-            held: the page ranges whose reduced gradients this worker gets: those of before, parts of them, or new ones.
+            held: the page ranges that this worker is a replica or learner of: those of before, parts of them, or new.
             highest_version: of any member.
             previous_epoch: the epoch that this worker was a member of before, or -1.
         """
@@ -164,6 +165,10 @@ class StateReplica:
         """True for the page that carries the loss: it has a reduced value like a gradient, and no state."""
         return self._layout.layers[pages.layer].block_of(pages.first).kind == LOSS
 
+    def is_frozen(self, pages: ReplicaSet) -> bool:
+        """True for pages that are not trained: they have a master, and no gradient."""
+        return self.state.is_frozen(pages.layer, pages.first)
+
     # ---- the state at the start
 
     def initialize(self) -> None:
@@ -175,13 +180,13 @@ class StateReplica:
 
         self.state.initialise(draw)
         for layer in self.parameters.layers:
-            self.parameters.publish(layer, 0)
+            self.parameters.publish(layer, 0, frozen=True)
 
     def restore(self, saved: Saved) -> None:
         """Read all held pages from the checkpoint that the run goes on from, and publish them."""
         self.state.restore(saved, self.protocol.version)
         for layer in self.parameters.layers:
-            self.parameters.publish(layer, self.protocol.version)
+            self.parameters.publish(layer, self.protocol.version, frozen=True)
 
     # ---- messages
 
@@ -289,6 +294,8 @@ class StateReplica:
         for part in self.state:
             if (wrong := self._context.hooks.computed(FaultPoint.APPLY, step, part.master)) is not part.master:
                 part.master.copy_(wrong)
+        for values in self._values.values():
+            values.keep_frozen(step)
         # Layer by layer, so that the parameters of the first layers leave while the last ones are being updated.
         for layer in self.parameters.layers:
             if decided.finite:
@@ -354,8 +361,10 @@ class StateReplica:
         # State that is too old is ignored. Either this worker was a learner before, ceased to be, and is one again:
         # gradients since then did not come here. Or a primary sent it that is lost, and the gradients that would bring
         # it up to date have been used: the new primary sends it anew. (The state that a living primary sends comes
-        # before its next vote, and so is never behind.)
-        if message.step < max(self.protocol.version, *(self._since[key] for key in inside)):
+        # before its next vote, and so is never behind.) A frozen page is never too old.
+        if not self.state.is_frozen(layer, first) and message.step < max(
+            self.protocol.version, *(self._since[key] for key in inside)
+        ):
             return
         if (layer, first, stop) == self._loss_range:
             known, loss = payload.tolist()

@@ -42,12 +42,17 @@ def receive_state(
 
     The protocol gets the norms that came with it: a learner which becomes the primary votes with them.
     """
-    norms = np.frombuffer(message.norms, "<f4").tolist()  # one per page
+    frozen = state.is_frozen(message.layer, message.first)
+    norms = np.frombuffer(message.norms, "<f4").tolist()  # one per page; none of a frozen one
 
     # The sender may cut pages as an older or a newer epoch does, so one message can complete several of our ranges.
     def received(pages: ReplicaSet) -> None:
+        if frozen:
+            return
         own = norms[pages.first - message.first : pages.stop - message.first]
         protocol.state_received(message.step, pages.key, own, None)
 
-    yield from state.receive(message.layer, message.first, message.stop, message.step, payload, received)
+    # A frozen page is current at every version, however old the message is.
+    version = max(message.step, protocol.version) if frozen else message.step
+    yield from state.receive(message.layer, message.first, message.stop, version, payload, received)
     done()

@@ -268,10 +268,6 @@ class StepRunner:
         """The step that this worker has begun last, 0 before the first and when it gave up what it had begun."""
         return self._under_way.number if self._under_way is not None else 0
 
-    def has_other_shape(self, message: Crossing) -> bool:
-        """True if a tensor of another stage has another shape than those of this boundary."""
-        return self._boundaries.has_other_shape(message)
-
     def receive(self, message: Crossing, payload: Tensor) -> None:
         """File a tensor from the stage before or after."""
         if message.step > self._commit.version or (isinstance(message, m.Activation) and message.validation):

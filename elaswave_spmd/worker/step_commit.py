@@ -69,7 +69,9 @@ class StepCommit:
         # The protocol first: the replica asks it for versions and for norms, cut as the new configuration cuts pages.
         previous_epoch = self.protocol.epoch
         loss_range = next((r.key for r in held if self.replica.is_loss(r)), None)
-        self.protocol.enter_epoch(placement.mesh.epoch, placement.mesh.members, held, loss_range, highest_version)
+        # Frozen pages have no gradients: the protocol, which waits for these, does not know them.
+        trained = [pages for pages in held if not self.replica.is_frozen(pages)]
+        self.protocol.enter_epoch(placement.mesh.epoch, placement.mesh.members, trained, loss_range, highest_version)
         self.replica.enter_epoch(placement, replica_map, held, highest_version, previous_epoch)
 
     def resume(self) -> None:

@@ -72,7 +72,7 @@ class KeptCheckpoints:
             """The state of one kind of a whole layer; what no shard has stays NaN, which would show in every bit."""
             found = torch.full((self._layout.layers[layer].num_state_elements,), torch.nan)
             for (of_layer, first, stop), kinds in ranges.items():
-                if of_layer == layer:
+                if of_layer == layer and kind in kinds:  # frozen pages have a master alone
                     found[slice(*self._layout.layers[layer].span(first, stop))] = kinds[kind]
             return found
 

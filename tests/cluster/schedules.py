@@ -79,6 +79,7 @@ class Schedule:
         checkpoints: bool = False,
         silent: bool = False,
         starting: bool = False,
+        frozen: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -88,6 +89,7 @@ class Schedule:
             silent: the same, and workers that stop are taken for lost however soon they go on.
             starting: the same, and workers take time to start; some are lost meanwhile, in a later life of the run as
                 well; replacements and spares are drawn.
+            frozen: the same, and some parameters are not trained.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -98,6 +100,8 @@ class Schedule:
             steps=r.choice((3, 4, 4)),
             checkpointing=r.random() < 0.1,
         )
+        if frozen:
+            run = replace(run, frozen=_drawn_frozen(random.Random(f"frozen {seed}"), run))
         mesh = r.choice(MESHES)
         workers = sum(MeshShape.parse(mesh).stage_sizes)
         faults, longer = draw_faults(r, workers, run.steps)
@@ -142,6 +146,16 @@ class Schedule:
     def __str__(self) -> str:
         faults = "".join(f"\n  {fault}" for fault in self.faults)
         return f"{replace(self, faults=())!r}{faults}"
+
+
+def _drawn_frozen(draw: random.Random, run: TinyRun) -> tuple[str, ...]:
+    """Some parameters, neither none nor all of them; two that are tied both or neither."""
+    tied = {"head.weight": "embed.weight"} if run.tied else {}
+    while True:
+        drawn = {name: draw.random() < 0.5 for name in run.names}
+        found = tuple(name for name in run.names if drawn[tied.get(name, name)])
+        if found and len(found) < len(run.names):
+            return found
 
 
 def _drawn_work(draw: random.Random, placement: Placement, layers: int) -> dict[str, tuple]:
@@ -362,10 +376,12 @@ def run_many(
     checkpoints: bool = False,
     silent: bool = False,
     starting: bool = False,
+    frozen: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
+    kinds |= {"frozen": frozen}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -392,9 +408,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoints", action="store_true", help="a run that has lost state begins again from one")
     parser.add_argument("--silent", action="store_true", help="workers that stop are lost however soon they go on")
     parser.add_argument("--starting", action="store_true", help="workers are lost while they start, and are replaced")
+    parser.add_argument("--frozen", action="store_true", help="some parameters are not trained")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
-    kind = {name: getattr(options, name) for name in ("moving", "grouped", "checkpoints", "silent", "starting")}
+    kinds = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen")
+    kind = {name: getattr(options, name) for name in kinds}
     if options.seed is not None:
         schedule = Schedule.draw(options.seed, **kind)
         print(schedule)

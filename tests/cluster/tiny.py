@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elaswave_spmd.determinism import KeyedDropout, Keys
-from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.models import Batch, LayeredModel, freeze_parameters
 from elaswave_spmd.sharding import P, Shardings, Tie
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe
@@ -95,6 +95,7 @@ class TinyRun:
 
     Args:
         overflows: the loss of some samples is infinite, so that some steps have no finite gradient.
+        frozen: names of parameters that are not trained.
     """
 
     blocks: int = 1
@@ -104,6 +105,7 @@ class TinyRun:
     steps: int = 4
     checkpointing: bool = False
     overflows: bool = False
+    frozen: tuple[str, ...] = ()
 
     def job(self) -> Job:
         """A validation in the middle and one at the end."""
@@ -124,7 +126,7 @@ class TinyRun:
 
     @property
     def description(self) -> ModelDescription:
-        return _described(self.blocks, self.tied, self.overflows)
+        return _described(self.blocks, self.tied, self.overflows, self.frozen)
 
     @property
     def shardings(self) -> Shardings:
@@ -132,7 +134,12 @@ class TinyRun:
 
     def make_model(self) -> LayeredModel:
         """A new model on the meta device."""
-        return copy.deepcopy(_template(self.blocks, self.tied, self.overflows))
+        return copy.deepcopy(_template(self.blocks, self.tied, self.overflows, self.frozen))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters."""
+        return tuple(name for name, _ in self.make_model().named_parameters())
 
     @property
     def key(self) -> TinyRun:
@@ -141,11 +148,13 @@ class TinyRun:
 
 
 @cache
-def _template(blocks: int, tied: bool, overflows: bool) -> LayeredModel:
+def _template(blocks: int, tied: bool, overflows: bool, frozen: tuple[str, ...]) -> LayeredModel:
     with torch.device("meta"):
-        return (Overflowing if overflows else Tiny)(blocks, 0.2, tied)
+        model = (Overflowing if overflows else Tiny)(blocks, 0.2, tied)
+    freeze_parameters(model, frozen)
+    return model
 
 
 @cache
-def _described(blocks: int, tied: bool, overflows: bool) -> ModelDescription:
-    return describe(_template(blocks, tied, overflows), page_size=PAGE)
+def _described(blocks: int, tied: bool, overflows: bool, frozen: tuple[str, ...]) -> ModelDescription:
+    return describe(_template(blocks, tied, overflows, frozen), page_size=PAGE)

@@ -174,6 +174,15 @@ def _spares_that_are_gone() -> Patches:
     return {(Replacements, "lost"): _lost}
 
 
+def _frozen_pages_age() -> Patches:
+    """A frozen page stays at the version at which its values came."""
+
+    def keep_frozen(self: ValueBuffer, version: int) -> None:
+        pass
+
+    return {(ValueBuffer, "keep_frozen"): keep_frozen}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -184,6 +193,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "applies a reduced gradient twice": _applies_twice,
     "votes two steps ahead": _votes_two_ahead,
     "counts votes of older epochs": _no_fence,
+    "leaves frozen pages at the version at which they came": _frozen_pages_age,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -191,10 +201,13 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
 STARTING = frozenset(list(MUTANTS)[-3:])
 """Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
 
+FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
+"""Mutants that show where some parameters are frozen: schedules with `frozen`."""
+
 
 def schedule_for(name: str, seed: int) -> Schedule:
     """The schedule of a seed, of the kind that shows this mutant."""
-    return Schedule.draw(seed, starting=name in STARTING)
+    return Schedule.draw(seed, starting=name in STARTING, frozen=name in FROZEN)
 
 
 @contextmanager

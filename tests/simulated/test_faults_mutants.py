@@ -22,6 +22,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "applies a reduced gradient twice": (6, 23, 29),
     "votes two steps ahead": (15,),
     "counts votes of older epochs": (585, 1621, 1735),
+    "leaves frozen pages at the version at which they came": (0, 1, 2),
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),

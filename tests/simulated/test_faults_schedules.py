@@ -68,6 +68,16 @@ def test_workers_are_lost_while_they_start(checkpoints: bool) -> None:
     assert not checkpoints or tally.restarts > CHUNK // 10
 
 
+@pytest.mark.parametrize(
+    ("moving", "grouped", "checkpoints"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+)
+def test_some_parameters_are_frozen(moving: bool, grouped: bool, checkpoints: bool) -> None:
+    tally = run_many(range(CHUNK), moving=moving, grouped=grouped, checkpoints=checkpoints, frozen=True)
+    assert tally.failures == {}
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     ended = run(FAILED_ONCE[name])

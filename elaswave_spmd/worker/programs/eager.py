@@ -47,6 +47,7 @@ class ProgramArgs(TypedDict):
     loss: Loss
     loss_scale: float
     checkpointing: bool
+    first_trained: int
 
 
 def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
@@ -58,6 +59,7 @@ def program_args(job: Job, layout: ModelLayout, loss: Loss) -> ProgramArgs:
         "loss": loss,
         "loss_scale": scale,
         "checkpointing": job.activation_checkpointing,
+        "first_trained": layout.first_trained,
     }
 
 
@@ -88,14 +90,19 @@ class StagePrograms:
         loss_scale: 1 / tokens of the global batch.
         checkpointing: activation checkpointing: save only the inputs of layers, and run each layer again before its
             backward.
+        first_trained: the first layer that has a backward (`ModelLayout.first_trained`). Those before it have nothing
+            to train, and no input of theirs needs a gradient: it is `no_gradient`, whatever is asked.
     """
 
-    def __init__(self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool) -> None:
+    def __init__(
+        self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, first_trained: int = 0
+    ) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
         self._loss = loss
         self._loss_scale = loss_scale
         self._checkpointing = checkpointing
+        self._first_trained = first_trained
         self._last = num_layers - 1
         self._saved: dict[tuple[int, int], SavedForward] = {}  # (layer, micro-batch) ->
         self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32 scalar
@@ -165,14 +172,26 @@ class StagePrograms:
         """
         # A new leaf: this layer's graph begins here even if the layer before ran on this worker, too.
         x = x.detach()
-        if x.is_floating_point():
+        if x.is_floating_point() and self._passes_gradient(layer):
             x.requires_grad_()
         run = partial(self._run_and_save, layer, microbatch, x, keys, batch)
+        if layer < self._first_trained:
+            y = run()
+            self.memory.note(layer, 0, y.nbytes)
+            return y
         y = run() if layer in self.memory else self.memory.measure(layer, x, self._values[layer].flat, run)
         return y.detach()
 
+    def _passes_gradient(self, layer: int) -> bool:
+        """True if a layer before this one waits for the gradient of this one's input; of token ids there is none."""
+        return layer > self._first_trained or not self._first_trained
+
     def _run_and_save(self, layer: int, microbatch: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
-        if self._checkpointing:
+        if layer < self._first_trained:
+            with torch.no_grad():
+                y = self._run(layer, microbatch, x, keys, batch)
+            self._saved[layer, microbatch] = SavedForward(no_gradient(x), None, keys)  # nothing is run again
+        elif self._checkpointing:
             with torch.no_grad():
                 y = self._run(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
@@ -191,23 +210,26 @@ class StagePrograms:
             microbatch: as it was given to `forward`.
             dy: gradient of the step's loss with respect to the layer's output, in its shape and dtype; None for the
                 last layer, whose output is the loss.
-            into: receives the gradients of the layer's parameters, and the loss of the last layer.
+            into: receives the gradients of the layer's trained parameters, and the loss of the last layer.
             add: add to the content of `into` instead of overwriting it. Only with fp32 compute: in bf16 the sum would
                 be rounded.
             batch: the micro-batch; needed by the last layer only, with activation checkpointing.
 
         Returns:
-            The gradient with respect to the layer's input, in its shape and dtype; None if the input is token ids.
+            The gradient with respect to the layer's input, in its shape and dtype; None if the input is token ids;
+            `no_gradient` if no layer before this one is trained.
 
         Raises:
             Exception: whatever autograd or the model's code raises, with a note that names the layer.
         """
         saved = self._saved.pop((layer, microbatch))
+        if layer < self._first_trained:
+            return saved.x
         y = saved.y
         if y is None:
             # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
             y = self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
-        parameters = self._values[layer].parameters
+        parameters = self._values[layer].trained
         if add:
             # Autograd accumulates into a gradient that exists, so this adds without a temporary copy.
             for parameter, view in zip(parameters, into.views, strict=True):
@@ -226,6 +248,8 @@ class StagePrograms:
             # The loss is an element of the gradient: so it is reduced, replicated and recovered like any gradient page.
             loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
+        if not self._passes_gradient(layer):
+            return no_gradient(saved.x)
         if saved.x.requires_grad and saved.x.grad is None:
             return torch.zeros_like(saved.x)  # the layer ignores its input; the layer before expects a gradient
         return saved.x.grad
@@ -307,6 +331,14 @@ def naming_layer(name: str, phase: str, x: Tensor) -> Iterator[None]:
         # What `add_note` of Python 3.11 does; Python 3.10 has no such method.
         vars(error).setdefault("__notes__", []).append(note)
         raise
+
+
+def no_gradient(x: Tensor) -> Tensor:
+    """A stand-in for the gradient of `x` that no layer before it needs: one zero, on its device.
+
+    Between stages it is sent like any gradient, so that every stage has the same actions in a step and in a recovery.
+    """
+    return torch.zeros(1, dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
 
 
 def checked_loss(loss: object) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.models import Batch
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
-from elaswave_spmd.worker.programs.eager import Loss, SavedForward, StagePrograms
+from elaswave_spmd.worker.programs.eager import Loss, SavedForward, StagePrograms, no_gradient
 
 _PERIOD = 4099
 """Numbers after which a keyed tensor repeats: a prime, so that no two rows of a tensor are alike."""
@@ -65,14 +65,23 @@ class EmulatedPrograms(StagePrograms):
     Activation checkpointing is ignored.
 
     Args:
-        num_layers, loss, loss_scale, checkpointing: as for `StagePrograms`.
+        num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
         device: the time that each program takes.
     """
 
     def __init__(
-        self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, device: EmulatedDevice
+        self,
+        num_layers: int,
+        *,
+        loss: Loss,
+        loss_scale: float,
+        checkpointing: bool,
+        device: EmulatedDevice,
+        first_trained: int = 0,
     ) -> None:
-        super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
+        super().__init__(
+            num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing, first_trained=first_trained
+        )
         self._device = device
         # Layer -> (buffer, version of its parameters, their hash).
         self._hashes: dict[int, tuple[ValueBuffer, int | None, bytes]] = {}
@@ -94,6 +103,8 @@ class EmulatedPrograms(StagePrograms):
         self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
     ) -> Tensor | None:
         saved = self._saved.pop((layer, microbatch))
+        if layer < self._first_trained:
+            return no_gradient(saved.x)
         ends = time.monotonic() + self._device.seconds(layer, int(saved.keys.step), backward=True)
         # Keyed by the forward's output and the incoming gradient: if either is wrong, all gradients differ.
         assert saved.y is not None
@@ -108,7 +119,9 @@ class EmulatedPrograms(StagePrograms):
             loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
         dx = None
-        if saved.x.is_floating_point():
+        if not self._passes_gradient(layer):
+            dx = no_gradient(saved.x)
+        elif saved.x.is_floating_point():
             dx = _keyed(draw, tuple(saved.x.shape), _GRADIENT_SCALE).to(saved.x.dtype)
         _sleep_until(ends)
         return dx

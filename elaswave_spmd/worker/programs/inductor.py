@@ -31,7 +31,7 @@ class CompiledPrograms(StagePrograms):
     """Like `StagePrograms`, with each layer compiled as one graph. Call `compile` once, before any other method.
 
     Args:
-        num_layers, loss, loss_scale, checkpointing: as for `StagePrograms`.
+        num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
         threads: intra-op threads of this worker.
         place: the device of parameters, inputs and outputs.
         backend: of torch.compile; tests use "aot_eager", which needs no C++ compiler.
@@ -47,8 +47,11 @@ class CompiledPrograms(StagePrograms):
         threads: int,
         place: torch.device,
         backend: str = "inductor",
+        first_trained: int = 0,
     ) -> None:
-        super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
+        super().__init__(
+            num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing, first_trained=first_trained
+        )
         self._place = place
         self._num_compiled = 0
         _configure(threads, num_layers, self._count)

@@ -34,6 +34,7 @@ from elaswave_spmd.worker.programs.eager import (
     checked_loss,
     checked_output,
     naming_layer,
+    no_gradient,
 )
 
 _INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
@@ -53,7 +54,7 @@ class LayerPrograms:
             of the `graded` parameters. The last layer's output is the loss, so there no gradient of it is given. None
             if the layer has nothing to differentiate.
         evaluate: (*given) -> output.
-        graded: for each parameter, True if it gets a gradient.
+        graded: for each parameter, True if it gets a gradient; a frozen one gets none.
         has_dx: True if the input gets a gradient.
     """
 
@@ -81,7 +82,7 @@ class XlaPrograms(StagePrograms):
     """Layer programs of an XLA island; otherwise like `StagePrograms`. Call `compile` once, before any other method.
 
     Args:
-        num_layers, loss, loss_scale, checkpointing: as for `StagePrograms`.
+        num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
         island: the devices that compute.
         specs: parameter name -> its placement on the island's axes; other parameters are whole on each device.
     """
@@ -95,8 +96,11 @@ class XlaPrograms(StagePrograms):
         checkpointing: bool,
         island: XlaIsland,
         specs: Mapping[str, P],
+        first_trained: int = 0,
     ) -> None:
-        super().__init__(num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing)
+        super().__init__(
+            num_layers, loss=loss, loss_scale=loss_scale, checkpointing=checkpointing, first_trained=first_trained
+        )
         self._island = island
         self._specs = specs
         self._programs: dict[int, LayerPrograms] = {}
@@ -166,7 +170,11 @@ class XlaPrograms(StagePrograms):
             evaluate = island.capture([self._output(layout, module, dtype, inputs)], inputs, [WHOLE])
             island.forget_traces()
         inputs = given()
-        leaves = [value for value in inputs[: len(shapes) + 1] if value.is_floating_point()]
+        trained = [not slot.parameter.frozen for slot in layout.slots]
+        wanted = [*trained, self._passes_gradient(layer)] if layer >= self._first_trained else [False] * len(inputs)
+        leaves = [
+            value for value, is_leaf in zip(inputs, wanted, strict=False) if is_leaf and value.is_floating_point()
+        ]
         for leaf in leaves:
             leaf.requires_grad_()
         saved = _SavedTensors(island)
@@ -273,7 +281,9 @@ class XlaPrograms(StagePrograms):
         dx = made.pop(0) if programs.has_dx else None
         losses = [self._losses.pop(microbatch)] if layer == self._last else []
         host = iter(self._island.fetch([*made, *losses]))
-        gradients = [next(host) if graded else None for graded in programs.graded]
+        slots = self._values[layer].layout.slots
+        found = [next(host) if graded else None for graded in programs.graded]
+        gradients = [g for g, slot in zip(found, slots, strict=True) if not slot.parameter.frozen]
         if add:
             for view, gradient in zip(into.views, gradients, strict=True):
                 if gradient is not None:
@@ -283,6 +293,8 @@ class XlaPrograms(StagePrograms):
         if losses:
             loss = next(host)
             into.loss.copy_(into.loss + loss if add else loss)
+        if not self._passes_gradient(layer):
+            return no_gradient(torch.empty(0, dtype=kept.given[len(programs.graded)].dtype))
         if dx is None:
             x = kept.given[len(programs.graded)]
             return torch.zeros(x.shape, dtype=x.dtype) if x.is_floating_point() else None

@@ -70,7 +70,7 @@ BAD = [
     ("optim.name", "adam"), ("optim.lr", 0), ("optim.lr", -1), ("optim.lr", float("inf")), ("optim.lr", "fast"),
     ("optim.weight_decay", -0.1), ("optim.clip", -1), ("optim.betas", 0.9), ("optim.betas", [0.9]),
     ("optim.betas", [0.9, 1.0]), ("optim.eps", 0), ("optim.momentum", 1.0), ("optim.schedule", "step"),
-    ("optim.warmup_steps", -1), ("optim.final_lr_ratio", -0.5), ("optim.max_skipped", 0.5),
+    ("optim.warmup_steps", -1), ("optim.final_lr_ratio", -0.5), ("optim.freeze", ""), ("optim.max_skipped", 0.5),
     ("train.steps", 0), ("train.steps", -3), ("train.steps", ""), ("train.steps", 1e3), ("train.global_batch", 0),
     ("train.seq_len", -1), ("train.validate_every", -1), ("train.validate_microbatches", 0), ("train.resume", ""),
     ("train.microbatch_size", 0), ("train.microbatch_size", ""), ("train.microbatch_size", None),

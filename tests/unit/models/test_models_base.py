@@ -68,9 +68,9 @@ class OneArgument(nn.Module):
         return x
 
 
-def frozen() -> nn.Module:
+def whole_number() -> nn.Module:
     layer = Plain()
-    layer.weight.requires_grad_(False)
+    layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int64), requires_grad=False)
     return layer
 
 
@@ -109,7 +109,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("random slope", lambda: stack(Plain(nn.RReLU())), "global generator"),
     ("batch norm", lambda: stack(Plain(nn.BatchNorm1d(4))), "LayerNorm"),
     ("running statistics", lambda: stack(Plain(nn.InstanceNorm1d(4, track_running_stats=True))), "statistics"),
-    ("frozen parameter", lambda: stack(frozen()), "register_buffer"),
+    ("whole number", lambda: stack(whole_number()), "register_buffer"),
     ("shared parameter", shared_parameter, 'tie\\("layer1.weight", "layer0.weight"\\)'),
     ("shared dropout", shared_dropout, "make two"),
     ("own parameter", lambda: Own("temperature", nn.Parameter(torch.ones(()))), "(?s)temperature.*first, second"),
