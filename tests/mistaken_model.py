@@ -225,12 +225,12 @@ class FirstOfAll(Block):
 
 
 class OrderOfASet(Block):
-    """Rounds otherwise in each order of a set of texts, which follows from PYTHONHASHSEED."""
+    """Another function for each order of a set of texts, which follows from PYTHONHASHSEED."""
 
     def change(self, x: Tensor, keys: Any) -> Tensor:
-        for name in {f"part{number}" for number in range(40)}:
-            x = x * (1 + 0.37 / (1 + int(name[4:]))) - 0.11
-        return x.tanh()
+        for name in {f"part{number}" for number in range(12)}:
+            x = x.tanh() + 0.01 * int(name[4:])
+        return x
 
 
 def mean_loss(output: Tensor, batch: Batch) -> Tensor:

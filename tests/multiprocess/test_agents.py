@@ -25,6 +25,7 @@ from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller
 from elaswave_spmd.runtime.transport.credentials import RunKeys
+from tests import mistaken_model
 from tests.multiprocess import held_model, patient_model
 from tests.multiprocess.real_runs import SMALL, Done, Launched, eventually, launch, train, write_text
 from tests.unit.runtime.test_rendezvous import Tap, serve_again
@@ -295,6 +296,28 @@ def test_too_little_room_is_refused_before_any_worker_starts(site: Site) -> None
         of_agent, of_run = end_of(agent), run.finish()
     assert of_run.code == 2 and f"room for 1 workers on agents: {HOST} 1" in of_run.err
     assert of_agent.code == 0 and not (site.here / "run").exists()
+
+
+@pytest.mark.parametrize("mistake", ["order_of_a_set", "running_mean"])
+def test_a_model_that_breaks_the_promise_is_refused_on_several_machines(
+    site: Site, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of a set of texts is the same in all processes of a machine, and other on the next one."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # pytest's own workers share one
+    for folder in (site.here, site.there):
+        model = mistaken_model.write(folder, mistake)
+    with site.run(*SHORT, *model, "elastic.replace=true", options=("--name", "elsewhere")) as (run, agent):
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == 2 and "Traceback" not in of_run.err and "lost" not in of_run.out, of_run
+    told = of_run.err.splitlines()[0]
+    if mistake == "order_of_a_set":
+        named = {f"worker 0 on {HOST}", "worker 1 on elsewhere"}
+        assert told.startswith("error: layer block0 computes other bits on ")
+        assert set(told.removeprefix("error: layer block0 computes other bits on ").split(" than on ")) == named
+    else:
+        assert told == f"error: {mistaken_model.REFUSED[mistake]}"
+    assert not (site.here / "run").exists()
+    assert of_agent.code in (0, 1) and "Traceback" not in of_agent.err, of_agent
 
 
 def test_agents_that_do_not_come_are_missed_at_the_deadline(site: Site) -> None:

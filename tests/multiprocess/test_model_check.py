@@ -16,6 +16,8 @@ from tests.waiting import PATIENCE_S
 
 QUICK = [*SMALL, "train.steps=2", "train.validate_every=0"]
 OFF = "runtime.check_model=false"
+SAVED = ("elastic.enabled=false", "chaos.events=[{step: 3, kind: term, rank: 0, point: forward}]")
+"""A run that stops in step 3 and is saved."""
 
 
 def refused(folder: Path, *arguments: str) -> str:
@@ -98,8 +100,8 @@ def test_a_refusal_leaves_a_run_that_is_to_be_resumed_as_it_was(tmp_path: Path) 
     """Also where the model was right before: its bits are those of the check before, or the run does not go on."""
     write_text(tmp_path)
     model = write(tmp_path, "none")
-    assert train(tmp_path, *SMALL, *model, "mesh=dp2", "checkpoint.every=4").code == 0
-    (tmp_path / "run" / "summary.json").unlink()  # as if the run had ended after step 4
+    stopped = train(tmp_path, *SMALL, *model, "mesh=dp2", *SAVED)
+    assert stopped.code == 1 and "resume with: " in stopped.err, stopped
     file = tmp_path / "mistaken_model.py"
     good = file.read_text()
     kept = [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".safetensors", ".json", ".yaml")]
@@ -131,9 +133,9 @@ def test_the_order_of_a_set_is_found_when_a_run_is_resumed(tmp_path: Path) -> No
             words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
-    assert run(1, *SMALL, *model, "mesh=single", "checkpoint.every=4").returncode == 0
-    resume = ["train.resume=run", "run.dir=again"]
-    done = run(2, *resume)
+    stopped = run(1, *SMALL, *model, "mesh=single", *SAVED)
+    assert stopped.returncode == 1 and "resume with: " in stopped.stderr, stopped
+    done = run(2, "train.resume=run", "run.dir=again")
     assert done.returncode == 2 and "layer block0 computes other bits than it did when the run" in done.stderr, done
     assert not (tmp_path / "again").exists()
-    assert run(1, *resume).returncode == 0
+    assert run(1, "train.resume=run").returncode == 0

@@ -5,9 +5,11 @@ The backend is aot_eager: the same tracing and guards as inductor's, without a C
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -18,9 +20,14 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import Batch, LayeredModel
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
+from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.learning_rate import LearningRate
+from elaswave_spmd.worker.model_check import check_model
 from elaswave_spmd.worker.model_layout import ModelDescription, describe
+from elaswave_spmd.worker.optimizers import make_optimizer
 from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.inductor import CompiledPrograms
+from elaswave_spmd.worker.spec import Job
 
 MICROBATCH = (2, 6)
 VOCABULARY = 11
@@ -174,6 +181,71 @@ def test_a_worker_that_is_bound_to_other_layers_compiles_nothing() -> None:
             dy = programs.backward(layer, 9, dy, buffers[layer], add=False, batch=None)
         assert dy is not None and dy.shape == x.shape
     assert programs.num_compiled == number
+
+
+class Samples:
+    """Samples whose tokens are a function of their ids."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = (ids[:, None] * 7 + np.arange(MICROBATCH[1] + 1) * 3) % VOCABULARY
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def check(make: Callable[[], LayeredModel], *, checkpointing: bool = False) -> StagePrograms:
+    """Compiles a model and checks it, as a worker does before it is ready."""
+    model = make()
+    programs, _ = compiled(make(), checkpointing=checkpointing)
+    number, description = programs.num_compiled, describe(model, page_size=64)
+    job = Job(
+        *(7, 10, 8, MICROBATCH[0], MICROBATCH[1], "fp32"),
+        make_optimizer("sgd", weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8, momentum=0.0),
+        LearningRate(1e-3),
+        activation_checkpointing=checkpointing,
+        validate_every=5,
+        num_validation_microbatches=2,
+    )
+
+    def modules(layers: Iterable[int]) -> Mapping[int, nn.Module]:
+        return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
+
+    check_model(LocalModel(description.layout, description.inits, modules, programs), job, Samples(), CPU)
+    assert programs.num_compiled == number
+    return programs
+
+
+def unlike() -> LayeredModel:
+    return layered(*[Numbered(number) for number in range(2)])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", [gpt, unlike])
+def test_the_check_of_a_model_compiles_nothing(make: Callable[[], LayeredModel], checkpointing: bool) -> None:
+    programs = check(make, checkpointing=checkpointing)
+    assert not programs.forwarded and not programs.memory.pop_rows()
+
+
+class Noisy(Numbered):
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        return super().forward(x, keys) + torch.rand_like(x)
+
+
+class Counting(Numbered):
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:
+        self.number += 1
+        return super().forward(x, keys)
+
+
+@pytest.mark.parametrize(
+    ("layer", "telling"),
+    [(Noisy, "layer layer0 draws from torch's generator"), (Counting, "layer layer0 changes layer0.number")],
+)
+def test_mistakes_are_found_in_compiled_layers(layer: type[Numbered], telling: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check(lambda: layered(layer(0)))
+    assert caught.value.what.startswith(telling)
 
 
 def test_unlike_layers_have_programs_of_their_own_and_all_are_compiled() -> None:
