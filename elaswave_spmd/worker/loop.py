@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.admission import WorkerPosition, refused_by_worker
+from elaswave_spmd.recovery.admission import SIZE, WorkerPosition, refused_by_worker
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import ValueBuffer
@@ -255,7 +255,11 @@ class Executor:
             return ""
         at = WorkerPosition(self.version, self.configuration.epoch, self.placement.mesh.members)
         num_elements = None if incoming.payload is None else incoming.payload.numel()
-        return refused_by_worker(self._bounds, incoming.message, incoming.sender, num_elements, at)
+        message = incoming.message
+        if why := refused_by_worker(self._bounds, message, incoming.sender, num_elements, at):
+            return why
+        is_crossing = isinstance(message, m.Activation | m.ActivationGradient)
+        return SIZE if is_crossing and self._steps.has_other_shape(message) else ""
 
     def _handle(self, incoming: Incoming) -> None:
         if why := self._refusal(incoming):

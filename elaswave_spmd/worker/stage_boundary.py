@@ -42,15 +42,18 @@ class Boundaries:
         rank: of the worker.
         send: to the other workers.
         device: where the tensors lie, received ones too.
+        first_trained: the first layer that has a backward; those before it have frozen parameters.
     """
 
-    def __init__(self, rank: int, send: Send, device: Device) -> None:
+    def __init__(self, rank: int, send: Send, device: Device, first_trained: int = 0) -> None:
         self._rank = rank
         self._send = send
         self._device = device
+        self._first_trained = first_trained
         self._received: dict[BoundaryKey, Tensor] = {}
         self._kept: dict[BoundaryKey, Tensor] = {}
         self._used: dict[BoundaryKey, Tensor] | None = None  # used since a StepReport; None: no change is under way
+        self._shapes: dict[int, tuple[int, ...]] = {}  # first layer behind a boundary -> of what crosses it
 
     def send(self, peer: int | None, message: Crossing, tensor: Tensor) -> None:
         """Send a tensor to the micro-batch's worker on the other stage, and keep it.
@@ -61,10 +64,28 @@ class Boundaries:
         key = _key(message)
         if key.kind != VALIDATION:  # a validation that is broken off is run again as a whole
             self._kept[key] = tensor
+            if not self._stands_in(key):
+                self._shapes[_boundary(key)] = message.shape
         if peer == self._rank:  # it has changed its stage, and now needs what it had sent
             self._received[key] = tensor
         elif peer is not None:
             self._send(peer, message, tensor)
+
+    def has_other_shape(self, message: Crossing) -> bool:
+        """True if a tensor cannot be right, since what this worker has computed has another shape at its boundary.
+
+        Micro-batches have one shape. It is known from the first tensor on that this worker has sent over the boundary:
+        the activations, or the gradients, of all others are like it. Those of a validation are not compared: who gets
+        them sends none back.
+        """
+        key = _key(message)
+        if self._stands_in(key):
+            return message.shape != (1,)
+        return key.kind != VALIDATION and self._shapes.get(_boundary(key), message.shape) != message.shape
+
+    def _stands_in(self, key: BoundaryKey) -> bool:
+        """True for a gradient that no layer before the boundary needs: one zero crosses it (`programs.no_gradient`)."""
+        return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
     def receive(self, message: Crossing, payload: Tensor) -> None:
         """File a received tensor, in memory that is aligned as if it had been made here."""
@@ -142,3 +163,8 @@ def _key(message: Crossing) -> BoundaryKey:
         return BoundaryKey(GRADIENT, message.step, message.microbatch, message.layer)
     kind = VALIDATION if message.validation else ACTIVATION
     return BoundaryKey(kind, message.step, message.microbatch, message.layer)
+
+
+def _boundary(key: BoundaryKey) -> int:
+    """The first layer behind the boundary that a tensor crosses, in either direction."""
+    return key.layer + 1 if key.kind == GRADIENT else key.layer

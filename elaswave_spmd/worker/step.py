@@ -74,7 +74,8 @@ class StepRunner:
         self._replica = commit.replica
         self._values = values
         self._waiting = waiting
-        self._boundaries = Boundaries(context.rank, context.channel.send, context.device)
+        first_trained = context.model.layout.first_trained
+        self._boundaries = Boundaries(context.rank, context.channel.send, context.device, first_trained)
         self._microbatches = MicrobatchRunner(context, values, self._replica.reducer, self._boundaries, waiting)
         self._under_way: StepUnderWay | None = None
         self._plan: RecoveryPlan | None = None
@@ -267,6 +268,10 @@ class StepRunner:
     def step_under_way(self) -> int:
         """The step that this worker has begun last, 0 before the first and when it gave up what it had begun."""
         return self._under_way.number if self._under_way is not None else 0
+
+    def has_other_shape(self, message: Crossing) -> bool:
+        """True if a tensor of another stage has another shape than those of this boundary."""
+        return self._boundaries.has_other_shape(message)
 
     def receive(self, message: Crossing, payload: Tensor) -> None:
         """File a tensor from the stage before or after."""

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 from elaswave_spmd.recovery import admission
 from elaswave_spmd.recovery import messages as m
@@ -29,6 +30,7 @@ from elaswave_spmd.recovery.admission import (
 )
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.spec import message_bounds
+from tests.cluster.cluster import SimulatedCluster
 from tests.cluster.forgeries import ForgingCluster, Fuzzed, forgeries
 from tests.cluster.schedules import Outcome, Schedule, cluster_of, judge, undisturbed
 from tests.cluster.tiny import TinyRun
@@ -235,3 +237,27 @@ def test_only_runs_with_injected_joins_take_requests_for_workers() -> None:
 def test_a_shard_is_a_file_of_the_checkpoint(name: str) -> None:
     shard = m.ShardWritten(3, SENDER, 2, name, 100, "0" * 64, (PAGES,))
     assert refused_by_controller(BOUNDS, shard, SENDER, None, AT_CONTROLLER)
+
+
+class Reshaping(SimulatedCluster):
+    """A cluster in which each boundary tensor follows another one of its name and size, which has another shape."""
+
+    num_reshaped = 0
+
+    def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
+        is_crossing = isinstance(message, m.Activation | m.ActivationGradient)
+        if is_crossing and message.step > 2 and not getattr(message, "validation", False) and payload is not None:
+            other = msgspec.structs.replace(message, shape=message.shape[::-1])
+            self._wires.put(sender, peer, other, payload.clone())
+            self.num_reshaped += 1
+        super().send(sender, peer, message, payload)
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("mesh", ["pp2", "dp2_pp2"])
+def test_boundary_tensors_of_another_shape_change_no_bit_and_are_counted(mesh: str, order: int) -> None:
+    """From the first micro-batch on a worker knows what crosses its boundaries."""
+    cluster = cluster_of(Schedule(order, RUN, mesh, 1), kind=Reshaping)
+    assert isinstance(cluster, Reshaping)
+    assert Outcome.of(cluster.run()) == undisturbed(RUN)
+    assert cluster.num_reshaped > 20 and cluster.rejected[admission.SIZE] == cluster.num_reshaped

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from tests.faults.fault_runs import Bits, Changes, chaos
-from tests.multiprocess.real_runs import SMALL, train, write_text
+from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -79,3 +82,27 @@ def test_a_kill_on_another_mesh_changes_no_bit_and_compiles_nothing(undisturbed:
     assert found.changes.ranks("fail") == [[1]]
     assert found.bits == undisturbed.bits
     assert_all_compiled_before(found, 2)
+
+
+def test_a_spare_has_its_programs_before_it_takes_a_place(undisturbed: Run, tmp_path: Path) -> None:
+    """It joins in the epoch of the loss, and compiles nothing from then on. (`undisturbed` has filled the cache.)"""
+    write_text(tmp_path)
+    run_dir = tmp_path / "run"
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(run_dir) if event["event"] == kind]
+
+    settings = ["runtime.compile=true", "elastic.spares=1", "train.steps=1500", "train.validate_every=0"]
+    with launch(tmp_path, *ARGUMENTS, *settings) as command:
+        command.wait_for_steps(1)
+        eventually(lambda: events("spare"), command.process, LIMIT)
+        status = ask(str(run_dir), {"command": "status"})
+        (member,) = [worker["pid"] for worker in status["members"] if worker["rank"] == 1]
+        os.kill(member, signal.SIGKILL)
+        eventually(lambda: events("join"), command.process, LIMIT)
+        done = command.finish(LIMIT)
+    assert (done.code, done.err) == (0, ""), done.err
+    (fail,), (join,) = events("fail"), events("join")
+    assert (fail["ranks"], join["ranks"]) == ([1], [2]) and fail["mesh_epoch"] == join["mesh_epoch"]
+    programs = read_summary(run_dir)["programs_compiled_per_worker"]
+    assert programs["2"][0] > 0 and not any(later for _, later in programs.values()), programs

@@ -163,3 +163,24 @@ def test_a_decided_step_is_forgotten_and_the_next_is_not() -> None:
     assert [key(GRADIENT, 1, 0, step) in boundaries for step in (STEP - 1, STEP, STEP + 1)] == [False, False, True]
     left = [key(VALIDATION, 2, 1, step) in boundaries for step in (STEP - 1, STEP, STEP + 1)]
     assert left == [False, True, True], "version STEP is about to be validated"
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (1, 2, 3), (2, 4)])
+def test_a_shape_that_is_not_that_of_the_boundary_is_known_from_what_was_sent_over_it(shape: tuple[int, ...]) -> None:
+    boundaries, _ = make()
+    wrong = m.ActivationGradient(STEP, 4, 0, shape), m.Activation(STEP, 4, 1, shape)
+    assert not any(map(boundaries.has_other_shape, wrong)), "nothing is known yet"
+    boundaries.send(OTHER, activation(3), tensor(1.0))
+    assert all(map(boundaries.has_other_shape, wrong))
+    assert not any(map(boundaries.has_other_shape, (activation(4), gradient(4, step=STEP + 1))))
+    elsewhere = m.Activation(STEP, 4, 2, shape), m.ActivationGradient(STEP, 4, 1, shape)
+    assert not any(map(boundaries.has_other_shape, elsewhere)), "another boundary has another shape"
+    assert not boundaries.has_other_shape(m.Activation(STEP, 4, 1, shape, True)), "a validation is not compared"
+
+
+def test_what_crosses_a_boundary_is_known_by_the_gradient_that_is_sent_back() -> None:
+    boundaries, _ = make()
+    boundaries.send(OTHER, gradient(3), tensor(1.0))
+    assert boundaries.has_other_shape(m.Activation(STEP, 4, 1, (3, 2))) and not boundaries.has_other_shape(
+        activation(4)
+    )
