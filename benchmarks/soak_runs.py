@@ -517,7 +517,7 @@ class Soak:
     def _look_at_descriptors(self) -> None:
         """Counts the controller's descriptors, if the run is at rest.
 
-        A file that is written to disk for a checkpoint is open twice for as long as the disk takes. So what has grown is
+        A file that is written to disk for a checkpoint is open twice for as long as the disk takes. What has grown is
         looked at again: a leak stays.
         """
         until = time.monotonic() + _SETTLED_S
