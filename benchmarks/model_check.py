@@ -127,7 +127,8 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        found = {"torch": torch.__version__, "rounds": options.rounds, "rows": rows}
+        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

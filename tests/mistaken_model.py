@@ -208,6 +208,28 @@ class ParameterHook(Block):
         self.linear.weight.register_hook(lambda gradient: 2 * gradient)
 
 
+class HiddenModules(Block):
+    """Modules in a list, which torch does not see."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.more = [nn.Linear(d_model, d_model)]
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return self.more[0](x)
+
+
+class Alias(Block):
+    """A second way to a parameter, which stays behind when that is replaced."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.kept = {"weight": self.linear.weight}
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x @ self.kept["weight"]
+
+
 class OfTheProcess(Block):
     """The same at all times on one worker."""
 
@@ -301,6 +323,17 @@ class Unused(Block):
         self.spare = nn.Parameter(torch.zeros(d_model))
 
 
+class SecondName(Block):
+    """A module under two names, one of them in a list."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.order = [self.linear, (self.linear,)]
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return x + 0.1 * self.order[0](x).tanh()  # pyright: ignore[reportCallIssue]
+
+
 class OrderOfADict(Block):
     """The order of a dict is that in which it was filled, on every worker."""
 
@@ -345,8 +378,13 @@ BLOCKS: dict[str, tuple[type[Block], str]] = {
     "nan_forward": (NanForward, "the output of layer block0 is not finite"),
     "noisy_validation": (NoisyValidation, "layer block0 draws from torch's generator"),
     "parameter_hook": (ParameterHook, "parameter block0.linear.weight has a hook"),
+    "hidden_modules": (HiddenModules, "block0.more keeps the parameters of Linear("),
+    "alias": (Alias, "block0.kept keeps a parameter in a dict"),
 }
 """Name of a mistake -> the block, and how the refusal begins."""
+
+BUILT = ("parameter_hook", "hidden_modules", "alias")
+"""Those that are refused when the model is made."""
 
 OTHERS: dict[str, str] = {
     "in_place_tokens": "layer embed changes its input in place",
@@ -362,6 +400,7 @@ RIGHT: dict[str, type[Block]] = {
     "lazy_table": LazyTable,
     "backward_hook": BackwardHook,
     "unused": Unused,
+    "second_name": SecondName,
     "order_of_a_dict": OrderOfADict,
     "keyed_noise": KeyedNoise,
     "none": Block,

@@ -6,10 +6,12 @@ import fnmatch
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from elaswave_spmd.errors import ModelError, UserError, place_in_user_code
 from elaswave_spmd.models.base import LayeredModel
@@ -61,6 +63,7 @@ def build_model(
             fix="correct it, or these arguments",
         ) from error
     _check_hooks(model)
+    _check_hidden(model)
     return model
 
 
@@ -75,6 +78,34 @@ def _check_hooks(model: LayeredModel) -> None:
                 where=name,
                 fix="change the gradient inside the layer: a hook of the module, or of a tensor that forward computes",
             )
+
+
+def _check_hidden(model: LayeredModel) -> None:
+    """Refuse parameters that torch does not see: they would neither be trained nor saved."""
+    known = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            for one in _inside(value):
+                # A module that is registered elsewhere as well is that one; its parameters are replaced there.
+                if isinstance(one, nn.Parameter) or (id(one) not in known and any(True for _ in one.parameters())):
+                    what = "a parameter" if isinstance(one, nn.Parameter) else f"the parameters of {one!r}"
+                    raise ModelError(
+                        f"{path}.{name} keeps {what} in a {type(value).__name__}",
+                        rule="parameters are attributes of modules: those that are kept otherwise are not trained",
+                        where=f"{path}.{name}",
+                        fix="nn.ModuleList, nn.ModuleDict, nn.ParameterList, or an attribute of its own",
+                    )
+
+
+def _inside(value: object) -> Iterator[nn.Parameter | nn.Module]:
+    """The parameters and modules in a list, tuple or dict."""
+    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        if isinstance(one, nn.Parameter | nn.Module):
+            yield one
+        else:
+            yield from _inside(one)
 
 
 def _arguments(

@@ -113,6 +113,13 @@ class _Result:
         if self.evaluated is not None:
             yield "its output in a validation", self.evaluated
 
+    def digest(self) -> bytes:
+        """A hash of all bits that are of training."""
+        hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for value in (self.y, self.gradient, *(() if self.dx is None else (self.dx,))):
+            hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return hashed.digest()
+
 
 def check_model(
     model: LocalModel,
@@ -199,16 +206,16 @@ class _Check:
         """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""
         compiled = self._programs.num_compiled
         first, other = self._first, self._other
-        values = self._values(layer, module)
-        with _bound(self._programs, layer, values):
-            once = self._run(layer, values, first)
-            ((_, kept, output),) = self._programs.memory.pop_rows()
+        once = self._run_once(layer, module, first)
+        ((_, kept, output),) = self._programs.memory.pop_rows()
         # A copy of its own, which has run another micro-batch: whatever the layer keeps is another thing now.
         (again,) = self._model.make_modules([layer.index]).values()
-        fresh = self._values(layer, again)
-        with _bound(self._programs, layer, fresh):
-            between = self._run(layer, fresh, other)
-            twice = self._run(layer, fresh, first)
+        values = self._values(layer, again)
+        with _bound(self._programs, layer, values):
+            between = self._run(layer, values, other)
+            digests, outputs = {other.number: between.digest()}, {other.number: between.y}
+            del between  # a layer's gradients may be large
+            twice = self._run(layer, values, first)
             if layer.index == self._last:
                 self._check_loss(layer, again)
         _compare(layer.name, once, twice)
@@ -218,9 +225,15 @@ class _Check:
                 rule="all programs of a layer are compiled before training, and serve all micro-batches",
                 fix="read nothing in forward that changes from call to call: a counter, a list that grows",
             )
-        outputs = {first.number: twice.y, other.number: between.y}
-        found = sorted(((first.number, twice), (other.number, between)), key=lambda pair: pair[0])
-        return LayerCheck(layer.index, 1, kept, output, _digest([result for _, result in found])), outputs
+        digests[first.number], outputs[first.number] = twice.digest(), twice.y
+        both = hashlib.blake2b(digests[0] + digests[1], digest_size=DIGEST_BYTES).digest()
+        return LayerCheck(layer.index, 1, kept, output, both), outputs
+
+    def _run_once(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> _Result:
+        """Run one micro-batch with a copy of the layer that serves no other."""
+        values = self._values(layer, module)
+        with _bound(self._programs, layer, values):
+            return self._run(layer, values, sample)
 
     def _values(self, layer: LayerLayout, module: nn.Module) -> ValueBuffer:
         """A buffer with the layer's initial values, which the module's parameters become views of."""
@@ -234,7 +247,7 @@ class _Check:
         x, batch = self._inputs[sample.number], sample.batch
         given = {"its input": x, "batch.tokens": batch.tokens, "batch.targets": batch.targets}
         before = {name: value.clone() for name, value in given.items()}
-        state, generators = _State.of(values), _generators(self._place)
+        state, generators = _State.of(values, copy=True), _generators(self._place)
         into = GradientBuffer(layer, self._place)
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
         programs, dy, dy_before = self._programs, None, None
@@ -250,7 +263,7 @@ class _Check:
                 evaluated = programs.evaluate(layer.index, x, keys.again(), batch)
                 programs.set_training(True)
         _refuse_draws(layer.name, generators, _generators(self._place))
-        _refuse_changes(layer.name, state, _State.of(values))
+        _refuse_changes(layer.name, state, _State.of(values, copy=False))
         if dy is not None and dy_before is not None:
             given, before = (
                 given | {"the gradient of its output": dy},
@@ -393,17 +406,17 @@ class _State:
     numbers: Mapping[str, object]
 
     @classmethod
-    def of(cls, values: ValueBuffer) -> _State:
-        """A copy of what a bound layer has now."""
-        tensors, numbers = {"its parameters": values.flat.detach().clone()}, {}
+    def of(cls, values: ValueBuffer, *, copy: bool) -> _State:
+        """What a bound layer has now; `copy`: it may change from now on."""
+        tensors, numbers = {"its parameters": values.flat.detach()}, {}
         for path, module in values.module.named_modules(prefix=values.layout.name):
             own = [(name, value) for name, value in vars(module).items() if name != "training"]
             for name, value in [*module.named_buffers(recurse=False), *own]:
                 if isinstance(value, Tensor):
-                    tensors[f"{path}.{name}"] = value.detach().clone()
+                    tensors[f"{path}.{name}"] = value.detach()
                 elif isinstance(value, bool | int | float | str):
                     numbers[f"{path}.{name}"] = value
-        return cls(tensors, numbers)
+        return cls({name: value.clone() for name, value in tensors.items()} if copy else tensors, numbers)
 
 
 def _refuse_changes(layer: str, before: _State, after: _State) -> None:
@@ -509,15 +522,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _finite(value: Tensor) -> bool:
     return bool(value.isfinite().all())
-
-
-def _digest(results: Sequence[_Result]) -> bytes:
-    """A hash of all bits that some results have in training."""
-    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for result in results:
-        for value in (result.y, result.gradient, *(() if result.dx is None else (result.dx,))):
-            hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return hashed.digest()
 
 
 # ---- around a layer
