@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 
 from torch import Tensor
@@ -49,6 +50,11 @@ class TracedChannel:
     def receive_all(self) -> list[Incoming]:
         """Returns the messages that have arrived; see `Channel.receive_all`."""
         return self._channel.receive_all()
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """The numbers of messages that were refused; see `Channel.rejected`."""
+        return self._channel.rejected
 
     def reject(self, reason: str) -> None:
         """Counts a message that was refused; see `Channel.reject`."""

@@ -180,14 +180,16 @@ def test_too_few_are_left_to_start(tmp_path: Path, min_workers: int) -> None:
     assert "Traceback" not in done.err and "nothing to resume" in done.err
 
 
-@pytest.mark.parametrize(("how", "text"), [("raise", "ValueError: a bug in the model"), ("crash", "SIGSEGV")])
-def test_a_bug_in_the_users_program_ends_the_run_at_once(tmp_path: Path, how: str, text: str) -> None:
-    """However many replacements there might be."""
+@pytest.mark.parametrize(
+    ("how", "code", "text"), [("raise", 2, "ValueError: a bug in the model"), ("crash", 1, "SIGSEGV")]
+)
+def test_a_bug_in_the_users_program_ends_the_run_at_once(tmp_path: Path, how: str, code: int, text: str) -> None:
+    """However many replacements there might be. What raises is a constructor, which is bad input on any worker."""
     with held_run(tmp_path, *PATIENT, "mesh=dp2", "elastic.replace=true") as held:
         (held.hold / how).touch()
         held.let_go()
         done = held.run.finish()
-    assert done.code == 1 and text in done.err, done.err
+    assert done.code == code and text in done.err, done.err
     assert len(list(held.hold.glob("at-*"))) <= 4
 
 
