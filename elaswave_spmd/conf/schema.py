@@ -37,6 +37,8 @@ CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise", MISCO
 CHAOS_POINTS = ("forward", "backward", "reduce", "norm", "apply", "publish", ANY)
 _COMPUTED_AT = CHAOS_POINTS[:5]
 
+VERIFY_ACTIONS = ("evict", "report", "stop")
+
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq")
 _DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu"}
 
@@ -369,6 +371,20 @@ class MirrorSettings(Section, group="mirror"):
 
 
 @dataclass(frozen=True)
+class VerifySettings(Section, group="verify"):
+    """Checks of devices: a second worker of the stage computes some micro-batches as well, before a step commits.
+
+    The rate is 0 while the costs are being measured. A step in which anything is checked is computed again as a whole
+    after a loss (docs/protocol.md, V1 to V6).
+    """
+
+    rate: float = setting(0.0, "share of (micro-batch, stage) pairs that are checked; 0: none", at_least=0, at_most=1)
+    action: str = setting(
+        "evict", "a worker that computes wrongly is evicted, only reported, or ends the run", choices=VERIFY_ACTIONS
+    )
+
+
+@dataclass(frozen=True)
 class CheckpointSettings(Section, group="checkpoint"):
     """Durable checkpoints."""
 
@@ -644,6 +660,7 @@ class Settings(Section):
     run: RunSettings = field(default_factory=RunSettings)
     elastic: ElasticSettings = field(default_factory=ElasticSettings)
     mirror: MirrorSettings = field(default_factory=MirrorSettings)
+    verify: VerifySettings = field(default_factory=VerifySettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     timeouts: Timeouts = field(default_factory=Timeouts)
     chaos: ChaosSettings = field(default_factory=ChaosSettings)

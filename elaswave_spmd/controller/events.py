@@ -201,6 +201,14 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class EvictWorker:
+    """A member is lost to the run though its process lives: what it computes is wrong."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Record:
     """Write a line into the run's events."""
 
@@ -253,6 +261,7 @@ Action: TypeAlias = (
     | Connect
     | RecordLostWorker
     | Kill
+    | EvictWorker
     | Record
     | WriteCosts
     | WriteManifest

@@ -257,6 +257,12 @@ class FailureHandler:
                 actions += self._declare_lost(rank, "its copies of state differ from those of all others", now)
         return actions
 
+    def computes_wrongly(self, rank: int, reason: str, now: float) -> list[Action]:
+        """A worker lives, and what it computes is wrong: it is lost. The step that is under way begins anew."""
+        if not self._policy.survives:
+            return [End(RunStopped(RunError(f"worker {rank}: {reason}")))]
+        return self._declare_lost(rank, reason, now)
+
     def committed(self, applied: m.Applied) -> list[Action]:
         """A step is committed. Too many in a row whose gradient was not finite end the run."""
         self._num_skipped = 0 if applied.updated else self._num_skipped + 1

@@ -24,6 +24,7 @@ from elaswave_spmd.controller.events import (
     Connect,
     End,
     Event,
+    EvictWorker,
     FindCheckpoint,
     Kill,
     LinkEnded,
@@ -52,6 +53,7 @@ from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
 from elaswave_spmd.controller.supervision import Supervision
+from elaswave_spmd.controller.verification import Verifier
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import (
@@ -66,6 +68,7 @@ from elaswave_spmd.recovery.actions import (
     ValidationDone,
 )
 from elaswave_spmd.recovery.admission import SIZE, ControllerPosition, refused_by_controller
+from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
 from elaswave_spmd.runtime.transport.mailbox import Request
 from elaswave_spmd.worker.spec import message_bounds
@@ -102,6 +105,7 @@ class Controller:
         self._log = log
         policy = ReschedulePolicy.from_settings(settings, plan.job.steps)
         measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
+        draw = CheckDraw(plan.job.seed, plan.job.verify_rate)
         self.protocol = ControllerProtocol(
             plan.placement,
             plan.description.layout,
@@ -111,7 +115,9 @@ class Controller:
             Policy(settings.mirror.count, settings.mirror.scatter, settings.elastic.min_workers),
             version=checkpoints.step,
             assigner=measured,
+            checks=draw,
         )
+        self._verifier = Verifier(settings, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._ready: set[int] = set()  # the workers that have reported Ready
         chaos = settings.chaos
@@ -266,6 +272,10 @@ class Controller:
                 return [Spawn(self._roster.allocate(message.count))]
             case m.ShardWritten():
                 return [*self._checkpoints.wrote(message, now), *self._stopping.check(now)]
+            case m.ChecksDiffer():
+                return self._verifier.differ(message)
+            case m.CheckedAgain():
+                return self._verifier.answered(message)
             case m.Fingerprints():
                 return failures.fingerprints(message, now)
             case m.Damaged():
@@ -324,14 +334,18 @@ class Controller:
                 io.kill(rank)
             case RecordLostWorker(rank, at):
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
+            case EvictWorker(rank, reason):
+                return self._failures.computes_wrongly(rank, reason, now)
             case Committed(applied):
                 self._checkpoints.committed(applied.step)
+                self._verifier.committed(applied)
                 if self._failures.is_ending:
                     return []
                 return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied)]
             case ValidationDone(step, total):
                 self._checkpoints.validated(step, mean_loss(self._plan, total))
             case EpochBegun(placement, version=version):
+                self._verifier.begun(action)
                 self._rescheduler.begun(placement, version)
             case Save():
                 self._stopping.begin(action, now)

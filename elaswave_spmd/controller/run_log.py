@@ -391,6 +391,7 @@ class RunLog:
                 self._record.validation_loss = loss
                 self.observer.on_validation(step, loss, self._plan.job.num_validation_microbatches)
             case EpochBegun():
+                self._record.checks_dropped += action.checks_dropped
                 self._record.lost_workers["run"] += list(action.kinds.values()).count("fail")
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)

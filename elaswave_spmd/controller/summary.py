@@ -43,6 +43,8 @@ class RunRecord:
         """The result of the first worker that has checked the model; None: none has."""
         self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
         """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
+        self.checks_dropped = 0
+        """Pairs that were drawn to be checked and were not, as a loss met their step."""
         self._tokens = 0
         self._seconds = 0.0
 
@@ -89,6 +91,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,
         "model_check": record.model_check or {"done": False, "why": _why_unchecked(plan.settings)},
+        **({"checks": _checks(plan, record)} if plan.job.verify_rate else {}),
         **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
         "corpus": {
             "name": data.corpus,
@@ -108,6 +111,20 @@ def _why_unchecked(settings: Settings) -> str:
     device = settings.runtime.device
     computes_nothing = f"runtime.device={device} computes nothing with the model"
     return computes_nothing if settings.runtime.check_model else "runtime.check_model=false"
+
+
+def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:
+    """The checks that were made by those who are left at the end, and their share in idle time; and what they miss."""
+    made = [finished.checks for finished in record.finished.values() if finished.checks]
+    number = sum(checks[0] for checks in made)
+    alone = [stage for stage, members in enumerate(plan.placement.mesh.stages) if len(members) == 1]
+    return {
+        "rate": plan.job.verify_rate,
+        "made": number,
+        "idle_share": round(sum(checks[1] for checks in made) / number, 4) if number else None,
+        "dropped": record.checks_dropped,
+        "transient_only_stages": alone,
+    }
 
 
 def _version(package: str) -> str:

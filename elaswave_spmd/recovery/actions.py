@@ -68,6 +68,7 @@ class EpochBegun:
         microbatches_redone: (micro-batch, stage) pairs that are computed again, or by another worker than planned.
         why: the reason of a move of micro-batches, layers or workers, in words; else empty.
         plan: the movement of state; None: no state moves.
+        checks_dropped: pairs of the step under way that are not checked any more.
     """
 
     placement: Placement
@@ -77,6 +78,7 @@ class EpochBegun:
     microbatches_redone: int
     why: str = ""
     plan: ReshardPlan | None = None
+    checks_dropped: int = 0
 
     @property
     def num_copies(self) -> int:

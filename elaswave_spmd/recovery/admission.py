@@ -19,6 +19,7 @@ from typing import Final
 
 from elaswave_spmd.determinism.reduction_tree import is_node
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.checks import DIGEST_BYTES, DIGEST_COLUMNS
 from elaswave_spmd.sharding.layout import LOSS, READER, STATE, LayerLayout, ModelLayout
 
 UNREADABLE: Final = "message that is none of the protocol"
@@ -31,7 +32,7 @@ PLACE: Final = "message about a layer, page or micro-batch that does not exist"
 SIZE: Final = "message of a wrong size"
 VALUE: Final = "message with a value that cannot be"
 
-_FROM_CONTROLLER = (m.Prepare, m.Reconfigure, m.Validated, m.Stop)
+_FROM_CONTROLLER = (m.Prepare, m.Reconfigure, m.Validated, m.CheckAgain, m.CheckAccepted, m.Stop)
 _TO_WORKERS = (
     m.Activation,
     m.ActivationGradient,
@@ -40,6 +41,7 @@ _TO_WORKERS = (
     m.Publish,
     m.PageState,
     m.Need,
+    m.CheckDigests,
     m.Vote,
     m.GroupLost,
 )
@@ -73,6 +75,7 @@ class MessageBounds:
         num_validation_microbatches: of a validation.
         state_tensors: fp32 values of a trained parameter's state: the master and those of the optimizer.
         spawns: workers may ask for new ones, in fault injection.
+        checks: micro-batches may be checked (verify.rate).
     """
 
     layout: ModelLayout
@@ -81,6 +84,7 @@ class MessageBounds:
     num_validation_microbatches: int
     state_tensors: int
     spawns: bool = False
+    checks: bool = False
 
     # ---- what exists
 
@@ -145,7 +149,24 @@ class MessageBounds:
             case m.Need():
                 if self.num_elements((message.layer, message.first, message.stop), STATE) is None:
                     return PLACE
+            case m.CheckDigests(microbatch=microbatch, rows=rows):
+                if why := self.refused_digests(microbatch, rows):
+                    return why
         return "" if num_elements is None else SIZE
+
+    def refused_digests(self, microbatch: int, *results: tuple[m.DigestRow, ...]) -> str:
+        """Why results of a checked micro-batch cannot be right; empty if they can."""
+        layers = [[layer for layer, *_ in rows] for rows in results]
+        if not self.checks:
+            return DIRECTION
+        if not self.has_microbatches((microbatch,)) or any(layers[0] != some for some in layers):
+            return PLACE
+        if any(some != list(range(some[0], some[0] + len(some))) if some else True for some in layers):
+            return PLACE
+        if not 0 <= layers[0][0] <= layers[0][-1] < len(self.layout.layers):
+            return PLACE
+        sizes = {len(digest) for rows in results for _, *digests in rows for digest in digests}
+        return "" if sizes <= {0, DIGEST_BYTES * DIGEST_COLUMNS} else SIZE
 
     def _refused_sum(self, message: m.PartialSum, num_elements: int | None) -> str:
         wanted = self.num_elements((message.layer, message.first, message.stop), STATE, READER, LOSS, trained=True)
@@ -212,6 +233,8 @@ def refused_by_worker(
             good = num_elements is None and len(message.reason) <= LONGEST_TEXT
             return SENDER if message.sender != sender else "" if good else SIZE
         case _:
+            if not 0 <= getattr(message, "attempt", 0) <= at.epoch + _EPOCHS_AHEAD:
+                return EPOCH
             good = bounds.has_step(message.step, at.version)
             return bounds.refused_payload(message, num_elements) if good else STEP
 
@@ -293,6 +316,12 @@ def _refused_report(
         case m.Damaged(step=step, page_ranges=ranges):
             good = bounds.has_ranges(ranges, STATE, LOSS)
             return STEP if not bounds.has_step(step, at.version) else "" if good else PLACE
+        case m.ChecksDiffer(step=step, owner=owner):
+            good = bounds.has_step(step, at.version) and 0 <= owner < at.num_ranks
+            return bounds.refused_digests(message.microbatch, message.owned, message.checked) if good else STEP
+        case m.CheckedAgain(step=step):
+            good = bounds.has_step(step, at.version)
+            return bounds.refused_digests(message.microbatch, message.rows) if good else STEP
         case m.ShardWritten():
             return _refused_shard(bounds, message, at)
         case m.FinalPages():
@@ -307,6 +336,8 @@ def _refused_report(
             return SIZE if len(report) > _LONGEST_REPORT else ""
         case m.Heartbeat(rejected=rejected) | m.Finished(rejected=rejected) if not _are_counts(rejected):
             return SIZE
+        case m.Finished(checks=checks) if len(checks) not in (0, 2) or min(checks, default=0) < 0:
+            return VALUE
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]
             return SIZE if len(names) > _MOST_KINDS or max(map(len, names), default=0) > LONGEST_TEXT else ""

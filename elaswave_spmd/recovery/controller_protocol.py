@@ -30,6 +30,7 @@ from elaswave_spmd.recovery.actions import (
     Unrecoverable,
     ValidationDone,
 )
+from elaswave_spmd.recovery.checks import CheckDraw, begins_anew
 from elaswave_spmd.recovery.messages import (
     AT_ONCE,
     Applied,
@@ -47,7 +48,7 @@ from elaswave_spmd.recovery.messages import (
     Validated,
     ValidationLoss,
 )
-from elaswave_spmd.recovery.partial_step import recovery_plan
+from elaswave_spmd.recovery.partial_step import recovery_plan, whole_step
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -113,6 +114,7 @@ class _Pending:
         damaged: rank -> page ranges whose content on this member is not what it had written.
         recovered: members whose device failed and was brought back: they have nothing of undecided steps any more.
         relinked: ends of a link that is made again -> reason.
+        is_suspect: two workers have computed different results of the step under way.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class _Pending:
     damaged: dict[int, set[PageRange]] = field(default_factory=dict)
     recovered: set[int] = field(default_factory=set)
     relinked: dict[frozenset[int], str] = field(default_factory=dict)
+    is_suspect: bool = False
 
     def after(self, leavers: Collection[int]) -> _Pending:
         """The events left for a later epoch: requests to leave, of members that have the only replica of a page."""
@@ -137,11 +140,13 @@ class _Standing:
             votes of the new epoch.
         partial_steps: rank -> what it has of step version + 1; None: nothing. What a member that is behind has of its
             own next step does not matter: that step is decided.
+        is_level: all members are at the version.
         is_between_steps: all members are at the version and have nothing of the next step.
     """
 
     version: int
     partial_steps: Mapping[int, PartialStep | None]
+    is_level: bool
     is_between_steps: bool
 
     @classmethod
@@ -149,7 +154,7 @@ class _Standing:
         version = max(report.version for report in reports.values())
         parts = {rank: reconfiguration.partial_step_of(report, version + 1) for rank, report in reports.items()}
         level = all(report.version == version for report in reports.values())
-        return cls(version, parts, level and not any(parts.values()))
+        return cls(version, parts, level, level and not any(parts.values()))
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,7 @@ class ControllerProtocol:
         policy: how the run reacts to losses.
         version: at which the run begins: the step of the checkpoint that it goes on from, or 0.
         assigner: decides which worker gets how many micro-batches after a change of members.
+        checks: which micro-batches are checked; None: none.
     """
 
     def __init__(
@@ -201,6 +207,7 @@ class ControllerProtocol:
         policy: Policy | None = None,
         version: int = 0,
         assigner: MicrobatchAssigner | None = None,
+        checks: CheckDraw | None = None,
     ) -> None:
         self.placement = placement
         self.layout = layout
@@ -210,6 +217,8 @@ class ControllerProtocol:
         """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
+        self._checks = checks or CheckDraw(0)
+        self._attempt = 0  # of the steps to come: the mesh epoch that began it, or 0
         self._validates_at = validates_at
         self._num_validation_microbatches = num_validation_microbatches
         self._started = False
@@ -436,6 +445,14 @@ class ControllerProtocol:
         self._goal = goal
         return self._begin(after=self._next_boundary())
 
+    def suspect(self) -> None:
+        """Two workers have computed different results: the step under way does not outlast this mesh epoch."""
+        self._pending.is_suspect = True
+
+    def trust(self) -> None:
+        """The step goes on with what was computed of it, right or not."""
+        self._pending.is_suspect = False
+
     def damaged(self, message: Damaged) -> list[ProtocolAction]:
         """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
         if not self._started or message.rank not in self.members:
@@ -503,6 +520,10 @@ class ControllerProtocol:
         if stops and not standing.version:
             return [Unrecoverable((), f"{stops}, and no step is applied yet")]
         placement = self._next_placement(epoch, membership)
+        pending, is_begun = self._pending, not standing.is_between_steps
+        is_begun = is_begun or bool(pending.lost)  # nobody left has anything of it; but what was sent may still arrive
+        if anew := begins_anew(self._checks.rate, is_begun=is_begun, is_suspect=pending.is_suspect):
+            self._attempt = epoch
         kinds, reasons = reconfiguration.membership_changes(
             self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
         )
@@ -513,9 +534,15 @@ class ControllerProtocol:
             placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
         else:
             placement, plan = self._with_state(placement, membership, standing)
-            recovery = self._recovery_plan(placement, standing)
-        num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
-        begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan)
+            recovery = whole_step(placement, standing.is_level) if anew else self._recovery_plan(placement, standing)
+        if anew:
+            num_redone = sum(len(part.computed) for part in standing.partial_steps.values() if part is not None)
+        else:
+            num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
+        dropped = 0
+        if is_begun and not anew and not stops:  # the step goes on, without the checks of it that are not complete
+            dropped = self._checks.num_pairs(standing.version + 1, self.placement)
+        begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
         reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops)
         if stops:
             return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
@@ -643,6 +670,7 @@ class ControllerProtocol:
             saves=bool(self._saving),
             recovered=recovered,
             as_planned=as_planned,
+            attempt=self._attempt,
         )
 
     def _send_all(self, message: Message) -> list[ProtocolAction]:

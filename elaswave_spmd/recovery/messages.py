@@ -1,8 +1,10 @@
 """The messages between workers and the controller: plain data, encoded by msgspec, never pickled.
 
 *Data* messages are content: pure functions of (run, step, id). They are valid in any mesh epoch, filed by their id, and
-duplicates are ignored. *Control* messages carry the mesh epoch that fences them (docs/protocol.md, "Messages"). Tensors
-travel beside a message, as its payload, and are not copied into it.
+duplicates are ignored. Where a worker may have computed wrongly the step has another `attempt` (0 is the first one, and
+otherwise the number of the mesh epoch that began it), and what was sent in an older one is dropped. *Control* messages
+carry the mesh epoch that fences them (docs/protocol.md, "Messages"). Tensors travel beside a message, as its payload,
+and are not copied into it.
 
 The first line of each docstring is "sender -> receiver, when".
 
@@ -17,6 +19,10 @@ import msgspec
 
 ReplicaRow: TypeAlias = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
 """(layer, first page, stop page, primary, mirrors, learners): a row of a replica map, as sharding.replicas makes it."""
+
+DigestRow: TypeAlias = tuple[int, bytes, bytes, bytes]
+"""(layer, digests of its output, of the gradient of its input, and of its weight gradient) for one micro-batch; empty
+where there is no such tensor."""
 
 AT_ONCE = -1
 """Prepare.after of a change that cannot wait for the end of a step: it is less than every step, so it is the more
@@ -94,11 +100,14 @@ class Activation(Message, frozen=True):
         validation: it is of a validation micro-batch, at version `step`, and not kept.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     microbatch: int
     layer: int
     shape: tuple[int, ...]
     validation: bool = False
+    attempt: int = 0
 
 
 class ActivationGradient(Message, frozen=True):
@@ -108,10 +117,13 @@ class ActivationGradient(Message, frozen=True):
     by the sender as an Activation is.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     microbatch: int
     layer: int
     shape: tuple[int, ...]
+    attempt: int = 0
 
 
 class PartialSum(Message, frozen=True):
@@ -121,12 +133,15 @@ class PartialSum(Message, frozen=True):
     buffer.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     layer: int
     first: int
     stop: int
     lo: int
     hi: int
+    attempt: int = 0
 
 
 class ReducedGradient(Message, frozen=True):
@@ -140,11 +155,14 @@ class ReducedGradient(Message, frozen=True):
         norms: the norm value of each of these pages, little-endian fp32.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     layer: int
     first: int
     stop: int
     norms: bytes
+    attempt: int = 0
 
 
 class Publish(Message, frozen=True):
@@ -189,6 +207,21 @@ class Need(Message, frozen=True):
     layer: int
     first: int
     stop: int
+
+
+class CheckDigests(Message, frozen=True):
+    """The worker of a micro-batch -> the worker that checks it, after its backward (`verify.rate`).
+
+    Args:
+        rows: digests of what it has computed, by layer of its stage.
+    """
+
+    NUM_OPTIONS = 1
+
+    step: int
+    microbatch: int
+    rows: tuple[DigestRow, ...]
+    attempt: int = 0
 
 
 # ---- control: fenced by the mesh epoch -------------------------------------------------------------------------------
@@ -336,9 +369,10 @@ class Reconfigure(Message, frozen=True):
         save: the run is about to stop: write the state of `version` and begin no other step.
         recovered: members whose device failed and was brought back, which lost everything that they had of undecided
             steps: the others send it again.
+        attempt: of the steps after `version`: what was computed of them in older attempts counts no more.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
@@ -351,6 +385,58 @@ class Reconfigure(Message, frozen=True):
     validate: int | None = None
     save: bool = False
     recovered: tuple[int, ...] = ()
+    attempt: int = 0
+
+
+class ChecksDiffer(Message, frozen=True):
+    """The checker of a micro-batch -> controller: its own results are others than those that it was sent.
+
+    The sender does not vote for the step.
+
+    Args:
+        owner: the worker of the micro-batch.
+        owned: its results.
+        checked: those of the sender.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    microbatch: int
+    owner: int
+    owned: tuple[DigestRow, ...]
+    checked: tuple[DigestRow, ...]
+
+
+class CheckAgain(Message, frozen=True):
+    """Controller -> members: a micro-batch of this stage is to be computed once more, to see who is wrong.
+
+    Whoever keeps its inputs sends them to `ranks`, which answer by CheckedAgain.
+    """
+
+    epoch: int
+    step: int
+    microbatch: int
+    stage: int
+    ranks: tuple[int, ...]
+
+
+class CheckedAgain(Message, frozen=True):
+    """Worker -> controller: its results of the micro-batch that it was asked for."""
+
+    rank: int
+    epoch: int
+    step: int
+    microbatch: int
+    rows: tuple[DigestRow, ...]
+
+
+class CheckAccepted(Message, frozen=True):
+    """Controller -> the checker of a micro-batch: the step goes on with what was computed (`verify.action=report`)."""
+
+    epoch: int
+    step: int
+    microbatch: int
 
 
 class CaughtUp(Message, frozen=True):
@@ -488,15 +574,17 @@ class Finished(Message, frozen=True):
         state_bytes: kind of state -> bytes of it on this worker.
         peak_bytes: kind of memory -> the most bytes of it that the worker had.
         rejected: as in Heartbeat: no other one may follow.
+        checks: number of checks that it made, and of those among them that it made while its next action had no input.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     rank: int
     epoch: int
     state_bytes: dict[str, int]
     peak_bytes: dict[str, int]
     rejected: tuple[tuple[str, int], ...] = ()
+    checks: tuple[int, ...] = ()
 
 
 class Failed(Message, frozen=True):
@@ -541,6 +629,7 @@ AnyMessage: TypeAlias = (
     | Publish
     | PageState
     | Need
+    | CheckDigests
     | Vote
     | GroupLost
     | Ready
@@ -549,6 +638,10 @@ AnyMessage: TypeAlias = (
     | Prepare
     | StepReport
     | Reconfigure
+    | ChecksDiffer
+    | CheckAgain
+    | CheckedAgain
+    | CheckAccepted
     | CaughtUp
     | Fingerprints
     | Damaged

@@ -108,6 +108,21 @@ def recovery_plan(
     return tuple(sorted(lines, key=_place_of))
 
 
+def whole_step(placement: Placement, is_level: bool) -> tuple[Recompute, ...] | None:
+    """The plan of a step that begins anew on a placement: all of it, as it is placed.
+
+    Args:
+        is_level: all members are at the version before: then no plan is needed, and it runs as placed.
+    """
+    if is_level:
+        return None
+    return tuple(
+        Recompute(stage, microbatch, placement.worker_of_microbatch(stage, microbatch), True, FULL)
+        for stage in range(placement.num_stages)
+        for microbatch in range(placement.num_microbatches)
+    )
+
+
 def _place_of(line: Recompute) -> tuple[int, int]:
     return line.stage, line.microbatch
 

@@ -180,6 +180,7 @@ def reconfigure_message(
     saves: bool,
     recovered: tuple[int, ...] = (),
     as_planned: bool = False,
+    attempt: int = 0,
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields.
 
@@ -204,6 +205,7 @@ def reconfigure_message(
         validate=validate,
         save=saves,
         recovered=recovered,
+        attempt=attempt,
     )
 
 

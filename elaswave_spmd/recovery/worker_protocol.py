@@ -197,6 +197,15 @@ class WorkerProtocol:
                 del table[step]
         self._computed = self.version
 
+    def forget_beyond(self, version: int) -> None:
+        """Another attempt of the steps after a version begins with the next epoch: nothing of them is here any more.
+
+        What this worker has of a step that others have applied stays: it completes that step.
+        """
+        for table in (self._norms, self._losses, self._missing):
+            for step in [s for s in table if s > max(version, self.version)]:
+                del table[step]
+
     # ---- a change of the mesh epoch
 
     def promise(self, epoch: int) -> bool:

@@ -21,6 +21,7 @@ class Configuration:
             placed. Empty: everything of it is done.
         validate: the version whose validation is to be run, since the controller lacks losses of it; None if none is.
         save: write the state of `version` and begin no other step.
+        attempt: of the steps after `version`; what was computed of them in older attempts counts no more.
     """
 
     placement: Placement
@@ -28,6 +29,7 @@ class Configuration:
     recovery_plan: tuple[Recompute, ...] | None = None
     validate: int | None = None
     save: bool = False
+    attempt: int = 0
 
     @property
     def epoch(self) -> int:
@@ -53,4 +55,4 @@ class Configuration:
             # Without rows it is the first epoch, whose replica map this worker has planned as the controller did.
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
-        return cls(placement, message.version, message.recovery_plan, message.validate, message.save)
+        return cls(placement, message.version, message.recovery_plan, message.validate, message.save, message.attempt)

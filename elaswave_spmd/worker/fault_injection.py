@@ -74,7 +74,7 @@ class FaultInjector:
 
     def computed(self, point: FaultPoint, step: int, members: tuple[int, ...], result: Tensor) -> Tensor:
         """What the worker goes on with in place of what its device has computed at a point: mostly the same."""
-        if not self._settings.events:
+        if not self._settings.events or not result.numel():
             return result
         self._come_to(step, members)
         for rank, event in [w for w in self._wrong if w[0] == self._rank and w[1].point == point.value]:

@@ -204,7 +204,9 @@ class GradientReducer:
         """True if anything of the step under way was added up or kept here."""
         return bool(self._local or self._kept)
 
-    def begin_microbatch(self, layer: int, microbatch: int, *, alone: bool = False) -> tuple[GradientBuffer, bool]:
+    def begin_microbatch(
+        self, layer: int, microbatch: int, *, alone: bool = False, own_leaf: bool = False
+    ) -> tuple[GradientBuffer, bool]:
         """The buffer for a micro-batch's gradient of a layer, and whether to add to it (True) or to overwrite it.
 
         Autograd adds straight into the buffer of the sibling in the tree where that gives the same bits, which saves a
@@ -212,6 +214,7 @@ class GradientReducer:
 
         Args:
             alone: the micro-batch was another worker's, or is computed again: it is not added to others here.
+            own_leaf: its gradient is looked at by itself before it is added.
         """
         pool = self._pools.setdefault(layer, GradientPool(self._layout.layers[layer], self._place))
         leaf = (microbatch, microbatch + 1)
@@ -221,7 +224,8 @@ class GradientReducer:
         _, buffers = self._local.setdefault(layer, (Reduction(self.num_microbatches), {}))
         # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
         above = parent_and_sibling(leaf, self.num_microbatches)
-        sibling = buffers.get(above[1]) if above and self._add_in_place and leaf not in self._final else None
+        in_place = self._add_in_place and leaf not in self._final and not own_leaf
+        sibling = buffers.get(above[1]) if above and in_place else None
         buffer = buffers[leaf] = sibling or pool.acquire()
         return buffer, sibling is not None
 

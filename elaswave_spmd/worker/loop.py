@@ -14,11 +14,13 @@ its mailbox (process.py); the simulated cluster resumes many of them in one proc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import SIZE, WorkerPosition, refused_by_worker
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.worker.attempts import AttemptChannel, Attempts
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.channel import Incoming, WorkerStopped
 from elaswave_spmd.worker.configuration import Configuration
@@ -42,6 +44,8 @@ class Executor:
 
     def __init__(self, context: WorkerContext, first: Configuration, saved: Saved | None = None) -> None:
         self.rank = context.rank
+        self._attempts = Attempts()
+        context = replace(context, channel=AttemptChannel(context.channel, self._attempts))
         self._context = context
         self._saved = saved
         self._bounds = message_bounds(context.job, context.model.layout)
@@ -52,6 +56,7 @@ class Executor:
         self._next: Configuration | None = None  # has arrived and is not entered yet
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
         self._validation_due: int | None = None  # the version to validate next
+        self._check_wishes: list[m.CheckAgain | m.CheckAccepted] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
         self.is_orphaned = False
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
@@ -169,7 +174,9 @@ class Executor:
             if part.pages.primary == self.rank:
                 channel.send(CONTROLLER, m.FinalPages(*part.pages.key), part.master)
         sizes = self.state_bytes(), peak_bytes(self._context.device)
-        channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes, tuple(channel.rejected.items())))
+        checks, rejected = self._steps.checks, tuple(channel.rejected.items())
+        made = (checks.num_made, checks.num_idle) if checks.is_on else ()
+        channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes, rejected, made))
 
     # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter
 
@@ -214,6 +221,10 @@ class Executor:
             for rank in device_recovery.pop_recovered() - {self.rank}:
                 # What was sent to a device that failed may not be there: as after a lost link, it is sent again.
                 self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
+        another = configuration.attempt > self._attempts.number
+        if another:
+            self._steps.forget_beyond(configuration.version)
+        came = self._attempts.begin(configuration.attempt, configuration.version) if another else []
         self.configuration = configuration
         if self._prepare is not None and self._prepare.epoch <= configuration.epoch:
             self._prepare = None  # this configuration is its outcome, or a later one
@@ -231,6 +242,11 @@ class Executor:
         self.commit.enter_epoch(self.placement, replica_map, configuration.version)
         self._steps.resume(configuration)
         self.commit.resume()
+        for incoming in came:  # of this attempt, from members that have entered it first
+            self._handle(incoming)
+        wishes, self._check_wishes = self._check_wishes, []
+        for wish in wishes:
+            self._check(wish)
 
     def _stages_of_interest(self) -> set[int] | None:
         """This worker's stage, and the stages that own a parameter which a layer of it reads; None: all."""
@@ -265,11 +281,17 @@ class Executor:
         if why := self._refusal(incoming):
             self._context.channel.reject(why)
             return
+        if not self._attempts.admits(incoming):
+            return
         message, payload = incoming.message, incoming.payload
         match message:
             case m.Activation() | m.ActivationGradient():
                 assert payload is not None
                 self._steps.receive(message, payload)
+            case m.CheckDigests():
+                self._steps.checks.received(incoming.sender, message)
+            case m.CheckAgain() | m.CheckAccepted():
+                self._check(message)
             case m.Validated():
                 self._steps.validated(message.step)
             case m.Prepare():
@@ -284,6 +306,15 @@ class Executor:
                 self.is_orphaned = True
             case _:
                 self.commit.handle(incoming.sender, message, payload)
+
+    def _check(self, message: m.CheckAgain | m.CheckAccepted) -> None:
+        """Do what the controller wants about results that differ, in the mesh epoch that it means."""
+        if message.epoch > self.configuration.epoch:
+            self._check_wishes.append(message)  # its Reconfigure came before it, and is not entered yet
+        elif message.epoch == self.configuration.epoch and isinstance(message, m.CheckAgain):
+            self._steps.check_again(message)
+        elif message.epoch == self.configuration.epoch and isinstance(message, m.CheckAccepted):
+            self._steps.checks.accepted(message)
 
     def _reconfigure(self, message: m.Reconfigure) -> None:
         """Note a new configuration; it is entered at the next wait, or after the action that runs."""

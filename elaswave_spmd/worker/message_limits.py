@@ -44,12 +44,14 @@ def message_limits(payloads: Mapping[str, int]) -> MessageLimits:
     Args:
         payloads: as `payload_limits` gives them.
     """
-    kinds = tuple((_start_of(kind), payloads[kind.__name__]) for kind in _LIMITED)
+    kinds = tuple((start, payloads[kind.__name__]) for kind in _LIMITED for start in _starts_of(kind))
     return MessageLimits(payload_bytes=0, kinds=((MARK, PROBE_BYTES), *kinds))
 
 
-def _start_of(kind: type[m.Message]) -> bytes:
-    """The first bytes of every encoded message of a kind: MessagePack's array of so many items, then the name."""
-    assert not kind.NUM_OPTIONS, "all messages of the kind must have as many fields"
-    name = kind.__name__.encode()
-    return bytes((0x91 + len(kind.__struct_fields__), 0xA0 + len(name))) + name
+def _starts_of(kind: type[m.Message]) -> tuple[bytes, ...]:
+    """The first bytes that encoded messages of a kind can have: MessagePack's array of so many items, then the name.
+
+    Fields of options that are off are left out, so that messages of a kind may differ in their number of items.
+    """
+    name, most = kind.__name__.encode(), 1 + len(kind.__struct_fields__)
+    return tuple(bytes((0x90 + most - few, 0xA0 + len(name))) + name for few in range(kind.NUM_OPTIONS + 1))

@@ -14,8 +14,9 @@ from elaswave_spmd.determinism.rng import WordSource
 from elaswave_spmd.models import Batch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.digests import MicrobatchDigests
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.profiling import LayerTimes, Row
@@ -23,9 +24,10 @@ from elaswave_spmd.worker.programs.eager import Batches
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, VALIDATION, Boundaries, BoundaryKey
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Reason, Waiting, Waits
 
-Peer = Callable[[], int | None]
-"""Returns the worker that receives the output of an action; None if no worker needs it any more. It is called when the
-output is there, not before: messages are handled in between, and the mesh may have changed."""
+Receivers = Callable[[], tuple[int | None, ...]]
+"""Returns the worker that receives the output of an action, None if no worker needs it any more; and a worker that
+checks the next action. It is called when the output is there, not before: messages are handled in between, and the mesh
+may have changed."""
 
 
 class MicrobatchRunner:
@@ -117,11 +119,14 @@ class MicrobatchRunner:
 
     # ---- actions
 
-    def forward(self, step: int, microbatch: int, peer: Peer, *, saves: bool) -> Waits:
-        """Run a micro-batch forward, and send its output to `peer`.
+    def forward(
+        self, step: int, microbatch: int, receivers: Receivers, *, saves: bool, digests: MicrobatchDigests | None = None
+    ) -> Waits:
+        """Run a micro-batch forward, and send its output to the `receivers`.
 
         Args:
             saves: its backward will be run here too.
+            digests: note the results here, as they are checked.
         """
         self._hooks.on_point(FaultPoint.FORWARD, step)
         batch = self._microbatch_batch(step, microbatch)
@@ -131,6 +136,8 @@ class MicrobatchRunner:
             given = batch.tokens
         else:
             given = yield from self._receive(key)
+            if digests is not None and digests.alone:
+                self._boundaries.put_back(key, given)
         samples, x = torch.from_numpy(self._samples[microbatch]).to(self._place), given
         try:
             for layer in self._layers:
@@ -139,6 +146,8 @@ class MicrobatchRunner:
                 started = self._device.mark()
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
                 x = self._hooks.computed(FaultPoint.FORWARD, step, x)
+                if digests is not None:
+                    digests.forward(layer, x)
                 self._ran(step, microbatch, layer, False, started)
                 self._waiting.handle_messages()  # a Prepare is answered, and votes are counted, between two layers
         except ConfigurationChanged:
@@ -151,19 +160,34 @@ class MicrobatchRunner:
             self.programs.discard(microbatch)
         if not self._is_last:
             message = m.Activation(step, microbatch, self._layers.stop, tuple(x.shape))
-            self._boundaries.send(peer(), message, x)
+            for receiver in receivers():
+                self._boundaries.send(receiver, message, x)
 
-    def backward(self, step: int, microbatch: int, peer: Peer, *, weights: bool, alone: bool, drop: bool) -> Waits:
-        """Run a micro-batch backward, and send the gradient of its input to `peer`.
+    def backward(
+        self,
+        step: int,
+        microbatch: int,
+        receivers: Receivers,
+        *,
+        weights: bool,
+        alone: bool,
+        drop: bool,
+        digests: MicrobatchDigests | None = None,
+    ) -> Waits:
+        """Run a micro-batch backward, and send the gradient of its input to the `receivers`.
 
         Args:
             weights: its weight gradients are wanted; else only that of its input.
             alone: its weight gradients are sent by themselves, not added to those of other micro-batches here.
             drop: the parameters are not needed any more in this step, and their memory is freed layer by layer.
+            digests: note the results here, as they are checked.
         """
         dy: Tensor | None = None  # the last stage begins with the loss, which its program has saved
         if not self._is_last:
-            dy = yield from self._receive(BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1))
+            key = BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)
+            dy = yield from self._receive(key)
+            if digests is not None and digests.alone:
+                self._boundaries.put_back(key, dy)
         self._hooks.on_point(FaultPoint.BACKWARD, step)
         alone = alone or not weights
         batch = self._batches.pop(microbatch, None)
@@ -171,13 +195,11 @@ class MicrobatchRunner:
         for layer in reversed(self._layers):
             # No wait in a backward: its forward has waited, and no page changes before this worker has voted.
             assert self.values[layer].is_at(step - 1), (layer, step)
-            buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone)
+            own_leaf = digests is not None
+            buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone, own_leaf=own_leaf)
             started = self._device.mark()
             dy = self.programs.backward(layer, microbatch, dy, buffer, add=add, batch=batch)
-            if dy is not None:
-                dy = self._hooks.computed(FaultPoint.BACKWARD, step, dy)
-            if (wrong := self._hooks.computed(FaultPoint.REDUCE, step, buffer.flat)) is not buffer.flat:
-                buffer.flat.copy_(wrong)
+            dy = self._computed_backward(step, layer, dy, buffer, digests)
             self._ran(step, microbatch, layer, True, started)
             if drop:
                 self.values[layer].drop()
@@ -192,7 +214,74 @@ class MicrobatchRunner:
         if not self._is_first:
             assert dy is not None
             message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dy.shape))
-            self._boundaries.send(peer(), message, dy.contiguous())  # it is sent from where it lies
+            dy = dy.contiguous()  # it is sent from where it lies
+            for receiver in receivers():
+                self._boundaries.send(receiver, message, dy)
+
+    def _computed_backward(
+        self, step: int, layer: int, dx: Tensor | None, buffer: GradientBuffer, digests: MicrobatchDigests | None
+    ) -> Tensor | None:
+        """What a layer's backward has given: a fault may be injected here, and it is noted where it is checked."""
+        if dx is not None:
+            dx = self._hooks.computed(FaultPoint.BACKWARD, step, dx)
+        if (wrong := self._hooks.computed(FaultPoint.REDUCE, step, buffer.flat)) is not buffer.flat:
+            buffer.flat.copy_(wrong)
+        if digests is not None:
+            digests.backward(layer, dx, buffer.flat)
+        return dx
+
+    # ---- checks
+
+    def has_inputs(self, step: int, microbatch: int) -> bool:
+        """True if a micro-batch can be checked: both of its inputs are here, and the parameters are at the version."""
+        wanted = [] if self._is_first else [BoundaryKey(ACTIVATION, step, microbatch, self._layers.start)]
+        wanted += [] if self._is_last else [BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)]
+        at_version = all(self.values[layer].is_at(step - 1) for layer in self._layers)
+        return at_version and all(key in self._boundaries for key in wanted)
+
+    def check(self, step: int, microbatch: int, digests: MicrobatchDigests) -> None:
+        """Compute a micro-batch for its digests alone: nothing of it is kept, added or sent, and nothing waits.
+
+        Its programs save their forwards aside, as the worker's own forward of the same micro-batch may be saved.
+        """
+        self._hooks.on_point(FaultPoint.FORWARD, step)
+        batch = self._batch_of(step, microbatch)
+        samples, tables = torch.from_numpy(self._samples[microbatch]).to(self._place), {}
+        if self._is_first:
+            assert batch is not None
+            x = batch.tokens
+        else:
+            x = self._check_input(ACTIVATION, step, microbatch)
+        for layer in self._layers:
+            keys = Keys(self._seed, self._step_number, samples, self._layer_numbers[layer], {}, self._words)
+            started = self._device.mark()
+            with self.programs.aside(tables):
+                x = self.programs.forward(layer, microbatch, x, keys, batch)
+            x = self._hooks.computed(FaultPoint.FORWARD, step, x)
+            digests.forward(layer, x)
+            self._ran(step, microbatch, layer, False, started)
+            self._waiting.handle_messages()
+        self._hooks.on_point(FaultPoint.BACKWARD, step)
+        dy = None if self._is_last else self._check_input(GRADIENT, step, microbatch)
+        for layer in reversed(self._layers):
+            buffer = GradientBuffer(self._model.layout.layers[layer], self._place)
+            started = self._device.mark()
+            with self.programs.aside(tables):
+                dy = self.programs.backward(layer, microbatch, dy, buffer, add=False, batch=batch)
+            dy = self._computed_backward(step, layer, dy, buffer, digests)
+            self._ran(step, microbatch, layer, True, started)
+            self._waiting.handle_messages()
+
+    def drop_parameters(self, version: int) -> None:
+        """Free the memory of parameters that are at a version: they are not needed any more before the next one."""
+        for layer in self._layers:
+            if self.values[layer].is_at(version):
+                self.values[layer].drop()
+                self.programs.dropped(layer)
+
+    def _check_input(self, kind: str, step: int, microbatch: int) -> Tensor:
+        layer = self._layers.start if kind == ACTIVATION else self._layers.stop - 1
+        return self._boundaries.pop(BoundaryKey(kind, step, microbatch, layer))
 
     def validate(self, version: int, microbatch: int) -> Generator[Reason, None, Tensor]:
         """Run a validation micro-batch at a version.
@@ -222,12 +311,17 @@ class MicrobatchRunner:
 
     def _microbatch_batch(self, step: int, microbatch: int) -> Batch | None:
         """The micro-batch's data in the first stage (tokens) and in the last (targets); None in others."""
+        batch = self._batch_of(step, microbatch)
+        if batch is not None:
+            self._batches[microbatch] = batch
+        return batch
+
+    def _batch_of(self, step: int, microbatch: int) -> Batch | None:
         if microbatch not in self._samples:
             self._sample(step, [microbatch])
         if not self._is_first and not self._is_last:
             return None
-        batch = self._batches[microbatch] = to_batch(self._data.train, self._samples[microbatch], self._place)
-        return batch
+        return to_batch(self._data.train, self._samples[microbatch], self._place)
 
     def _ran(self, step: int, microbatch: int, layer: int, backward: bool, started: Any) -> None:
         ended = self._device.mark()

@@ -198,6 +198,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
             t.validate_microbatches, data.num_validation_samples // settings.train.microbatch_size
         ),
         verify_every=settings.mirror.verify_every,
+        verify_rate=settings.verify.rate,
     )
 
 

@@ -26,8 +26,8 @@ class Job:
 
     Workers and controller read it.
 
-    All fields but activation_checkpointing, validate_every, num_validation_microbatches and verify_every change the
-    bits of a run, so a resumed run must have them again (`run_fingerprint.identity_of`).
+    All fields but activation_checkpointing, validate_every, num_validation_microbatches, verify_every and verify_rate
+    change the bits of a run, so a resumed run must have them again (`run_fingerprint.identity_of`).
 
     Args:
         seed: of every random number.
@@ -43,6 +43,7 @@ class Job:
         num_validation_microbatches: micro-batches of a validation: train.validate_microbatches, or as many as the
             held-out split has. 0: the run does not validate.
         verify_every: steps between two comparisons of the copies of state by their hashes; 0 for none.
+        verify_rate: the share of (micro-batch, stage) pairs that a second worker computes as well; 0 for none.
     """
 
     seed: int
@@ -58,6 +59,7 @@ class Job:
     validate_every: int = 0
     num_validation_microbatches: int = 0
     verify_every: int = 0
+    verify_rate: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.global_batch % self.microbatch_size == 0 and self.dtype in DTYPES, self
@@ -99,6 +101,7 @@ def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False) -> Me
         job.num_validation_microbatches,
         1 + len(job.optimizer.state_names),
         spawns,
+        checks=job.verify_rate > 0,
     )
 
 

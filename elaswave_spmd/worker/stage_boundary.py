@@ -144,6 +144,18 @@ class Boundaries:
             if line.backward:
                 self._again(BoundaryKey(GRADIENT, step, line.microbatch, layers.stop - 1), line.worker)
 
+    def send_inputs_again(self, step: int, microbatch: int, layers: range, peers: Sequence[int]) -> None:
+        """Send the inputs of a micro-batch on a stage of these layers again, those that are kept here."""
+        for peer in peers:
+            self._again(BoundaryKey(ACTIVATION, step, microbatch, layers.start), peer)
+            self._again(BoundaryKey(GRADIENT, step, microbatch, layers.stop - 1), peer)
+
+    def forget_beyond(self, version: int) -> None:
+        """Drop everything of later steps than this one; validation tensors are of a version."""
+        for table in (self._received, self._kept, self._used or {}):
+            for key in [k for k in table if k.step > version]:
+                del table[key]
+
     def _again(self, key: BoundaryKey, peer: int) -> None:
         tensor = self._kept.get(key)
         if tensor is None:

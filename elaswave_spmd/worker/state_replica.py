@@ -327,6 +327,15 @@ class StateReplica:
         self._early.clear()
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}
 
+    def forget_beyond(self, version: int) -> None:
+        """Give up what was computed of the steps after a version; state, and what is on its way of it, stays."""
+        self.reducer.drop_undecided()
+        for step in [s for s in self._gradients if s > version]:
+            del self._gradients[step]
+        is_computed = lambda message: isinstance(message, m.ReducedGradient) and message.step > version  # noqa: E731
+        self._early = {key: payload for key, payload in self._early.items() if not is_computed(key[1])}
+        self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= version}
+
     # ---- state transfer
 
     def send_state(self) -> None:

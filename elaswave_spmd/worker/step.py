@@ -10,18 +10,22 @@ call in `train_step`: it runs inside one of its waits.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.pipeline import FORWARD, PipelineAction, actions_of
 from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.checks import StepChecks
 from elaswave_spmd.worker.configuration import Configuration
 from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import (
     RecoveryPlan,
@@ -77,12 +81,16 @@ class StepRunner:
         first_trained = context.model.layout.first_trained
         self._boundaries = Boundaries(context.rank, context.channel.send, context.device, first_trained)
         self._microbatches = MicrobatchRunner(context, values, self._replica.reducer, self._boundaries, waiting)
+        draw = CheckDraw(context.job.seed, context.job.verify_rate)
+        self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)
         self._under_way: StepUnderWay | None = None
         self._plan: RecoveryPlan | None = None
         self._remaining: dict[int, RemainingWork] | None = None  # None: the step runs as placed
         self._placed: tuple[PipelineAction, ...] | None = None  # this worker's actions of a whole step, worked out once
         self._position = 0  # in them
         self._validated = -1
+        self._asked_in = 0  # the step in which parameters were asked for that a check needs
+        self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
 
     # ---- a step, from top to bottom
 
@@ -109,6 +117,7 @@ class StepRunner:
             yield from self._run_action(step, action)
             self._waiting.check_configuration()
         yield from self._until_parameters_arrived(step - 1)
+        yield from self._until_checked(step)
         # From here on others may decide the step: with the votes of all members, each applies it for itself.
         self._commit.vote(step)
         yield from self._until_applied(step)
@@ -139,10 +148,12 @@ class StepRunner:
             for left in self._remaining.values():
                 left.alone = True
         reducer.begin_step(step, () if self._under_way.alone else microbatches)
+        if step != self._unchecked:
+            self.checks.begin(step, self._stage, self._placement)
         self._microbatches.begin_step(step, sorted(microbatches))
 
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
-        """The next action of the step; None when nothing is left.
+        """The next action of the step; None when nothing is left. Checks are run while it has no input.
 
         Planned actions come in the pipeline's order and wait for their inputs one by one. What remains of an
         interrupted step comes in whatever order inputs arrive: the lists of different workers need not fit together,
@@ -154,19 +165,31 @@ class StepRunner:
             if self._position == len(self._placed):
                 return None
             planned = self._placed[self._position]
+            made = self.checks.num_made
+            yield from self._check_until(step, lambda: self._has_input(step, planned), "an input for an action of step")
+            self.checks.num_idle += self.checks.num_made - made
             self._position += 1
             last = self._position == len(self._placed)
             return MicrobatchAction(planned.kind == FORWARD, planned.microbatch, last=last)
         remaining = self._remaining
         if not remaining:
             return None
-        yield from self._waiting.until(lambda: self._ready(step, remaining) is not None, "inputs to recover step", step)
+        has_ready = lambda: self._ready(step, remaining) is not None  # noqa: E731
+        yield from self._check_until(step, has_ready, "inputs to recover step")
+        yield from self._waiting.until(has_ready, "inputs to recover step", step)
         microbatch = self._ready(step, remaining)
         assert microbatch is not None
         left = remaining[microbatch]
         if left.forward:
             return MicrobatchAction(True, microbatch, saves=left.backward > 0)
         return MicrobatchAction(False, microbatch, level=left.backward, alone=left.alone, last=len(remaining) == 1)
+
+    def _has_input(self, step: int, action: PipelineAction) -> bool:
+        """True if a planned action need not wait for a tensor of another stage."""
+        if action.kind == FORWARD:
+            return not self._stage or self._boundaries.arrived(ACTIVATION, step, self._layers.start)(action.microbatch)
+        has = self._boundaries.arrived(GRADIENT, step, self._layers.stop - 1)
+        return self._is_last or has(action.microbatch)
 
     def _ready(self, step: int, remaining: dict[int, RemainingWork]) -> int | None:
         """A micro-batch whose next action has its input: a backward if there is one."""
@@ -179,17 +202,19 @@ class StepRunner:
         """Run an action and note that it is done."""
         microbatch = action.microbatch
         neighbour = self._stage + 1 if action.forward else self._stage - 1
-        peer = lambda: self._worker_of(step, neighbour, microbatch)  # noqa: E731
+        receivers = lambda: self._receivers(step, neighbour, microbatch)  # noqa: E731
+        digests, run = self.checks.digests_of(microbatch), self._microbatches
         if action.forward:
-            yield from self._microbatches.forward(step, microbatch, peer, saves=action.saves)
+            yield from run.forward(step, microbatch, receivers, saves=action.saves, digests=digests)
         else:
-            full = action.level == FULL
+            full, alone = action.level == FULL, action.alone
             # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
-            drop = action.last and self._replica.drops_params
-            yield from self._microbatches.backward(step, microbatch, peer, weights=full, alone=action.alone, drop=drop)
+            drop = action.last and self._replica.drops_params and not self.checks.pending(step)
+            yield from run.backward(step, microbatch, receivers, weights=full, alone=alone, drop=drop, digests=digests)
+            self.checks.computed(microbatch)
             if full:
                 assert self._under_way is not None
-                self._under_way.note(microbatch, alone=action.alone)
+                self._under_way.note(microbatch, alone=alone)
         if self._remaining is not None:
             left = self._remaining[microbatch]
             if action.forward:
@@ -197,11 +222,68 @@ class StepRunner:
             if not action.forward or not left.backward:
                 del self._remaining[microbatch]
 
+    def _receivers(self, step: int, stage: int, microbatch: int) -> tuple[int | None, ...]:
+        """The workers that take the input of a micro-batch on another stage: its own, and one that checks it."""
+        own = self._worker_of(step, stage, microbatch)
+        return own, *(checker for checker in self.checks.receivers(stage, microbatch) if checker != own)
+
     def _worker_of(self, step: int, stage: int, microbatch: int) -> int | None:
         """The worker that runs a micro-batch on another stage in this step; None if no worker has to any more."""
         if self._plan is not None and self._plan.step == step:
             return self._plan.worker_of(stage, microbatch)
         return self._placement.worker_of_microbatch(stage, microbatch)
+
+    # ---- checks
+
+    def _check_until(self, step: int, ready: Callable[[], bool], what: str) -> Generator[Reason, None, bool]:
+        """Compute checks while `ready()` is false and as long as there are any. Without checks this is nothing.
+
+        Returns:
+            True if any was computed.
+        """
+        check = lambda: self.checks.ready(step, partial(self._microbatches.has_inputs, step))  # noqa: E731
+        ran = False
+        while self.checks.pending(step):
+            self._ask_for_dropped(step)
+            yield from self._waiting.until(lambda: ready() or check() is not None, what, step)
+            if ready() or (microbatch := check()) is None:
+                break
+            digests = self.checks.new_digests()
+            self._microbatches.check(step, microbatch, digests)
+            self.checks.checked(step, microbatch, digests.rows)
+            ran = True
+            self._waiting.check_configuration()
+        return ran
+
+    def _until_checked(self, step: int) -> Waits:
+        """Compute all checks of this worker, and wait until they have agreed with the results of the others.
+
+        The controller may ask for one more meanwhile, to see which of two workers is wrong.
+        """
+        while not self.checks.is_settled or self.checks.pending(step):
+            if (yield from self._check_until(step, lambda: False, "inputs to check step")):
+                self._drop_parameters(step)
+            agreed = lambda: self.checks.is_settled or bool(self.checks.pending(step))  # noqa: E731
+            yield from self._waiting.until(agreed, "results that are checked in step", step)
+
+    def _ask_for_dropped(self, step: int) -> None:
+        """Ask for sharded parameters that were dropped after this worker's last action: a check needs them again."""
+        dropped = [layer for layer in self._layers if self._values[layer].dropped_at == step - 1]
+        if dropped and self._asked_in != step:
+            self._asked_in = step
+            self._replica.parameters.refresh(dropped, step - 1)
+
+    def _drop_parameters(self, step: int) -> None:
+        """Drop sharded parameters again that were kept, or asked for, for a check."""
+        if self._replica.drops_params and not self.checks.pending(step):
+            self._asked_in = 0
+            self._microbatches.drop_parameters(step - 1)
+
+    def check_again(self, message: m.CheckAgain) -> None:
+        """The controller asks for a micro-batch once more: this worker sends its inputs, or computes it."""
+        self.checks.asked(message)
+        layers = self._placement.layers_of_stage(message.stage)
+        self._boundaries.send_inputs_again(message.step, message.microbatch, layers, message.ranks)
 
     # ---- waiting
 
@@ -232,7 +314,14 @@ class StepRunner:
             yield from self._waiting.until(lambda: grouped.idle, "what a group copies before step", step)
 
     def _until_applied(self, step: int) -> Waits:
-        yield from self._waiting.until(lambda: self._commit.version >= step, "votes of step", step)
+        is_applied = lambda: self._commit.version >= step  # noqa: E731
+        if self.checks.is_on:  # a third worker is asked when it has voted, perhaps: it did not know that others differ
+            while not is_applied():
+                wanted = lambda: is_applied() or bool(self.checks.pending(step))  # noqa: E731
+                yield from self._waiting.until(wanted, "votes of step", step)
+                if (yield from self._check_until(step, is_applied, "inputs to check step")):
+                    self._drop_parameters(step)
+        yield from self._waiting.until(is_applied, "votes of step", step)
 
     # ---- validation
 
@@ -327,7 +416,12 @@ class StepRunner:
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
         self._placed = None
+        self._asked_in = 0
         self._plan = RecoveryPlan(step, lines) if lines is not None else None
+        # What was computed of the step in an older epoch was checked there, or is not checked any more.
+        self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0
+        if self._unchecked:
+            self.checks.forget()
         self._remaining = self._remaining_of(self._plan) if self._plan is not None else None
         if lines is not None:
             self._boundaries.send_again(step, lines, configuration.placement)
@@ -348,8 +442,19 @@ class StepRunner:
         self._replica.reducer.begin_step(plan.step, under_way.summed | to_come)
         return remaining
 
+    def forget_beyond(self, version: int) -> None:
+        """Another attempt of the steps after a version begins: give up what was computed of them, here or elsewhere."""
+        if self.step_under_way > version:
+            self._under_way = None
+            self._remaining = None
+            self._microbatches.drop_undecided()
+        self.checks.forget()
+        self._boundaries.forget_beyond(version)
+        self._commit.forget_beyond(version)
+
     def drop_undecided(self) -> None:
         """Give up everything of the step under way."""
+        self.checks.forget()
         self._under_way = None
         self._remaining = None
         self._microbatches.drop_undecided()

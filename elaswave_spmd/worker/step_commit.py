@@ -119,6 +119,11 @@ class StepCommit:
         self.protocol.drop_undecided()
         self.replica.drop_undecided()
 
+    def forget_beyond(self, version: int) -> None:
+        """Give up what was computed of the steps after a version, here or elsewhere: another attempt of them begins."""
+        self.protocol.forget_beyond(version)
+        self.replica.forget_beyond(version)
+
     # ---- effects of the protocol
 
     def _perform(self, effects: Sequence[Effect]) -> None:

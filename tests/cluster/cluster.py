@@ -424,7 +424,7 @@ class SimulatedCluster:
 
     def _computed(self, rank: int, point: FaultPoint, step: int, result: Tensor) -> Tensor:
         """What a worker goes on with in place of what it has computed: the same, or with a bit that is wrong."""
-        fault = self.plan.at_result(rank, point, step)
+        fault = self.plan.at_result(rank, point, step) if result.numel() else None
         if fault is None:
             return result
         self.plan.injected(self.turn)

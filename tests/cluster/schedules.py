@@ -27,7 +27,7 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell
+from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell, Fault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError, Trained
 from tests.cluster.starting import Starting
@@ -53,6 +53,7 @@ class Schedule:
         grouped: stages publish through groups.
         checkpoint_every: steps between checkpoints, from which a run that has lost state begins again; 0: none.
         starting: workers take time to start, may be lost meanwhile, and are replaced; None: none of this.
+        verify_rate: share of micro-batches that are checked by a second worker.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class Schedule:
     grouped: bool = False
     checkpoint_every: int = 0
     starting: Starting | None = None
+    verify_rate: float = 0.0
 
     @classmethod
     def draw(
@@ -80,6 +82,7 @@ class Schedule:
         silent: bool = False,
         starting: bool = False,
         frozen: bool = False,
+        miscompute: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -90,6 +93,7 @@ class Schedule:
             starting: the same, and workers take time to start; some are lost meanwhile, in a later life of the run as
                 well; replacements and spares are drawn.
             frozen: the same, and some parameters are not trained.
+            miscompute: the same, and micro-batches are checked; where all are, workers compute some of them wrongly.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -122,10 +126,26 @@ class Schedule:
         )
         if starting:
             drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
+        if miscompute:
+            drawn = drawn._with_miscomputes(random.Random(f"miscompute {seed}"), workers)
         if not checkpoints:
             return drawn
         more = random.Random(f"checkpoints {seed}")  # with fewer mirrors, so that more losses need a checkpoint
         return replace(drawn, checkpoint_every=more.choice((1, 1, 2)), mirror_count=more.choice((0, 0, 1)))
+
+    def _with_miscomputes(self, draw: random.Random, workers: int) -> Schedule:
+        rate = draw.choice((1.0, 1.0, 1.0, 0.4))
+        wrong = [
+            Fault(
+                draw.randint(1, self.run.steps),
+                "miscompute",
+                draw.randrange(workers),
+                draw.choice(("forward", "backward", "reduce")),
+                draw.randint(1, 5),
+            )
+            for _ in range(draw.choice((1, 1, 2)))
+        ]
+        return replace(self, verify_rate=rate, faults=(*self.faults, *(wrong if rate == 1.0 else ())))
 
     @property
     def placement(self) -> Placement:
@@ -225,7 +245,7 @@ def cluster_of(
     run = schedule.run
     cluster = GroupedCluster if schedule.grouped else kind
     return cluster(
-        run.job(),
+        replace(run.job(), verify_rate=schedule.verify_rate),
         schedule.placement,
         run.description,
         run.make_model,
@@ -377,11 +397,13 @@ def run_many(
     silent: bool = False,
     starting: bool = False,
     frozen: bool = False,
+    miscompute: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
+    kinds |= {"miscompute": miscompute}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -397,6 +419,9 @@ def _run_seed(kinds: Mapping[str, bool], seed: int) -> tuple[int, Ended]:
     return seed, run(Schedule.draw(seed, **kinds))
 
 
+_KINDS = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen", "miscompute")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns 1 if any schedule failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.schedules", description=__doc__)
@@ -409,10 +434,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--silent", action="store_true", help="workers that stop are lost however soon they go on")
     parser.add_argument("--starting", action="store_true", help="workers are lost while they start, and are replaced")
     parser.add_argument("--frozen", action="store_true", help="some parameters are not trained")
+    parser.add_argument("--miscompute", action="store_true", help="micro-batches are checked, and some are wrong")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
-    kinds = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen")
-    kind = {name: getattr(options, name) for name in kinds}
+    kind = {name: getattr(options, name) for name in _KINDS}
     if options.seed is not None:
         schedule = Schedule.draw(options.seed, **kind)
         print(schedule)

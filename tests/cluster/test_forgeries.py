@@ -36,7 +36,8 @@ from tests.cluster.schedules import Outcome, Schedule, cluster_of, judge, undist
 from tests.cluster.tiny import TinyRun
 
 RUN = TinyRun(steps=8, microbatches=5)
-BOUNDS: MessageBounds = message_bounds(RUN.job(), RUN.description.layout, spawns=True)
+BOUNDS: MessageBounds = message_bounds(replace(RUN.job(), verify_rate=0.5), RUN.description.layout, spawns=True)
+DIGESTS = ((1, bytes(512), b"", bytes(512)), (2, bytes(512), bytes(512), bytes(512)))
 SENDER, PAGES = 1, (1, 0, 1)
 ELEMENTS = BOUNDS.num_elements(PAGES, "state") or 0
 FRAMES = 10_000
@@ -53,6 +54,8 @@ TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.Publish(4, *PAGES): ELEMENTS,
     m.PageState(3, *PAGES, b"1234"): 3 * ELEMENTS,
     m.Need(3, *PAGES): None,
+    m.PartialSum(4, *PAGES, 0, 2, attempt=2): ELEMENTS,
+    m.CheckDigests(4, 2, DIGESTS, attempt=1): None,
     m.Vote(4, 2, SENDER, (1.5, 1e-9), 2.5): None,
     m.GroupLost(2, SENDER, "timeout"): None,
 }
@@ -74,6 +77,8 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.ShardWritten(3, SENDER, 2, "shard_1_1-2.safetensors", 100, "0" * 64, (PAGES,), 1.0, 2.0),
     m.GroupLost(2, SENDER, "timeout"),
     m.FinalPages(*PAGES),
+    m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS),
+    m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS),
     m.Checked(SENDER, 0.5, ((0, 1, 10, 20, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, bytes(16)))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
 )
@@ -91,7 +96,14 @@ def by_controller(message: m.AnyMessage, sender: int, num_elements: int | None) 
 
 def test_every_message_of_a_worker_has_an_example() -> None:
     kinds = {type(message) for message in (*TO_WORKER, *REPORTS)}
-    others = {m.Prepare, m.Reconfigure, m.Validated, m.Stop}  # of the controller, which is trusted
+    others = {
+        m.Prepare,
+        m.Reconfigure,
+        m.Validated,
+        m.Stop,
+        m.CheckAgain,
+        m.CheckAccepted,
+    }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
 
 
@@ -117,6 +129,30 @@ def test_any_frame_is_acted_upon_or_refused_and_nothing_fails(message: m.AnyMess
         for num_elements in (None, ELEMENTS):
             assert isinstance(by_worker(found, SENDER, num_elements), str)
             assert isinstance(by_controller(found, SENDER, num_elements), str)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (m.CheckDigests(4, 2, ()), admission.PLACE),
+        (m.CheckDigests(4, 99, DIGESTS), admission.PLACE),
+        (m.CheckDigests(4, 2, DIGESTS[::-1]), admission.PLACE),
+        (m.CheckDigests(4, 2, ((9, b"", b"", b""),)), admission.PLACE),
+        (m.CheckDigests(4, 2, ((1, b"short", b"", b""),)), admission.SIZE),
+        (m.CheckDigests(99, 2, DIGESTS), admission.STEP),
+        (m.CheckDigests(4, 2, DIGESTS, attempt=-1), admission.EPOCH),
+        (m.Activation(4, 2, 1, (2, 3, 8), attempt=10**6), admission.EPOCH),
+    ],
+)
+def test_results_that_cannot_be_right_are_refused(message: m.AnyMessage, why: str) -> None:
+    assert by_worker(message, SENDER, 48 if isinstance(message, m.Activation) else None) == why
+
+
+def test_without_checks_nobody_takes_their_messages() -> None:
+    bounds = message_bounds(RUN.job(), RUN.description.layout)
+    for message in (m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS), m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS)):
+        assert refused_by_controller(bounds, message, SENDER, None, AT_CONTROLLER) == admission.DIRECTION
+    assert refused_by_worker(bounds, m.CheckDigests(4, 2, DIGESTS), SENDER, None, AT_WORKER) == admission.DIRECTION
 
 
 @pytest.mark.parametrize("order", range(3))

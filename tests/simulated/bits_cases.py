@@ -160,7 +160,7 @@ class MirroredCluster(SimulatedCluster):
 
     Args:
         policy: with the number of mirrors of each page.
-        verify_every: as in `Job`.
+        verify_every, verify_rate: as in `Job`.
     """
 
     def __init__(
@@ -174,10 +174,11 @@ class MirroredCluster(SimulatedCluster):
         policy: Policy | None = None,
         uneven: bool = False,
         verify_every: int = 0,
+        verify_rate: float = 0.0,
     ) -> None:
         policy = policy or Policy()
         super().__init__(
-            replace(run.job(), verify_every=verify_every),
+            replace(run.job(), verify_every=verify_every, verify_rate=verify_rate),
             mirrored_placement(run, mesh, zero, policy.mirror_count),
             description_of(run),
             lambda: meta_model(run.model),

@@ -12,15 +12,19 @@ from typing import Any
 from unittest import mock
 
 from elaswave_spmd.controller.replacements import Replacements
+from elaswave_spmd.recovery import controller_protocol
 from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.state import HeldState
+from elaswave_spmd.worker.step import StepRunner
+from elaswave_spmd.worker.waiting import Waits
 from tests.cluster.schedules import Schedule, run, undisturbed
 
-Patches = Mapping[tuple[type, str], Callable[..., Any]]
+Patches = Mapping[tuple[Any, str], Callable[..., Any]]
+"""(class or module, name) -> what takes its place."""
 
 
 def _applies_after_prepare() -> Patches:
@@ -183,6 +187,25 @@ def _frozen_pages_age() -> Patches:
     return {(ValueBuffer, "keep_frozen"): keep_frozen}
 
 
+def _votes_unchecked() -> Patches:
+    """A worker votes before its checks have agreed."""
+
+    def _until_checked(self: StepRunner, step: int) -> Waits:
+        yield from ()
+
+    return {(StepRunner, "_until_checked"): _until_checked}
+
+
+def _keeps_what_may_be_wrong() -> Patches:
+    """A worker goes on with its sums and tensors when another attempt begins."""
+    return {(StepRunner, "forget_beyond"): lambda self, version: None}
+
+
+def _recovers_what_may_be_wrong() -> Patches:
+    """The step in which a worker computed wrongly is recovered in part."""
+    return {(controller_protocol, "begins_anew"): lambda rate, **_: False}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -197,9 +220,14 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
+    "votes before its checks have agreed": _votes_unchecked,
+    "keeps what it computed in an older attempt": _keeps_what_may_be_wrong,
+    "recovers a step in part that is known to be wrong": _recovers_what_may_be_wrong,
 }
-STARTING = frozenset(list(MUTANTS)[-3:])
+STARTING = frozenset(list(MUTANTS)[-6:-3])
 """Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
+CHECKING = frozenset(list(MUTANTS)[-3:])
+"""Mutants that show where workers compute wrongly: schedules with `miscompute`."""
 
 FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 """Mutants that show where some parameters are frozen: schedules with `frozen`."""
@@ -207,7 +235,7 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 
 def schedule_for(name: str, seed: int) -> Schedule:
     """The schedule of a seed, of the kind that shows this mutant."""
-    return Schedule.draw(seed, starting=name in STARTING, frozen=name in FROZEN)
+    return Schedule.draw(seed, starting=name in STARTING, frozen=name in FROZEN, miscompute=name in CHECKING)
 
 
 @contextmanager

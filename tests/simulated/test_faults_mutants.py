@@ -26,6 +26,9 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),
+    "votes before its checks have agreed": (33, 43, 49),
+    "keeps what it computed in an older attempt": (0, 3, 4),
+    "recovers a step in part that is known to be wrong": (1, 4, 8),
 }
 
 

@@ -94,6 +94,9 @@ class StagePrograms:
             to train, and no input of theirs needs a gradient: it is `no_gradient`, whatever is asked.
     """
 
+    _SAVED = ("_saved", "_losses")
+    """The tables of what is kept of micro-batches between forward and backward."""
+
     def __init__(
         self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, first_trained: int = 0
     ) -> None:
@@ -120,6 +123,20 @@ class StagePrograms:
 
     def dropped(self, layer: int) -> None:
         """Called after the layer's parameters were dropped until their next version. A copy of them may be freed."""
+
+    @contextmanager
+    def aside(self, tables: dict[str, dict]) -> Iterator[None]:
+        """Runs programs on other tables of saved forwards than the worker's own: those of a check.
+
+        Args:
+            tables: of the check, empty before its first program.
+        """
+        own = {name: getattr(self, name) for name in self._SAVED}
+        vars(self).update((name, tables.setdefault(name, {})) for name in own)
+        try:
+            yield
+        finally:
+            vars(self).update(own)
 
     def bind(self, modules: Mapping[int, nn.Module], values: Mapping[int, ValueBuffer]) -> None:
         """Sets the layers to run from now on. If they are others than before, all saved forwards are discarded.

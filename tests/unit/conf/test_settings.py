@@ -87,6 +87,7 @@ BAD = [
     ("elastic.enabled", "yes"), ("elastic.min_workers", 0), ("elastic.min_workers", 2), ("elastic.replace", 1),
     ("elastic.spares", -1), ("elastic.replacements_per_minute", 0),
     ("mirror.count", -1), ("mirror.scatter", 0.5), ("mirror.verify_every", None),
+    ("verify.rate", -0.1), ("verify.rate", 1.5), ("verify.rate", "all"), ("verify.action", "ignore"),
     ("checkpoint.every", -1), ("checkpoint.keep", 0),
     *((f"timeouts.{field.name}", value) for field in dataclasses.fields(Timeouts) for value in (0, -1.0, "1 s", None)),
     ("chaos.events", None), ("chaos.events", {"step": 1, "kind": "kill"}), ("chaos.events", ["kill"]),

@@ -63,6 +63,13 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Damaged(3, 5, 8, ((0, 0, 3), (1, 4, 5))),
     m.Damaged(3, 5, 8, (), "UCE ERROR"),
     m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), None, False, (1,)),
+    m.Reconfigure(5, ((0, 1),), (0, 4), ((5, 0),), {0: "a", 1: "b"}, (), 7, (), None, False, (), 4),
+    m.PartialSum(8, 1, 0, 3, 2, 4, 5),
+    m.CheckDigests(8, 2, ((0, b"a", b"", b"c"), (1, b"d", b"e", b"f")), 5),
+    m.ChecksDiffer(1, 5, 8, 2, 0, ((0, b"a", b"", b"c"),), ((0, b"b", b"", b"c"),)),
+    m.CheckAgain(5, 8, 2, 0, (3,)),
+    m.CheckedAgain(3, 5, 8, 2, ((0, b"b", b"", b"c"),)),
+    m.CheckAccepted(5, 8, 2),
     m.LinkClosed(3, 1),
     m.GroupLost(3, 1),
     m.GroupLost(3, 1, "Connection closed by peer"),
@@ -109,6 +116,10 @@ OPTIONS_OFF: list[tuple[m.Message, int]] = [
     (m.Heartbeat(3, 7, False, "forward"), 4),
     (m.Damaged(3, 5, 8, ((0, 0, 3),)), 4),
     (m.Reconfigure(5, ((0,),), (0, 4), ((5,),), {0: "a"}, (), 7, ()), 10),
+    (m.Activation(8, 2, 1, (4, 3)), 5),
+    (m.ActivationGradient(8, 2, 1, (4, 3)), 4),
+    (m.PartialSum(8, 1, 0, 3, 2, 4), 6),
+    (m.ReducedGradient(8, 1, 0, 3, b""), 5),
 ]
 """(a message of a run without options, the number of its other fields)."""
 

@@ -14,7 +14,11 @@ BIG = 2**40
 EXAMPLES = (
     m.Activation(1, 2, 3, (4, 5)),
     m.Activation(BIG, BIG, BIG, (BIG,), True),
+    m.Activation(1, 2, 3, (4, 5), False, BIG),
     m.ActivationGradient(1, 2, 3, (4, 5)),
+    m.ActivationGradient(1, 2, 3, (4, 5), 7),
+    m.PartialSum(1, 2, 3, 4, 5, BIG, 7),
+    m.ReducedGradient(1, 2, 3, 4, b"x" * 1000, 7),
     m.PartialSum(1, 2, 3, 4, 5, BIG),
     m.ReducedGradient(1, 2, 3, 4, b"x" * 1000),
     m.Publish(1, 2, 3, 4),

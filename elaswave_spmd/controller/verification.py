@@ -1,0 +1,194 @@
+"""What follows when two workers have computed different results of a micro-batch (`verify.rate`, docs/protocol.md).
+
+The checker does not vote for the step, so it cannot commit meanwhile. A third worker, or both again, show who is wrong
+(recovery/checks.py); what becomes of that worker is up to `verify.action`. A change of the mesh in between ends all
+open questions: it begins another attempt of the step, in which the same micro-batches are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.controller.events import Action, End, EvictWorker, Record, RunStopped
+from elaswave_spmd.errors import RunError
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Send
+from elaswave_spmd.recovery.checks import CheckDraw, Difference, Pair, first_difference, judges, verdict
+from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
+from elaswave_spmd.scheduling.placement import Placement
+
+Rows = tuple[m.DigestRow, ...]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Two results of a pair that differ.
+
+    Args:
+        first: rank -> its result, of owner and checker.
+        asked: the workers that compute the pair once more.
+        again: rank -> its result, of those that have answered.
+    """
+
+    step: int
+    pair: Pair
+    difference: Difference
+    first: Mapping[int, Rows]
+    asked: tuple[int, ...]
+    again: Mapping[int, Rows] = field(default_factory=dict)
+
+
+class Verifier:
+    """The open questions of the present mesh epoch, and when each worker was checked last.
+
+    Args:
+        settings: of the run.
+        draw: the pairs of each step.
+    """
+
+    def __init__(self, settings: Settings, draw: CheckDraw, protocol: ControllerProtocol) -> None:
+        self._action = settings.verify.action
+        self._device = settings.runtime.device
+        self._draw = draw
+        self._protocol = protocol
+        self._layer_names = [layer.name for layer in protocol.layout.layers]
+        self._questions: dict[tuple[int, int], _Question] = {}  # (stage, micro-batch) ->
+        self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
+        self._unchecked: set[int] = set()  # steps whose checks were dropped
+        self._checked: dict[int, int] = {}  # rank -> the last committed step in which it was checked
+
+    # ---- events
+
+    def begun(self, begun: EpochBegun) -> None:
+        """A mesh epoch begins: what was open is open no more."""
+        self._questions.clear()
+        if self._draw.rate:
+            self._placements[begun.placement.mesh.epoch] = begun.placement
+            if begun.checks_dropped:
+                self._unchecked.add(begun.version + 1)
+            for old in sorted(self._placements)[:-2]:
+                del self._placements[old]
+
+    def committed(self, applied: m.Applied) -> None:
+        """A step is committed: all of its checks have agreed."""
+        placement = self._placements.get(applied.epoch, self._protocol.placement)
+        if not self._draw.rate or placement.mesh.epoch != applied.epoch or applied.step in self._unchecked:
+            return
+        for stage in range(placement.num_stages):
+            for pair in self._draw.pairs(applied.step, stage, placement):
+                self._checked[pair.owner] = self._checked[pair.checker] = applied.step
+
+    def differ(self, message: m.ChecksDiffer) -> list[Action]:
+        """A checker has other results than the worker of a micro-batch."""
+        mesh = self._protocol.placement.mesh
+        if message.epoch != mesh.epoch or not {message.rank, message.owner} <= {*mesh.members}:
+            return []
+        difference = first_difference(message.owned, message.checked)
+        stage = mesh.stage_of(message.rank)
+        if (
+            difference is None
+            or mesh.stage_of(message.owner) != stage
+            or (stage, message.microbatch) in self._questions
+        ):
+            return []
+        pair = Pair(stage, message.microbatch, message.owner, message.rank)
+        first = {message.rank: message.checked, message.owner: message.owned}
+        question = _Question(message.step, pair, difference, first, judges(pair, self._members_of(stage)))
+        self._protocol.suspect()
+        follows = self._ask(question, question.asked) if question.asked else self._decide(question)
+        return [self._record_difference(question), *follows]
+
+    def answered(self, message: m.CheckedAgain) -> list[Action]:
+        """A worker has computed a micro-batch once more."""
+        mesh = self._protocol.placement.mesh
+        if message.epoch != mesh.epoch or message.rank not in mesh:
+            return []
+        at = mesh.stage_of(message.rank), message.microbatch
+        question = self._questions.get(at)
+        if question is None or message.rank not in question.asked or message.step != question.step:
+            return []
+        question = replace(question, again={**question.again, message.rank: message.rows})
+        self._questions[at] = question
+        return self._decide(question) if question.again.keys() == {*question.asked} else []
+
+    def _members_of(self, stage: int) -> list[int]:
+        mesh = self._protocol.placement.mesh
+        return [rank for rank in self._protocol.members if mesh.stage_of(rank) == stage]
+
+    def _ask(self, question: _Question, ranks: tuple[int, ...]) -> list[Action]:
+        """Have these workers compute the pair once more."""
+        pair = question.pair
+        self._questions[pair.stage, pair.microbatch] = question
+        epoch = self._protocol.placement.mesh.epoch
+        again = m.CheckAgain(epoch, question.step, pair.microbatch, pair.stage, ranks)
+        return [Broadcast(self._protocol.members, again)]
+
+    # ---- verdicts
+
+    def _decide(self, question: _Question) -> list[Action]:
+        wrong = verdict(question.pair, question.first, question.again)
+        if not wrong:
+            more = judges(question.pair, self._members_of(question.pair.stage), question.asked)
+            return (
+                self._ask(replace(question, asked=(*question.asked, *more)), more) if more else self._give_up(question)
+            )
+        records: list[Action] = [self._record_verdict(question, rank) for rank in wrong]
+        if self._action == "report":
+            self._protocol.trust()
+            accepted = m.CheckAccepted(self._protocol.placement.mesh.epoch, question.step, question.pair.microbatch)
+            return [*records, Send(question.pair.checker, accepted)]
+        if self._action == "stop":
+            what = (
+                f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} computed wrongly: {self._where(question)}"
+            )
+            return [*records, End(RunStopped(RunError(f"the run stops (verify.action=stop): {what}")))]
+        return [*records, *(EvictWorker(rank, f"it computed wrongly in step {question.step}") for rank in wrong)]
+
+    def _give_up(self, question: _Question) -> list[Action]:
+        """The end of the run: one of two workers is wrong, and nothing shows which."""
+        who = sorted({question.pair.owner, question.pair.checker})
+        what = f"workers {who} computed different results in step {question.step}: {self._where(question)}"
+        error = f"{what}; each gives the same results again, and nothing shows which of them is wrong"
+        return [End(RunStopped(RunError(error)))]
+
+    def _where(self, question: _Question) -> str:
+        found, pair = question.difference, question.pair
+        layer = self._layer_names[found.layer]
+        what = f"{found.elements} element{'s' * (found.elements != 1)} of the {found.kind} of layer {layer}"
+        return f"{what}, micro-batch {pair.microbatch}, stage {pair.stage}"
+
+    def _record_difference(self, question: _Question) -> Record:
+        pair = question.pair
+        who = (
+            f"workers {pair.owner} and {pair.checker}" if pair.owner != pair.checker else f"worker {pair.owner}, twice,"
+        )
+        fields = {
+            "step": question.step,
+            "ranks": sorted({pair.owner, pair.checker}),
+            "microbatch": pair.microbatch,
+            "stage": pair.stage,
+            "message": f"{who} computed different results in step {question.step}: {self._where(question)}",
+        }
+        return Record("mismatch", fields)
+
+    def _record_verdict(self, question: _Question, wrong: int) -> Record:
+        mesh, found = self._protocol.placement.mesh, question.difference
+        checked = self._checked.get(wrong, 0)
+        unsure = [checked + 1, question.step - 1] if checked + 1 < question.step else []
+        host = "/".join(dict(mesh.topology.domains).get(wrong, ())) or "localhost"
+        exposed = f"; steps {unsure[0]} to {unsure[1]}, in which it was not checked, may be wrong" if unsure else ""
+        fields = {
+            "ranks": [wrong],
+            "host": host,
+            "device": self._device,
+            "layer": self._layer_names[found.layer],
+            "step": question.step,
+            "tensor": found.kind,
+            "elements": found.elements,
+            "checked": checked or None,
+            "unsure_steps": unsure,
+            "message": f"worker {wrong} ({host}, {self._device}) computed wrongly: {self._where(question)}{exposed}",
+        }
+        return Record("corrupt", fields)

@@ -1,0 +1,79 @@
+"""Attempts of a step: what was computed in an older one may be wrong, and counts no more (`verify.rate`).
+
+A new attempt begins with a mesh epoch, and has its number. Data messages carry it. Without checks all attempts are 0,
+and nothing of this is in a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+from torch import Tensor
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.worker.channel import Channel, Incoming
+
+_OfAttempt: TypeAlias = m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests
+
+
+class Attempts:
+    """The attempt that a worker is in, for what it sends and what it gets.
+
+    Args:
+        number: of the attempt; 0 is the first one.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0  # the version at which it began: steps up to it are decided
+        self._later: dict[tuple[int, m.Message], Incoming] = {}  # of attempts that begin with an epoch still to come
+
+    def begin(self, number: int, version: int) -> list[Incoming]:
+        """Begin another attempt at a version. Returns what has come for it already."""
+        self.number, self._since = number, version
+        later, self._later = self._later, {}
+        return list(later.values())
+
+    def admits(self, incoming: Incoming) -> bool:
+        """True if a message is to be handled now. It is dropped if it is of an older attempt of a step, and kept if it
+        is of a later one, whose mesh epoch its sender has entered first."""
+        message = incoming.message
+        if not isinstance(message, _OfAttempt) or message.attempt == self.number:
+            return True
+        if message.attempt > self.number:
+            self._later[incoming.sender, message] = incoming
+            return False
+        return message.step <= self._since
+
+
+class AttemptChannel:
+    """A channel whose data messages carry the attempt of their sender.
+
+    Args:
+        channel: does the work.
+    """
+
+    def __init__(self, channel: Channel, attempts: Attempts) -> None:
+        self._channel = channel
+        self._attempts = attempts
+
+    def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
+        """Send a message to a peer; see `Channel.send`."""
+        if self._attempts.number and isinstance(message, _OfAttempt):
+            message = msgspec.structs.replace(message, attempt=self._attempts.number)
+        self._channel.send(peer, message, payload)
+
+    def receive_all(self) -> list[Incoming]:
+        """Return the messages that have arrived; see `Channel.receive_all`."""
+        return self._channel.receive_all()
+
+    def reject(self, reason: str) -> None:
+        """Count a message that was refused; see `Channel.reject`."""
+        self._channel.reject(reason)
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """The messages and connections that were refused so far; see `Channel.rejected`."""
+        return self._channel.rejected

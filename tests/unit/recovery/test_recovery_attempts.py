@@ -1,0 +1,117 @@
+"""Attempts of a step: when a change of the mesh begins one, and what a worker does with messages of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.checks import CheckDraw
+from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
+from elaswave_spmd.recovery.partial_step import FULL
+from elaswave_spmd.worker.attempts import AttemptChannel, Attempts
+from elaswave_spmd.worker.channel import Incoming
+from tests.unit.recovery.controller_cases import answer, reconfigures, started
+
+HELD = PartialStep(4, assigned=(0, 1, 2), computed=(0,))
+
+
+def after_a_loss(rate: float, *held: PartialStep, suspect: bool = False) -> Reconfigure:
+    protocol = started(checks=CheckDraw(0, rate))
+    if suspect:
+        protocol.suspect()
+    protocol.lost(1, "killed")
+    return reconfigures(answer(protocol, 3, *held))[0]
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.4, 0.99])
+def test_a_loss_below_rate_1_is_recovered_in_part_as_without_checks(rate: float) -> None:
+    assert after_a_loss(rate, HELD) == after_a_loss(0.0, HELD)
+    assert after_a_loss(rate, HELD).recovery_plan
+
+
+@pytest.mark.parametrize(("rate", "suspect"), [(1.0, False), (0.01, True), (1.0, True)])
+def test_a_step_that_may_be_wrong_begins_anew(rate: float, suspect: bool) -> None:
+    place = after_a_loss(rate, HELD, suspect=suspect)
+    assert (place.attempt, place.recovery_plan, place.version) == (place.epoch, None, 3)
+
+
+def test_the_attempt_lasts_until_the_next_one() -> None:
+    protocol = started(2, 2, checks=CheckDraw(0, 0.5))
+    protocol.suspect()
+    protocol.lost(1, "it computed wrongly")
+    assert reconfigures(answer(protocol, 3, HELD))[0].attempt == 1
+    protocol.lost(3, "killed")
+    place = reconfigures(answer(protocol, 5, PartialStep(6, assigned=(0, 1))))[0]
+    assert (place.epoch, place.attempt) == (2, 1) and place.recovery_plan, "nobody is suspected in this epoch"
+
+
+def test_members_that_are_a_step_apart_get_the_whole_step_as_a_plan() -> None:
+    """A member that is behind completes the step that is decided; the next one begins anew, as it is placed."""
+    protocol = started(checks=CheckDraw(0, 1.0))
+    protocol.lost(1, "killed")
+    protocol.report_received(StepReport(1, 0, 3, ()))
+    place = reconfigures(protocol.report_received(StepReport(1, 2, 4, (PartialStep(5, assigned=(0,)),))))[0]
+    assert (place.version, place.attempt) == (4, 1) and place.recovery_plan is not None
+    assert place.recovery_plan == tuple(
+        Recompute(stage, u, worker, True, FULL) for stage, worker in ((0, 0), (1, 2)) for u in range(5)
+    )
+
+
+def test_planned_changes_and_checks_disturb_each_other_not_at_all() -> None:
+    protocol = started(2, 2, checks=CheckDraw(0, 1.0))
+    protocol.drain(1, "asked to leave")
+    assert reconfigures(answer(protocol, 1))[0].attempt == 0
+
+
+# ---- at a worker
+
+
+class Port:
+    """A channel that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, peer: int, message: m.Message, payload: Any = None) -> None:
+        self.sent.append(message)
+
+
+def incoming(step: int, attempt: int) -> Incoming:
+    return Incoming(2, m.PartialSum(step, 0, 0, 1, 0, 1, attempt), torch.zeros(1))
+
+
+def test_of_an_older_attempt_only_what_is_decided_is_taken() -> None:
+    attempts = Attempts()
+    assert attempts.admits(incoming(8, 0)) and attempts.admits(incoming(9, 0))
+    assert attempts.begin(3, version=8) == []
+    assert [attempts.admits(incoming(step, 0)) for step in (8, 9, 10)] == [True, False, False]
+    assert [attempts.admits(incoming(step, 3)) for step in (8, 9, 10)] == [True, True, True]
+
+
+def test_of_a_later_attempt_it_is_kept_once_until_that_begins() -> None:
+    attempts, early = Attempts(), incoming(9, 3)
+    assert not attempts.admits(early) and not attempts.admits(incoming(9, 3))
+    (found,) = attempts.begin(3, version=8)
+    assert found.message == early.message and attempts.begin(5, version=8) == []
+
+
+def test_messages_that_are_not_computed_have_no_attempt() -> None:
+    attempts = Attempts()
+    attempts.begin(3, version=8)
+    for message in (m.Publish(9, 0, 0, 1), m.Vote(9, 3, 1, ()), m.PageState(9, 0, 0, 1, b"")):
+        assert attempts.admits(Incoming(2, message))
+
+
+def test_what_is_sent_carries_the_attempt_and_without_one_nothing() -> None:
+    port, attempts = Port(), Attempts()
+    channel: Any = AttemptChannel(port, attempts)  # type: ignore[arg-type]
+    message = m.PartialSum(9, 0, 0, 1, 0, 1)
+    channel.send(1, message)
+    assert port.sent.pop() is message
+    attempts.begin(3, version=8)
+    channel.send(1, message)
+    channel.send(1, m.Need(9, 0, 0, 1))
+    assert port.sent == [m.PartialSum(9, 0, 0, 1, 0, 1, 3), m.Need(9, 0, 0, 1)]
