@@ -211,6 +211,7 @@ class Soak:
         self._marks: list[str] = []
         self._descriptors: list[tuple[object, Counter[str]]] = []
         self._shared = set(os.listdir("/dev/shm"))
+        self._of_last_life: set[int] = set()  # workers that a restart ends; it may take them a while
         self._progress = (0, 0, 0.0)
 
     def carry_out(self, standard: Outcome) -> Report:
@@ -363,7 +364,7 @@ class Soak:
         """Kills two workers at once, which loses state unless there are more copies; then waits for new workers."""
         assert self._run is not None
         before = self._watch.count("restart")
-        old = set(self._run.workers())
+        old = self._of_last_life = set(self._run.workers())
         members = self._members()
         self._kill(members[: min(2, len(members) - 1)], KILL, ANY)
         if not self._until(lambda: self._watch.count("restart") > before, 2.0):
@@ -390,7 +391,7 @@ class Soak:
         assert self._run is not None
         status = self._watch.status()
         if status is None or status["starting"]:
-            return [(None, pid) for pid in self._run.workers()]
+            return [(None, pid) for pid in self._run.workers() if pid not in self._of_last_life]
         return [
             (w["rank"], w["pid"]) for w in status["members"] + status["newcomers"] * newcomers if w["pid"] is not None
         ]
@@ -569,10 +570,12 @@ class Soak:
         """Files in /dev/shm that nobody uses. All processes of the run have ended: what is used is another program's.
 
         Another program may be about to map its file, or to remove it, so a file is left if it is there for a while.
+        Semaphores of multiprocessing are another program's in any case: nothing here uses that module.
         """
         until = time.monotonic() + _OTHERS_S
         while True:
-            shared = [Path("/dev/shm", name) for name in sorted(set(os.listdir("/dev/shm")) - self._shared)]
+            names = sorted(set(os.listdir("/dev/shm")) - self._shared)
+            shared = [Path("/dev/shm", name) for name in names if not name.startswith("sem.mp-")]
             left = [path for path in shared if not in_use(path) and path.exists()]
             if not left or time.monotonic() > until:
                 return left
