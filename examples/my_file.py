@@ -33,4 +33,5 @@ class MyModel(LayeredModel):
     def __init__(self, vocab_size, layers, d_model, dropout, window=8):
         blocks = {f"block{i}": Block(d_model, dropout, window) for i in range(layers)}
         stack = {"embed": Embed(vocab_size, d_model), **blocks, "head": Head(d_model, vocab_size, bias=False)}
+        nn.init.normal_(stack["embed"].weight, std=0.02)  # the head reads it, too; other values are those of torch
         super().__init__(stack, ties=[tie("head.weight", "embed.weight")])

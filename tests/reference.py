@@ -157,4 +157,6 @@ def update(p: Tensor, g: Tensor, state: list[Tensor], s: Settings, step: int, de
 
 
 def _initial(model: LayeredModel, name: str, shape: torch.Size, seed: int) -> Tensor:
+    if type(model).init is LayeredModel.init:  # what its constructors made
+        return model.get_parameter(name).detach().float().clone()
     return torch.from_numpy(materialize(model.init(name, tuple(shape)), seed, name, 0, shape.numel())).view(shape)

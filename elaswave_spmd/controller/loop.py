@@ -47,7 +47,7 @@ from elaswave_spmd.controller.events import (
 )
 from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Stopping
 from elaswave_spmd.controller.io import ControllerIO
-from elaswave_spmd.controller.model_checks import ModelChecks
+from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
@@ -134,6 +134,7 @@ class Controller:
             log.observer.run_dir.path,
         )
         self._model_checks = model_checks or ModelChecks(plan)
+        self._constructions = Constructions()
         self._checkpoints = CheckpointCoordinator(checkpoints)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
         frequencies = frequencies or Frequencies(settings.schedule)
@@ -246,6 +247,9 @@ class Controller:
                 if (error := self._model_checks.difference(message)) is not None:
                     return failures.computes_otherwise(message.rank, error, now)
                 return self._model_checks.passed(message)
+            case m.Constructed() if message.rank in self._roster:
+                if (error := self._constructions.difference(message)) is not None:
+                    return failures.computes_otherwise(message.rank, error, now)
             case m.Refused() if message.rank in self._roster:
                 return failures.refused(message, now)
             case m.Heartbeat():
@@ -284,7 +288,7 @@ class Controller:
                 failures.link_closed(message.rank, message.peer)
             case m.Failed():
                 return failures.failed(message, now)
-            case m.Ready() | m.Checked() | m.Refused() | m.FinalPages() | m.GroupLost():
+            case m.Ready() | m.Checked() | m.Constructed() | m.Refused() | m.FinalPages() | m.GroupLost():
                 pass  # of a worker that is lost meanwhile, or for the log alone
             case _:
                 raise AssertionError(f"the controller got {message}")

@@ -74,6 +74,37 @@ class ModelChecks:
         return f"worker {rank}" + (f" on {'/'.join(topology.path(rank))}" if several and rank in topology else "")
 
 
+class Constructions:
+    """Compares what the constructors of a model made on each worker: initial values, and constants.
+
+    Both are made under generators with the run's seed. A constructor that reads the clock, a process id, or the order
+    of a set makes others on each worker.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, bytes]] = {}  # name -> the first worker that made it, digest
+
+    def difference(self, message: m.Constructed) -> ModelError | None:
+        """The error if a worker has made other values than one before it."""
+        for name, is_constant, digest in message.rows:
+            first, known = self._known.setdefault(name, (message.rank, digest))
+            if known != digest:
+                return _made_otherwise(name, is_constant, first, message.rank)
+        return None
+
+
+def _made_otherwise(name: str, is_constant: bool, first: int, other: int) -> ModelError:
+    layer = name.partition(".")[0]
+    what = f"constant {name}" if is_constant else f"parameter {name}"
+    return ModelError(
+        f"the constructor of layer {layer} made other values of {what} on worker {other} than on worker {first}",
+        rule="a constructor makes the same values on every worker: it draws from torch's, numpy's or Python's "
+        "generators, which are seeded before it, and reads no clock, process id or rank",
+        where=f"layer {layer}, {name}",
+        fix="draw them from torch's generator, or override init(name, shape) for parameters",
+    )
+
+
 def _other_worker(layer: str, first: str, other: str) -> ModelError:
     return ModelError(
         f"layer {layer} computes other bits on {other} than on {first}",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from elaswave_spmd.models.base import Batch, LayeredModel
 from elaswave_spmd.models.build import build_model, freeze_parameters
+from elaswave_spmd.models.construction import constructing
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.models.llama import Llama
 from elaswave_spmd.models.mlp import MLP
 
-__all__ = ["GPT", "MLP", "Batch", "LayeredModel", "Llama", "build_model", "freeze_parameters"]
+__all__ = ["GPT", "MLP", "Batch", "LayeredModel", "Llama", "build_model", "constructing", "freeze_parameters"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Constant, Init, KeyedDropout, Keys, Normal
 from elaswave_spmd.errors import ModelError
+from elaswave_spmd.models.construction import build_layer
 from elaswave_spmd.sharding import Shardings, Tie
 
 
@@ -31,8 +32,11 @@ class LayeredModel(nn.Module):
     buffer. Names of parameters are "<layer>.<path>", such as "block0.attn.qkv.weight". Parameters with
     `requires_grad=False`, set by the constructor of the model or of a layer, are frozen: they are not trained.
 
+    Initial values are those that the constructors of the layers made, unless a subclass overrides `init`.
+
     Args:
-        layers: name -> module, first to last.
+        layers: name -> module, first to last; or a factory of the module, a callable without arguments. A worker builds
+            the layers given as factories only where it needs them, for models that do not fit into one process.
         ties: pairs of parameters that are one array. Each of the two layers has a parameter of its own; the framework
             binds both to the same values and adds their gradients, because the layers may be on different workers.
 
@@ -44,15 +48,18 @@ class LayeredModel(nn.Module):
 
     shardings: Shardings = Shardings()
 
-    def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie] = ()) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module | Callable[[], nn.Module]], ties: Sequence[Tie] = ()) -> None:
         super().__init__()
         if not layers:
             raise ModelError(f"{type(self).__name__} has no layers", rule="a model has at least one layer")
-        for name, layer in layers.items():
+        for name, given in layers.items():
             _check_name(self, name)
-            _check_layer(name, layer)
-            self.add_module(name, layer)
+            is_factory = callable(given) and not isinstance(given, nn.Module)
+            layer = build_layer(name, given) if is_factory else given
+            self.add_module(name, _checked_layer(name, layer))
         self.layer_names: tuple[str, ...] = tuple(layers)
+        self.factories: frozenset[str] = frozenset(n for n, g in layers.items() if not isinstance(g, nn.Module))
+        """The layers that were given as factories."""
         self.ties: tuple[Tie, ...] = tuple(ties)
         _check_parameters(self)
         _check_ties(self)
@@ -93,7 +100,11 @@ class LayeredModel(nn.Module):
         return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
-        """The initial values of parameter `name`; override it for other rules."""
+        """The rule of the initial values of parameter `name`, where a subclass overrides this method.
+
+        A rule is for values that any worker can draw any part of. In a subclass that has no `init` parameters keep what
+        the constructors made; `return super().init(name, shape)` asks for the rules below.
+        """
         if len(shape) >= 2:
             return Normal(0.02)
         return Constant(0.0) if name.endswith("bias") else Constant(1.0)
@@ -121,8 +132,8 @@ def _check_name(model: nn.Module, name: str) -> None:
         )
 
 
-def _check_layer(name: str, layer: nn.Module) -> None:
-    """Refuse a layer that cannot be called as layer(x, keys), or that contains a forbidden module."""
+def _checked_layer(name: str, layer: object) -> nn.Module:
+    """The layer; refused if it cannot be called as layer(x, keys), or contains a forbidden module."""
     if not isinstance(layer, nn.Module):
         raise ModelError(f"layer {name} is of type {type(layer).__name__}", rule="a layer is an nn.Module")
     try:
@@ -137,6 +148,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         if problem := _forbidden(module):
             rule, fix = problem
             raise ModelError(f"{path} is {module!r}", rule=rule, fix=fix)
+    return layer
 
 
 def _forbidden(module: nn.Module) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.determinism import KeyedDropout, Keys
+from elaswave_spmd.determinism import Init, KeyedDropout, Keys
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models.base import LayeredModel
 from elaswave_spmd.sharding import P, Shardings, shard
@@ -87,3 +87,7 @@ class MLP(LayeredModel):
         blocks = {f"block{i}": Block(d_model, window, mlp_ratio * d_model, dropout) for i in range(layers)}
         embed, head = Embed(vocab_size, d_model, dropout), Head(vocab_size, d_model)
         super().__init__({"embed": embed, **blocks, "head": head})
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        """The rule of the base class."""
+        return super().init(name, shape)

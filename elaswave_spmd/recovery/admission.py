@@ -55,6 +55,7 @@ LONGEST_TEXT: Final = 2_000
 """The most characters of a text in a message."""
 _LONGEST_REPORT = 1_000_000
 _MOST_KINDS = 100  # of state, or of memory
+_MOST_MADE = 1_000_000  # tensors that the constructors of a model make
 _MOST_DIMENSIONS = 16  # the product of the numbers of a longer shape takes time that grows with its square
 _MOST_REASONS, _LONGEST_REASON = 64, 200
 _ADDRESS = re.compile(r"\S{1,300}")
@@ -300,6 +301,10 @@ def _refused_report(
             return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
         case m.Checked():
             return VALUE if message.rank in at.ready else _refused_check(bounds, message)
+        case m.Constructed(rank, rows):
+            named = all(0 < len(name) <= LONGEST_TEXT for name, _, _ in rows)
+            good = named and all(len(digest) == _DIGEST_BYTES for *_, digest in rows)
+            return VALUE if rank in at.ready else "" if good and 0 < len(rows) <= _MOST_MADE else SIZE
         case m.Refused(rank, error):
             good = "what" in error and _ERROR_FIELDS.issuperset(error)
             short = all(len(text) <= LONGEST_TEXT for text in error.values())

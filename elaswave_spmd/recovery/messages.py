@@ -296,6 +296,17 @@ class Checked(Message, frozen=True):
     layers: tuple[tuple[int, int, int, int, bytes], ...]
 
 
+class Constructed(Message, frozen=True):
+    """Worker -> controller, before Ready, if constructors of the model made any values: digests of these.
+
+    Args:
+        rows: (name, whether it is a constant and no parameter, digest). What two workers have made is the same.
+    """
+
+    rank: int
+    rows: tuple[tuple[str, bool, bytes], ...]
+
+
 class Refused(Message, frozen=True):
     """Worker -> controller, in place of Ready: what the run was given is refused; no other worker could accept it.
 
@@ -634,6 +645,7 @@ AnyMessage: TypeAlias = (
     | GroupLost
     | Ready
     | Checked
+    | Constructed
     | Refused
     | Prepare
     | StepReport

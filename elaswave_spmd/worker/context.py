@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.determinism import Init
+from elaswave_spmd.determinism import Init, materialize
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.fault_points import FaultPoint, OnFaultPoint, no_op
+from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.profiling import MemoryRow, Row
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms
 from elaswave_spmd.worker.spec import Job
@@ -38,15 +40,23 @@ class LocalModel:
 
     Args:
         layout: where each parameter lies in the flat state of its layer.
-        inits: name of an owned parameter -> its initial distribution.
+        inits: name of an owned parameter -> its initial distribution; empty with `made`.
         make_modules: makes the layers that this worker is about to compute.
         programs: run one layer at a time, on tensors of the worker's device.
+        made: the initial values that constructors made, if the model's own count; None: they are drawn by `inits`.
     """
 
     layout: ModelLayout
     inits: Mapping[str, Init]
     make_modules: MakeModules
     programs: StagePrograms
+    made: MadeValues | None = None
+
+    def initial(self, seed: int, name: str, first: int, stop: int) -> Tensor:
+        """Elements [first, stop) of the initial value of an owned parameter, flattened, fp32."""
+        if self.made is not None:
+            return self.made.part(name, first, stop)
+        return torch.from_numpy(materialize(self.inits[name], seed, name, first, stop))
 
 
 @dataclass(frozen=True)

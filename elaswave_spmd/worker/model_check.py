@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.determinism import Init, Keys, materialize, sample_ids
+from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import LayerLayout
@@ -484,7 +484,7 @@ def _difference(name: str, one: Tensor, other: Tensor) -> str:
 
 def fill_initial(values: ValueBuffer, model: LocalModel, seed: int) -> None:
     """Fill a layer's buffer with the initial values of all of its parameters, those that others own included."""
-    layers, inits = model.layout.layers, model.inits
+    layers = model.layout.layers
     for block in values.layout.blocks:
         owned = block.slots
         if block.source is not None:  # of a tie: the owner's block has the same slots
@@ -492,8 +492,7 @@ def fill_initial(values: ValueBuffer, model: LocalModel, seed: int) -> None:
             owned = next(b for b in layers[owner].blocks if b.first_page == first_page).slots
         for slot, own in zip(block.slots, owned, strict=True):
             name, size = own.parameter.name, own.parameter.num_elements
-            drawn: Init = inits[name]
-            values.flat[slot.start : slot.stop].copy_(torch.from_numpy(materialize(drawn, seed, name, 0, size)))
+            values.flat[slot.start : slot.stop].copy_(model.initial(seed, name, 0, size))
 
 
 def _made_up_gradient(y: Tensor) -> Tensor:

@@ -15,10 +15,16 @@ from elaswave_spmd.sharding.layout import LayerUse, ModelLayout, ParameterInfo, 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The layout of a model's state, and the initial distribution of every owned parameter by name."""
+    """The layout of a model's state, and the initial distribution of every owned parameter by name.
+
+    Args:
+        inits: empty if `has_own_values`.
+        has_own_values: the model does not override `init`: parameters begin with what constructors made.
+    """
 
     layout: ModelLayout
     inits: Mapping[str, Init]
+    has_own_values: bool = False
 
 
 def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
@@ -30,7 +36,7 @@ def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
     """
     _check_frozen(model)
     owner_of = {tie.reader: tie.owner for tie in model.ties}
-    uses, inits = [], {}
+    uses, inits, own_values = [], {}, type(model).init is LayeredModel.init
     for name, module in zip(model.layer_names, model.layers, strict=True):
         shapes, frozen = {}, {}
         for path, parameter in module.named_parameters(prefix=name):
@@ -40,9 +46,10 @@ def describe(model: LayeredModel, *, page_size: int = 4096) -> ModelDescription:
             for path, shape in shapes.items()
             if path not in owner_of
         ]
-        inits |= {p.name: model.init(p.name, p.shape) for p in owned}
+        if not own_values:
+            inits |= {p.name: model.init(p.name, p.shape) for p in owned}
         uses.append(LayerUse(name, tuple(owned), tuple((path, owner_of[path]) for path in shapes if path in owner_of)))
-    return ModelDescription(lay_out(uses, page_size=page_size), inits)
+    return ModelDescription(lay_out(uses, page_size=page_size), inits, own_values)
 
 
 def _check_frozen(model: LayeredModel) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from elaswave_spmd.conf.schema import EMULATED, Settings
 from elaswave_spmd.data import PreparedData, open_split
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
-from elaswave_spmd.models import LayeredModel, build_model, freeze_parameters
+from elaswave_spmd.models import LayeredModel, build_model, constructing, freeze_parameters
 from elaswave_spmd.runtime.devices import Device
 from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.devices.xla_island import XlaIsland
@@ -25,6 +26,7 @@ from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.sharding.replica_placement import least_pages, place_replicas
 from elaswave_spmd.worker.channel import Channel
 from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, WorkerHooks
+from elaswave_spmd.worker.initial_values import MadeValues, Row, digests
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_layout import ModelDescription, describe, has_constants
 from elaswave_spmd.worker.optimizers import make_optimizer
@@ -60,8 +62,14 @@ class RunPlan:
         return _layer_bytes(self.job, self.description.layout.layers[layer])
 
 
-def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> LayeredModel:
-    """Build the model that the settings name. On the meta device it has shapes and no memory."""
+def make_model(
+    settings: Settings, vocab_size: int, *, device: str = "meta", layers: Collection[str] | None = None
+) -> LayeredModel:
+    """Build the model that the settings name. On the meta device it has shapes and no memory.
+
+    Args:
+        layers: the layers that get memory on another device, of those that the model gives as factories; None: all.
+    """
     m = settings.model
     sizes = {
         "vocab_size": vocab_size,
@@ -71,7 +79,7 @@ def make_model(settings: Settings, vocab_size: int, *, device: str = "meta") -> 
         "heads": m.heads,
         "dropout": m.dropout,
     }
-    with torch.device(device):
+    with torch.device(device), constructing(settings.seed, layers):
         model = build_model(m.target, sizes, m.args)
     freeze_parameters(model, settings.optim.freeze_patterns)
     return model
@@ -231,7 +239,37 @@ def open_datasets(plan: RunPlan) -> Datasets:
 
 def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
     """Make the model as a worker runs it, with programs as `make_programs` makes them. No layer has memory yet."""
-    return LocalModel(plan.description.layout, plan.description.inits, _Layers(plan), programs)
+    made = None
+    if plan.description.has_own_values:
+        made = MadeValues(partial(_make_for_real, plan))
+    return LocalModel(plan.description.layout, plan.description.inits, _Layers(plan), programs, made)
+
+
+def _make_for_real(plan: RunPlan, layers: Collection[str]) -> LayeredModel:
+    """The model with memory: all of it, but of the layers that it gives as factories these alone."""
+    return make_model(plan.settings, plan.data.vocab_size, device="cpu", layers=layers)
+
+
+def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> tuple[Row, ...]:
+    """Digests of what constructors made for a worker, to be compared with those of the other workers.
+
+    A worker of the first mesh takes the layers that it is to compute or to hold. One that comes later takes those that
+    every worker makes, which are not given as factories.
+
+    Args:
+        begins: the run begins with initial values, and not with a checkpoint.
+    """
+    layers, placement = plan.description.layout.layers, plan.placement
+    if rank in placement.mesh:
+        replicas = placement.replica_map(plan.description.layout)
+        computed = set(placement.layers_of_stage(placement.mesh.stage_of(rank)))
+        held = {layer for layer, ranges in replicas.items() if any(rank in pages.replicas for pages in ranges)}
+    else:
+        factories = make_model(plan.settings, plan.data.vocab_size).factories
+        computed, held = {layer.index for layer in layers if layer.name not in factories}, set()
+    modules = ((layers[number].name, module) for number, module in model.make_modules(sorted(computed)).items())
+    of_values = [layers[number].name for number in sorted(held)] if begins else ()
+    return digests(modules, model.made, of_values)
 
 
 def _layer_bytes(job: Job, layer: LayerLayout) -> tuple[int, int, int]:
@@ -290,13 +328,26 @@ class _Layers:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self._model = make_model(plan.settings, plan.data.vocab_size)
-        if has_constants(self._model):  # they exist only where the model is made for real
-            self._model = make_model(plan.settings, plan.data.vocab_size, device="cpu")
-            for module in self._model.modules():
-                for name, parameter in module.named_parameters(recurse=False):
-                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                    setattr(module, name, empty)
+        self._plan = plan
+        model = make_model(plan.settings, plan.data.vocab_size)
+        self._modules = model.layers
+        self._names = model.layer_names
+        # Constants exist only where a layer is made for real, which is done when the first such layer is asked for.
+        self._lacking = {number for number, module in enumerate(self._modules) if has_constants(module)}
 
     def __call__(self, layers: Iterable[int]) -> Mapping[int, nn.Module]:
-        return {number: copy.deepcopy(self._model.layers[number]) for number in sorted(set(layers))}
+        wanted = sorted(set(layers))
+        if lacking := self._lacking.intersection(wanted):
+            self._make_constants(lacking)
+        return {number: copy.deepcopy(self._modules[number]) for number in wanted}
+
+    def _make_constants(self, wanted: Collection[int]) -> None:
+        model = _make_for_real(self._plan, [self._names[number] for number in wanted])
+        built = {n for n in self._lacking if n in wanted or self._names[n] not in model.factories}
+        for number in built:
+            self._modules[number] = module = model.layers[number]
+            for one in module.modules():
+                for name, parameter in one.named_parameters(recurse=False):
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    setattr(one, name, empty)
+        self._lacking -= built

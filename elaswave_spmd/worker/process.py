@@ -42,6 +42,7 @@ from elaswave_spmd.worker.model_check import check_model
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
 from elaswave_spmd.worker.plan_run import (
     RunPlan,
+    digests_of,
     make_context,
     make_local_model,
     make_programs,
@@ -171,12 +172,17 @@ class WorkerProcess:
 
         programs = make_programs(plan, self._rank, self._device.place, self._frequency, partial(beat, "compiling"))
         model, data = make_local_model(plan, programs), open_datasets(plan)
+        rows = digests_of(plan, self._rank, model, begins=spec.run.checkpoints.source is None)
+        if rows:
+            self._send(m.Constructed(self._rank, rows))
         if self._settings.checks_model:
             place = self._device.place
             check = check_model(
                 model, plan.job, data.train, place, rank=self._rank, checked=partial(beat, "checking the model")
             )
             self._send(m.Checked(self._rank, check.seconds, tuple(map(dataclasses.astuple, check.layers))))
+        if model.made is not None and self._rank not in plan.placement.mesh:
+            model.made.clear()  # a newcomer is sent its state; should it be a first worker, it makes the values again
         watched = spec.death_watch is not None
         self._send(m.Ready(self._rank, self._links.address, watched, programs.num_compiled))
         self._is_ready = True

@@ -8,13 +8,13 @@ have replicas and learners like others, and no gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from elaswave_spmd.determinism import materialize
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.worker_protocol import Apply, WorkerProtocol
 from elaswave_spmd.runtime.transport.links import CONTROLLER
@@ -172,13 +172,13 @@ class StateReplica:
     # ---- the state at the start
 
     def initialize(self) -> None:
-        """Draw the initial values of all held pages, version 0, and publish them."""
-        inits, seed = self._context.model.inits, self._job.seed
-
-        def draw(name: str, first: int, stop: int) -> Tensor:
-            return torch.from_numpy(materialize(inits[name], seed, name, first, stop))
-
-        self.state.initialise(draw)
+        """Draw the initial values of all held pages, version 0, or take those that were made, and publish them."""
+        model = self._context.model
+        if model.made is not None:
+            model.made.prepare([self._layout.layers[layer].name for layer in self.state.layers])
+        self.state.initialise(partial(model.initial, self._job.seed))
+        if model.made is not None:
+            model.made.clear()
         for layer in self.parameters.layers:
             self.parameters.publish(layer, 0, frozen=True)
 

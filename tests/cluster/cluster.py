@@ -51,6 +51,7 @@ from elaswave_spmd.worker.context import Datasets, LocalModel, WorkerContext, Wo
 from elaswave_spmd.worker.device_fault import DeviceRecovery
 from elaswave_spmd.worker.fault_injection import with_a_flipped_bit
 from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.loop import Executor
 from elaswave_spmd.worker.model_layout import ModelDescription
 from elaswave_spmd.worker.parameter_broadcast import StageGroup
@@ -346,11 +347,12 @@ class SimulatedCluster:
             return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
         programs = StagePrograms(**program_args(self._job, layout, model.loss))
+        made = MadeValues(lambda layers: model) if self._description.has_own_values else None
         context = WorkerContext(
             worker.rank,
             self._job,
             self._healthy,
-            LocalModel(layout, self._description.inits, modules, programs),
+            LocalModel(layout, self._description.inits, modules, programs, made),
             Datasets(self._train, self._validation),
             self._device,
             worker.port,

@@ -80,6 +80,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS),
     m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS),
     m.Checked(SENDER, 0.5, ((0, 1, 10, 20, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, bytes(16)))),
+    m.Constructed(SENDER, (("block0.weight", False, bytes(16)), ("block0.table", True, bytes(range(16))))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
 )
 

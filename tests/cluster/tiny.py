@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.determinism import KeyedDropout, Keys
+from elaswave_spmd.determinism import Init, KeyedDropout, Keys
 from elaswave_spmd.models import Batch, LayeredModel, freeze_parameters
 from elaswave_spmd.sharding import P, Shardings, Tie
 from elaswave_spmd.worker.learning_rate import LearningRate
@@ -80,6 +80,9 @@ class Tiny(LayeredModel):
         layers = {f"block{i}": _Block(dropout if i == 0 else 0.0) for i in range(blocks)}
         ties = (Tie("head.weight", "embed.weight"),) if tied else ()
         super().__init__({"embed": _Embed(), **layers, "head": _Head()}, ties)
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
 
 
 class Overflowing(Tiny):

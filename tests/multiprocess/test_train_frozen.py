@@ -32,7 +32,7 @@ def test_meshes_a_kill_and_a_resume(tmp_path: Path) -> None:
     trained(tmp_path, *FROZEN, "run.dir=killed", "mesh=dp2_pp2", "sharding=zero2", kill)
     words = [*FROZEN, "run.dir=resumed", "mesh=dp2", "checkpoint.every=2", *standing_still(6)]
     with launch(tmp_path, *words) as stopped:
-        kill_after_checkpoint(stopped, "resumed", 4)
+        kill_after_checkpoint(stopped, "resumed", 2)
     trained(tmp_path, "train.resume=resumed", "mesh=pp2", "sharding=zero3")
     wanted = weights(tmp_path / "single")
     for name in ("meshed", "killed", "resumed"):

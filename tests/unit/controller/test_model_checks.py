@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from elaswave_spmd.controller.events import Record
-from elaswave_spmd.controller.model_checks import ModelChecks
+from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
-from elaswave_spmd.recovery.messages import Checked
+from elaswave_spmd.recovery.messages import Checked, Constructed
 
 NAMES = ("embed", "block0", "block1", "head")
 ONE, OTHER = bytes(16), bytes(range(16))
@@ -72,3 +72,16 @@ def test_a_run_goes_on_with_the_bits_that_it_began_with() -> None:
     assert checks(known=known).difference(checked(0)) is None
     error = checks(known=known).difference(checked(0, OTHER))
     assert error is not None and error.what.startswith("layer block0 computes other bits than it did when the run")
+
+
+def test_what_constructors_made_is_compared_by_name() -> None:
+    found = Constructions()
+    rows = (("block0.scale", False, ONE), ("block0.table", True, ONE))
+    assert found.difference(Constructed(2, rows)) is None
+    assert found.difference(Constructed(0, (*rows, ("head.weight", False, OTHER)))) is None
+    error = found.difference(Constructed(1, (rows[0], ("head.weight", False, ONE))))
+    assert error is not None and error.what == (
+        "the constructor of layer head made other values of parameter head.weight on worker 1 than on worker 0"
+    )
+    error = found.difference(Constructed(1, (rows[0], ("block0.table", True, OTHER))))
+    assert error is not None and "of layer block0 made other values of constant block0.table" in error.what

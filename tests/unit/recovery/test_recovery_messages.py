@@ -40,6 +40,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Ready(3, "ipc:///tmp/x"),
     m.Ready(3, "tcp://127.0.0.1:5", True),
     m.Checked(3, 0.25, ((0, 1, 4096, 512, b"\0\xff"), (1, 4, 2**40, 512, b""))),
+    m.Constructed(3, (("block0.weight", False, b"\0\xff"), ("block0.table", True, b""))),
     m.Refused(3, {"what": "layer block0 draws", "fix": "KeyedDropout(p)"}),
     m.Prepare(4),
     m.Prepare(4, 17),

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from elaswave_spmd.determinism import sample_ids
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, build_model
+from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, build_model, constructing
 from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model, kind_of
 from elaswave_spmd.worker.model_layout import describe
@@ -59,7 +60,8 @@ def local(model: LayeredModel, job: Job) -> LocalModel:
     def make(layers: Any) -> Mapping[int, nn.Module]:
         return {number: copy.deepcopy(model.layers[number]) for number in layers}
 
-    return LocalModel(description.layout, description.inits, make, programs)
+    made = MadeValues(lambda layers: model) if description.has_own_values else None
+    return LocalModel(description.layout, description.inits, make, programs, made)
 
 
 def check(model: LayeredModel, *, rank: int = 0, **changes: Any) -> ModelCheck:
@@ -68,7 +70,8 @@ def check(model: LayeredModel, *, rank: int = 0, **changes: Any) -> ModelCheck:
 
 
 def mistaken(mistake: str) -> Mistaken:
-    return Mistaken(VOCABULARY, WIDTH, mistake)
+    with constructing(3):
+        return Mistaken(VOCABULARY, WIDTH, mistake)
 
 
 def refusal(model: LayeredModel, **changes: Any) -> ModelError:

@@ -1,0 +1,78 @@
+"""`python train.py` with a model that brings its own initial values, some of them frozen: equal bits, and refusals."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.multiprocess.real_runs import SMALL, launch, train, write_text
+from tests.multiprocess.test_resume import kill_after_checkpoint, standing_still
+from tests.own_values_model import write
+
+FREEZE = 'optim.freeze="block*.scale block1.mix.*"'
+
+
+def settings(folder: Path, *words: str) -> list[str]:
+    write_text(folder)
+    return [*SMALL, write(folder), "train.steps=8", *words]
+
+
+def trained(folder: Path, *words: str) -> None:
+    done = train(folder, *words)
+    assert done.code == 0, done.err
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    return load_file(run_dir / "weights.safetensors")
+
+
+@pytest.mark.parametrize("factories", ["false", "true"])
+def test_meshes_a_kill_and_a_resume(tmp_path: Path, factories: str) -> None:
+    words = settings(tmp_path, FREEZE, f"+model.args.factories={factories}")
+    trained(tmp_path, *words, "run.dir=single")
+    trained(tmp_path, *words, "run.dir=meshed", "mesh=dp2_pp2", "sharding=zero3")
+    kill = "chaos.events=[{kind: kill, step: 1, rank: 1}]"
+    trained(tmp_path, *words, "run.dir=killed", "mesh=dp2_pp2", "sharding=zero2", kill)
+    last = [*words, "run.dir=resumed", "mesh=dp2", "checkpoint.every=2", *standing_still(6)]
+    with launch(tmp_path, *last) as stopped:
+        kill_after_checkpoint(stopped, "resumed", 2)
+    trained(tmp_path, "train.resume=resumed", "mesh=pp2", "sharding=zero3")
+    wanted = weights(tmp_path / "single")
+    for name in ("meshed", "killed", "resumed"):
+        found = weights(tmp_path / name)
+        assert found.keys() == wanted.keys()
+        assert [n for n in wanted if found[n].tobytes() != wanted[n].tobytes()] == [], name
+    assert (wanted["block0.scale"] == np.float32(1e-4)).all(), "frozen, at the value of its constructor"
+    assert (wanted["block1.mix.weight"] == np.eye(16, dtype=np.float32)).all()
+    near = np.abs(wanted["block0.mix.weight"] - np.eye(16, dtype=np.float32)).max()
+    assert 0 < near < 0.2, "trained, from the identity on"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("clock", "the constructor of layer block0 made other values of parameter block0.up.bias on worker"),
+        ("process", "the constructor of layer block0 made other values of constant block0.table on worker"),
+        ("empty", "parameter block0.up.weight has no initial values"),
+    ],
+)
+def test_constructors_that_differ_between_workers_are_refused(tmp_path: Path, wrong: str, told: str) -> None:
+    words = settings(tmp_path, f"+model.args.wrong={wrong}", "mesh=dp2")
+    done = train(tmp_path, *words)
+    assert done.code == 2 and told in done.err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "before the first step"
+
+
+def test_factories_are_built_where_they_are_needed_alone(tmp_path: Path) -> None:
+    words = settings(tmp_path, "model.layers=6", "+model.args.factories=true", f"+model.args.log={tmp_path}/built")
+    trained(tmp_path, *words, "mesh=pp4", "elastic.enabled=false", "runtime.check_model=false")
+    built = defaultdict(set)
+    for line in (tmp_path / "built").read_text().splitlines():
+        process, number = map(int, line.split())
+        built[process].add(number)
+    assert sorted(number for numbers in built.values() for number in numbers) == list(range(6))
+    assert len(built) > 1 and max(map(len, built.values())) < 6
