@@ -77,7 +77,7 @@ def seeded(seed: int, name: str) -> Iterator[None]:
     key = int.from_bytes(digest, "little")
     before = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
     # Not torch.manual_seed, which would begin with accelerators as well.
-    torch.random.default_generator.manual_seed(key % 2**63)
+    torch.random.default_generator.manual_seed(key % 2**63)  # pyright: ignore[reportPrivateImportUsage]
     np.random.seed(np.frombuffer(digest, "<u4"))
     random.seed(key)
     try:
