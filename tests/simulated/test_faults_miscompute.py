@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from elaswave_spmd.recovery.checks import CheckDraw
 from tests.cluster.faults import Fault
-from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
+from tests.simulated.bits_cases import MirroredCluster, Run, expected, mirrored_placement, one_thread, outcome
 
 RUN = Run(microbatches=5, steps=6)
 PLACES = ("forward", "backward", "reduce", "norm", "apply")
@@ -59,3 +62,35 @@ def test_the_worker_that_computes_wrongly_is_found_in_the_same_step(
             lost = [r for begun in found.epochs for r, kind in begun.kinds.items() if kind == "fail"]
             assert lost == [rank], found.epochs
             assert found.epochs[0].version == 2 and "computed wrongly in step 3" in found.epochs[0].reasons[rank]
+
+
+def events_of(cluster: MirroredCluster, kind: str) -> list[str]:
+    """The messages of all events of a kind that the run writes."""
+    lines: list[str] = []
+    cluster._trace = lines.append
+    cluster.run()
+    return [line.partition(f"EVENT {kind} ")[2] for line in lines if f"EVENT {kind} " in line]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@one_thread()
+def test_below_rate_1_the_steps_that_may_be_wrong_are_told(seed: int) -> None:
+    """Worker 1 computes its first micro-batch wrongly in every step from the third one on."""
+    run = Run(microbatches=6, steps=14, seed=seed)
+    faults = [miscompute("forward", 1, step) for step in range(3, 15)]
+    cluster = MirroredCluster(run, "dp3", 1, faults=faults, verify_rate=0.15, seed=seed)
+    draw, placement = CheckDraw(seed, 0.15), mirrored_placement(run, "dp3", 1)
+    concerned = [
+        step for step in range(1, 15) if any(1 in (p.owner, p.checker) for p in draw.pairs(step, 0, placement))
+    ]
+    first = next((s for s in range(3, 15) if any(p.microbatch == 2 for p in draw.pairs(s, 0, placement))), None)
+    found = events_of(cluster, "corrupt")
+    if first is None:
+        assert found == []
+        return
+    (reason,) = (begun.reasons[1] for begun in cluster.result.epochs if 1 in begun.reasons)
+    step = int(reason.removeprefix("it computed wrongly in step "))
+    assert step <= first, "the first pair that is wrong and checked ends it; as a checker it may be found before"
+    checked = max((s for s in concerned if s < step), default=0)
+    wanted = [] if checked + 1 >= step else [f"steps {checked + 1} to {step - 1}"]
+    assert re.findall(r"steps \d+ to \d+", found[0]) == wanted
