@@ -240,6 +240,7 @@ def make_side(spec: Spec) -> Side:
         "loss": model.loss,
         "loss_scale": spec.loss_scale,
         "checkpointing": False,
+        "first_trained": 0,
     }
     if spec.kind == EAGER:
         return Ours(model, spec.microbatches, StagePrograms(**args))

@@ -24,7 +24,7 @@ def split(node: Node) -> int:
 def _descend(node: Node, num_microbatches: int) -> list[Node]:
     """The nodes from the root down to the smallest one that holds all of (lo, hi), which lies in the root."""
     at: Node = (0, num_microbatches)
-    found = [at]
+    found: list[Node] = [at]
     while at != node and at[1] - at[0] > 1:
         middle = split(at)
         at = (at[0], middle) if node[1] <= middle else (middle, at[1])
