@@ -65,9 +65,8 @@ def hold_scratch(folder: str) -> None:
 
 def remove_with(folder: str, path: Path) -> None:
     """Have a file removed together with a `Scratch` whose processes are killed, if it is still the same file then."""
-    # Its name is one line there. One that has a line break stays until the next command.
-    with contextlib.suppress(OSError, UnicodeEncodeError), (Path(folder) / scratch_remover.WITH).open("a") as lines:
-        lines.write(scratch_remover.entry(str(path.absolute())))
+    with contextlib.suppress(OSError), (Path(folder) / scratch_remover.WITH).open("ab") as entries:
+        entries.write(scratch_remover.entry(os.fsencode(path.absolute())))
 
 
 def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:

@@ -16,10 +16,13 @@ WITH = "with"
 """A file in the directory that names what is to be removed with it: see `entry`."""
 
 
-def entry(path: str) -> str:
-    """The line for a file; it has what tells the file from another one that has taken its name meanwhile."""
+def entry(path: bytes) -> bytes:
+    """The entry for a file; it has what tells the file from another one that has taken its name meanwhile.
+
+    Bytes that end with a zero, since any other byte may be part of a name, and this process knows no locale.
+    """
     status = os.lstat(path)
-    return f"{status.st_dev} {status.st_ino} {status.st_mtime_ns} {path}\n"
+    return b"%d %d %d %b\0" % (status.st_dev, status.st_ino, status.st_mtime_ns, path)
 
 
 def remove_when_free(folder: str, owner: str) -> None:
@@ -29,11 +32,11 @@ def remove_when_free(folder: str, owner: str) -> None:
     except OSError:
         return  # it has been removed
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with contextlib.suppress(OSError), open(os.path.join(folder, WITH)) as lines:  # mostly there is none
-        for line in lines:
+    with contextlib.suppress(OSError), open(os.path.join(folder, WITH), "rb") as entries:  # mostly there is none
+        for found in entries.read().split(b"\0")[:-1]:  # after the last zero is one that was not written whole
+            path = found.split(b" ", 3)[3]
             with contextlib.suppress(OSError):
-                path = line.rstrip("\n").split(" ", 3)[3]
-                if entry(path) == line:
+                if entry(path) == found + b"\0":
                     os.unlink(path)
     for path, folders, files in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):  # the next command removes what its processes have left as well

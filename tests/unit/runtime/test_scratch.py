@@ -91,6 +91,19 @@ def test_what_is_removed_with_it_is_left_to_who_has_taken_its_name(base: Path, t
     assert theirs.exists() and not mine.exists()
 
 
+@pytest.mark.parametrize("name", [b"a\nb", b"two\n\n", "\u00fc".encode(), b"\xfc", b" 1 2 3 "])
+def test_what_is_removed_with_it_may_have_any_name(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / os.fsdecode(name)
+    path.touch()
+    with holder() as (command, folder):
+        remove_with(folder, path)
+        command.kill()
+        assert command.stdin is not None
+        command.stdin.close()
+        eventually(lambda: not Path(folder).exists() and not removers(folder))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_directory_that_is_removed_leaves_no_process() -> None:
     mine = Scratch()
     eventually(lambda: removers(mine.path))
