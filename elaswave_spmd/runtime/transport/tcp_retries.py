@@ -7,8 +7,6 @@ that time for one connection; elsewhere it stays as it is.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 
 _TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python has no name for it
@@ -23,8 +21,15 @@ def bound_retries(fd: int, give_up_s: float) -> bool:
         give_up_s: from the first try without an answer until the connection ends. The kernel counts tries otherwise,
             which come sooner now.
     """
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+    try:
+        connection = socket.socket(fileno=fd)
+    except OSError:  # it is closed, or something else has its number by now
+        return False
+    try:
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _MOST_MS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * give_up_s))
-        return True
-    return False
+    except OSError:
+        return False
+    finally:
+        connection.detach()  # its owner closes it
+    return True
