@@ -109,9 +109,9 @@ class FailurePolicy:
         survives: the run goes on after a loss (elastic.enabled).
         replaces: a worker is started in place of each that is lost (elastic.replace or elastic.spares).
         start_s: how long a worker of the first mesh may take to be ready (timeouts.start).
-        min_workers: with fewer the run does not begin again from a checkpoint (elastic.min_workers).
+        min_workers: with fewer the run does not begin again (elastic.min_workers).
         max_skipped: this many steps in a row whose gradient is not finite end the run (optim.max_skipped).
-        restarts: the run may begin again from a checkpoint: its workers can be started a second time.
+        restarts: the run may begin again: its workers can be started a second time.
         mesh: of the run, for the mesh of fewer workers with which it begins again.
     """
 
@@ -501,7 +501,8 @@ class FailureHandler:
         policy, protocol = self._policy, self._protocol
         left = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         is_lost = end.lost or not protocol.members
-        is_begin = checkpoint is None and protocol.version == self._first
+        # Before the first epoch no state is lost: workers that end at every start would do so again.
+        is_begin = checkpoint is None and protocol.started and protocol.version == self._first
         nothing = checkpoint is None and not is_begin
         if self._signal or nothing or not is_lost or not policy.restarts or left < policy.min_workers:
             return []

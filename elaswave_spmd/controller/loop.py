@@ -142,7 +142,7 @@ class Controller:
         self._admin = Administration(self.protocol, self._roster, self._replacements, log.observer, settings.elastic)
 
     def run(self) -> Outcome:
-        """Run until the job has finished, has stopped, or must restart from a checkpoint.
+        """Run until the job has finished, has stopped, or must begin again.
 
         Raises:
             RunError: workers contradict each other; the fork server died; the run's files cannot be written.

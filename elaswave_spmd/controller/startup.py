@@ -78,7 +78,7 @@ def run(
 
 
 class _Lives:
-    """The lives of one run: it begins again from its checkpoint where state was lost for good.
+    """The lives of one run: it begins again, mostly from its checkpoint, where state was lost for good.
 
     Attributes:
         run_dir: what the run has written and leaves; None: nothing.
@@ -120,7 +120,7 @@ class _Lives:
                     return
 
     def _run_once(self, settings: Settings, again: Path | None, *, here: bool) -> Outcome:
-        """One life, from its first worker to its end or to the checkpoint from which it has to begin again.
+        """One life, from its first worker to its end or to the loss after which it has to begin again.
 
         Args:
             again: the directory of the life before, if the run begins as that one did; else None.
@@ -190,10 +190,11 @@ class _Lives:
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
     """The settings of a run that begins as it did, on the mesh that is left.
 
-    Faults are injected at the first attempt of a step: those of its first one have happened.
+    Faults are injected at the first attempt of a step: those of its first one have happened. Those with a rate may
+    happen in every step.
     """
     chaos = settings.chaos
-    events = tuple(event for event in chaos.events if event.step > restart.step + 1)
+    events = tuple(event for event in chaos.events if event.rate or event.step > restart.step + 1)
     return replace(settings, mesh=restart.mesh, chaos=replace(chaos, events=events))
 
 

@@ -541,7 +541,7 @@ class SimulatedCluster:
         raise AssertionError(f"the run has stopped: {outcome.error}")
 
     def _restart(self, restart: RestartFrom) -> None:
-        """The run begins again from its newest checkpoint with new workers, as the launcher of a real run has it do."""
+        """The run begins again with new workers, as a real launcher has it do: from its newest checkpoint, if any."""
         checkpoint = self.checkpoints.newest
         assert restart.is_begin == (checkpoint is None) and restart.step == (checkpoint.step if checkpoint else 0)
         self.note("RESTART", restart.mesh, "after step", restart.step)

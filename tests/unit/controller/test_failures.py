@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from elaswave_spmd.conf.schema import Settings
+from elaswave_spmd.conf.schema import MeshSettings, Settings
 from elaswave_spmd.controller.events import (
     Action,
     CheckpointFound,
@@ -552,4 +552,20 @@ def test_a_run_that_was_asked_to_stop_does_not_begin_again(asked: bool) -> None:
         return
     world.losses.stop_requested("SIGTERM")
     with pytest.raises(StoppedBySignal, match="the run cannot go on: all replicas of 1 page ranges are lost"):
+        world.do(world.losses.end(end, world.now))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_run_whose_workers_are_all_lost_at_each_start_does_not_begin_again(started: bool) -> None:
+    """No state is lost before the first epoch; after it, and before the first step, it is made again."""
+    world = World(replace=True)
+    world.protocol.started, world.protocol.members = started, ()
+    end = Unrecoverable((), "no worker is left")
+    if started:
+        world.do(world.losses.end(end, world.now))
+        assert cast(End, world.actions[-1]).outcome == RestartFrom(
+            Path("run"), MeshSettings(dp=2, pp=1), 4, is_begin=True
+        )
+        return
+    with pytest.raises(RunError, match="the run cannot go on: no worker is left"):
         world.do(world.losses.end(end, world.now))
