@@ -41,16 +41,14 @@ def constructing(seed: int, layers: Collection[str] | None = None) -> Iterator[N
             None: all of them.
     """
     token = _present.set(_Construction(seed, layers))
-    deterministic, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not torch.use_deterministic_algorithms, which imports the compiler: seconds, for each worker.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         with seeded(seed, ""):
             yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.set_deterministic_debug_mode(before)
         _present.reset(token)
 
 
