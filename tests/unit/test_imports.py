@@ -129,7 +129,6 @@ def test_the_public_names_are_loaded_when_they_are_used() -> None:
 def test_no_compiler_is_imported_for_a_model_that_is_not_compiled() -> None:
     """It takes seconds, in every worker."""
     code = "import sys, elaswave_spmd.worker.process; from elaswave_spmd.models import constructing\n"
-    code += "from elaswave_spmd.models.mlp import MLP\n"
     code += "with constructing(0): pass\n"
     code += "print({'torch._inductor', 'torch._dynamo'} & set(sys.modules))"
     assert python(code) == "set()\n"
