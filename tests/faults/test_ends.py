@@ -23,14 +23,14 @@ from elaswave_spmd.models import LayeredModel
 class Embed(nn.Module):
     def __init__(self, vocab_size, d_model):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.weight = nn.Parameter(torch.randn(vocab_size, d_model) * 0.02)
     def forward(self, x, keys):
         return nn.functional.embedding(x, self.weight)
 
 class Head(nn.Module):
     def __init__(self, vocab_size, d_model, way):
         super().__init__()
-        self.weight, self.way = nn.Parameter(torch.empty(vocab_size, d_model)), way
+        self.weight, self.way = nn.Parameter(torch.randn(vocab_size, d_model) * 0.02), way
     def forward(self, x, keys):
         if int(keys.step) == 3:
             if self.way == "crash":

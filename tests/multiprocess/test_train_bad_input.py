@@ -20,7 +20,7 @@ from elaswave_spmd.sharding import P, shard
 class Layer(nn.Module):
     def __init__(self, vocab_size, d_model, last, spec):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.weight = nn.Parameter(torch.randn(vocab_size, d_model) * 0.02)
         self.last = last
         shard(self, weight=spec)
     def forward(self, x, keys):

@@ -21,6 +21,7 @@ from elaswave_spmd.models import Batch, LayeredModel
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.initial_values import MadeValues
 from elaswave_spmd.worker.learning_rate import LearningRate
 from elaswave_spmd.worker.model_check import check_model
 from elaswave_spmd.worker.model_layout import ModelDescription, describe
@@ -211,7 +212,8 @@ def check(make: Callable[[], LayeredModel], *, checkpointing: bool = False) -> S
     def modules(layers: Iterable[int]) -> Mapping[int, nn.Module]:
         return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
-    check_model(LocalModel(description.layout, description.inits, modules, programs), job, Samples(), CPU)
+    made = MadeValues(lambda layers: model) if description.has_own_values else None
+    check_model(LocalModel(description.layout, description.inits, modules, programs, made), job, Samples(), CPU)
     assert programs.num_compiled == number
     return programs
 
