@@ -198,6 +198,7 @@ def test_a_worker_that_is_killed_while_workers_of_a_restart_start(tmp_path: Path
     with held_run(tmp_path, *PATIENT, *settings) as held:
         held.let_go()
         held.run.wait_for_steps(5)
+        held.wait_for("checkpoint")  # a busy disk may take longer than the steps after it
         (held.hold / "go").unlink()
         pids = held.pids()
         for rank in (0, 1):  # each is the mirror of some of the other's pages
