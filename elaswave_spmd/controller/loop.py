@@ -53,6 +53,7 @@ from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
 from elaswave_spmd.controller.supervision import Supervision
+from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
@@ -117,7 +118,8 @@ class Controller:
             assigner=measured,
             checks=draw,
         )
-        self._verifier = Verifier(settings, draw, self.protocol)
+        verdicts = Verdicts(settings, self.protocol)
+        self._verifier = Verifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._ready: set[int] = set()  # the workers that have reported Ready
         chaos = settings.chaos

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import Action, End, EvictWorker, Record, RunStopped
-from elaswave_spmd.errors import RunError
+from elaswave_spmd.controller.events import Action, Record
+from elaswave_spmd.controller.verdicts import Case, Verdicts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Send
 from elaswave_spmd.recovery.checks import CheckDraw, Difference, Pair, first_difference, judges, verdict
@@ -44,13 +43,12 @@ class Verifier:
     """The open questions of the present mesh epoch, and when each worker was checked last.
 
     Args:
-        settings: of the run.
+        verdicts: what becomes of workers that are wrong.
         draw: the pairs of each step.
     """
 
-    def __init__(self, settings: Settings, draw: CheckDraw, protocol: ControllerProtocol) -> None:
-        self._action = settings.verify.action
-        self._device = settings.runtime.device
+    def __init__(self, verdicts: Verdicts, draw: CheckDraw, protocol: ControllerProtocol) -> None:
+        self._verdicts = verdicts
         self._draw = draw
         self._protocol = protocol
         self._layer_names = [layer.name for layer in protocol.layout.layers]
@@ -130,34 +128,23 @@ class Verifier:
     def _decide(self, question: _Question) -> list[Action]:
         wrong = verdict(question.pair, question.first, question.again)
         if not wrong:
-            more = judges(question.pair, self._members_of(question.pair.stage), question.asked)
-            return (
-                self._ask(replace(question, asked=(*question.asked, *more)), more) if more else self._give_up(question)
-            )
-        records: list[Action] = [self._record_verdict(question, rank) for rank in wrong]
-        if self._action == "report":
-            self._protocol.trust()
-            accepted = m.CheckAccepted(self._protocol.placement.mesh.epoch, question.step, question.pair.microbatch)
-            return [*records, Send(question.pair.checker, accepted)]
-        if self._action == "stop":
-            what = (
-                f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} computed wrongly: {self._where(question)}"
-            )
-            return [*records, End(RunStopped(RunError(f"the run stops (verify.action=stop): {what}")))]
-        return [*records, *(EvictWorker(rank, f"it computed wrongly in step {question.step}") for rank in wrong)]
+            if more := judges(question.pair, self._members_of(question.pair.stage), question.asked):
+                return self._ask(replace(question, asked=(*question.asked, *more)), more)
+            return self._verdicts.not_found(self._case(question), {question.pair.owner, question.pair.checker})
+        return self._verdicts.found(self._case(question), wrong)
 
-    def _give_up(self, question: _Question) -> list[Action]:
-        """The end of the run: one of two workers is wrong, and nothing shows which."""
-        who = sorted({question.pair.owner, question.pair.checker})
-        what = f"workers {who} computed different results in step {question.step}: {self._where(question)}"
-        error = f"{what}; each gives the same results again, and nothing shows which of them is wrong"
-        return [End(RunStopped(RunError(error)))]
-
-    def _where(self, question: _Question) -> str:
+    def _case(self, question: _Question) -> Case:
         found, pair = question.difference, question.pair
-        layer = self._layer_names[found.layer]
-        what = f"{found.elements} element{'s' * (found.elements != 1)} of the {found.kind} of layer {layer}"
-        return f"{what}, micro-batch {pair.microbatch}, stage {pair.stage}"
+        accepted = m.CheckAccepted(self._protocol.placement.mesh.epoch, question.step, pair.microbatch)
+        return Case(
+            question.step,
+            self._layer_names[found.layer],
+            found.kind,
+            found.elements,
+            f"micro-batch {pair.microbatch}, stage {pair.stage}",
+            self._checked,
+            Send(pair.checker, accepted),
+        )
 
     def _record_difference(self, question: _Question) -> Record:
         pair = question.pair
@@ -169,26 +156,6 @@ class Verifier:
             "ranks": sorted({pair.owner, pair.checker}),
             "microbatch": pair.microbatch,
             "stage": pair.stage,
-            "message": f"{who} computed different results in step {question.step}: {self._where(question)}",
+            "message": f"{who} computed different results in step {question.step}: {self._case(question)}",
         }
         return Record("mismatch", fields)
-
-    def _record_verdict(self, question: _Question, wrong: int) -> Record:
-        mesh, found = self._protocol.placement.mesh, question.difference
-        checked = self._checked.get(wrong, 0)
-        unsure = [checked + 1, question.step - 1] if checked + 1 < question.step else []
-        host = "/".join(dict(mesh.topology.domains).get(wrong, ())) or "localhost"
-        exposed = f"; steps {unsure[0]} to {unsure[1]}, in which it was not checked, may be wrong" if unsure else ""
-        fields = {
-            "ranks": [wrong],
-            "host": host,
-            "device": self._device,
-            "layer": self._layer_names[found.layer],
-            "step": question.step,
-            "tensor": found.kind,
-            "elements": found.elements,
-            "checked": checked or None,
-            "unsure_steps": unsure,
-            "message": f"worker {wrong} ({host}, {self._device}) computed wrongly: {self._where(question)}{exposed}",
-        }
-        return Record("corrupt", fields)
