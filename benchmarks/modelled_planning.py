@@ -4,8 +4,8 @@
 
 Each repeat has a process of its own, so that nothing cached from an earlier plan helps. "decision" is everything that
 changes: micro-batches, layers, number of stages, frequencies by class of workers, bytes that move, each chosen with the
-others in view; "placement" makes the value that is sent; "actions" are those of one worker, made on demand. Only time
-and memory are measured: devices, and costs of layers (those of Llama 405B), are modelled.
+others in view; "placement" makes the value that is sent; "order" is that of one worker's actions, made on demand. Only
+time and memory are measured: devices, and costs of layers (those of Llama 405B), are modelled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.harness import Result, parser, say
 from benchmarks.modelled import publish
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
-from elaswave_spmd.scheduling.pipeline import actions_of
+from elaswave_spmd.scheduling.pipeline import turns
 from elaswave_spmd.scheduling.rebalance import plan_change
 from elaswave_spmd.simulator import Change, healthy, llama
 from elaswave_spmd.simulator.report import Cell, Table
@@ -51,14 +51,14 @@ def once(workers: int, event: str) -> dict[str, float]:
     last = decision.last.assignment
     placed = last.placement()
     made = perf_counter()
-    actions = actions_of(placed, last.stages[-1][-1])
+    order = turns(placed, placed.microbatches_of(last.stages[-1][-1]))
     ended = perf_counter()
-    if not actions or decision.last.move.bytes < 0:
+    if not order or decision.last.move.bytes < 0:
         raise RuntimeError(f"no plan: {decision}")
     return {
         "decision_s": decided - began,
         "placement_s": made - decided,
-        "actions_s": ended - made,
+        "order_s": ended - made,
         "planning_mib": peak - before,
         "peak_mib": peak,
     }
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sofar.append((workers, middle["decision_s"]))
             rows.append((workers, event, *middle.values(), growth(sofar)))
     result.data["runs"] = runs
-    columns = ("workers", "event", "decision s", "placement s", "actions s", "planning MiB", "peak MiB", "growth")
+    columns = ("workers", "event", "decision s", "placement s", "order s", "planning MiB", "peak MiB", "growth")
     notes = (
         f"median of {repeats} fresh processes, one core",
         f"{_STAGES} stages, {_MICROBATCHES} micro-batches a worker, 128 layers",

@@ -1,21 +1,19 @@
-"""Pipeline schedules as data: the actions of each worker in a step, in order, such as `1F4` (stage 1, forward, 4).
+"""The order of a step's actions: the rules by which workers choose, and the lists that they give in one simulated step.
 
-The lists come from one simulation of the placement under the 1F1B rule (Narayanan et al., 2019): a worker runs a
-backward as soon as one is ready, else a forward, with a bounded number of micro-batches in flight; of several ready
-ones it takes the one whose turn it is. Lists from a finished simulation are free of deadlock by construction. `check`
-proves that for any lists.
+The rule is that of 1F1B (Narayanan et al., 2019): a worker runs a backward as soon as one is ready, else a forward,
+with a bounded number of micro-batches in flight (`in_flight_limits`); of several ready ones it takes the one whose turn
+it is (`turns`). Workers follow it while they run (`worker.ready_order`). `schedule` follows it in modelled time, for
+plans: the actions of each worker, in order, such as `1F4` (stage 1, forward, 4). `check` proves that lists can be run.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.placement import CONTIGUOUS, Placement
+from elaswave_spmd.scheduling.placement import Placement
 
 FORWARD, BACKWARD = "F", "B"
 _STEP = 1 << 24  # duration of a worker's step; whole numbers, so that two ends are equal or not without rounding
@@ -93,53 +91,15 @@ def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Sc
     return _simulate(placement, placement.mesh.members, range(placement.num_microbatches), limits)
 
 
-def actions_of(placement: Placement, rank: int) -> tuple[PipelineAction, ...]:
-    """The actions of one worker, equal to `schedule(placement)[rank]`.
-
-    Only the workers are simulated with which it shares micro-batches, directly or through others. On an even mesh these
-    are the workers at its position in all stages; after a loss in a large mesh, those of its block
-    (microbatch_assignment.Block). So the cost does not grow with the number of workers.
-    """
-    stages, counts = placement.mesh.stages, placement.microbatch_counts
-    # On an even mesh column p of all stages runs the same micro-batches, so the columns do not influence each other.
-    if len(set(counts)) == 1:
-        position = placement.mesh.position_in_stage(rank)
-        column = [members[position] for members in stages]
-        return _simulate(placement, column, placement.microbatches_of(rank), in_flight_limits([1] * len(column)))[rank]
-    microbatches = placement.microbatches_of(rank)
-    # In turns, every worker shares micro-batches with every other one: nothing smaller than the mesh stands alone.
-    if placement.microbatch_order != CONTIGUOUS or not microbatches:
-        return schedule(placement)[rank]
-    found, positions = _neighbours(counts, microbatches[0], microbatches[-1] + 1)
-    ranks = [rank for members, (a, b) in zip(stages, positions, strict=True) for rank in members[a:b]]
-    return _simulate(placement, ranks, found, in_flight_limits([len(members) for members in stages], counts))[rank]
-
-
-def _neighbours(
-    microbatch_counts: Sequence[Sequence[int]], first: int, stop: int
-) -> tuple[range, list[tuple[int, int]]]:
-    """The micro-batches that share workers with micro-batches [first, stop), and the positions of these workers by
-    stage.
-
-    Micro-batches are assigned contiguously: the cuts of a stage are the sums of its counts. The range grows to both
-    sides until both of its ends are cuts of every stage.
-    """
-    cuts = [list(accumulate(counts, initial=0)) for counts in microbatch_counts]
-    while True:
-        first_now = min(of_stage[bisect_right(of_stage, first) - 1] for of_stage in cuts)
-        stop_now = max(of_stage[bisect_left(of_stage, stop)] for of_stage in cuts)
-        if (first_now, stop_now) == (first, stop):
-            break
-        first, stop = first_now, stop_now
-    return range(first, stop), [(bisect_right(c, first) - 1, bisect_left(c, stop)) for c in cuts]
-
-
-def _turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float]:
+def turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float]:
     """The turn of each micro-batch: micro-batch -> part of the step, from 0 to 1.
 
     Micro-batches that take the same path, over the same workers of all stages, are spread evenly over the step. A
     worker that gets micro-batches from several workers then takes from each in turn, and one that sends to several
     serves each in turn, in proportion to their shares. So no worker waits until another one has been served completely.
+
+    Args:
+        microbatches: all of a step, or all that one worker has: no others take the same path as these.
     """
     ways: dict[tuple[int, ...], list[int]] = {}
     for microbatch in sorted(microbatches):
@@ -158,7 +118,7 @@ def _simulate(
     busy: set[int] = set()
     plan: dict[int, list[PipelineAction]] = {rank: [] for rank in ranks}
     ends: list[tuple[int, int, PipelineAction]] = []
-    turn = _turns(placement, microbatches)
+    turn = turns(placement, microbatches)
     places = {rank: placement.mesh.coordinate(rank) for rank in ranks}
     duration = {rank: _duration(placement.microbatch_counts[stage][at]) for rank, (stage, at) in places.items()}
 

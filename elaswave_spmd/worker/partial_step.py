@@ -5,11 +5,12 @@ The plan for all workers is made by the controller (`recovery.partial_step`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from elaswave_spmd.recovery.messages import Recompute
 from elaswave_spmd.recovery.partial_step import FULL
+from elaswave_spmd.worker.ready_order import MicrobatchWork
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,6 @@ class RecoveryPlan:
     def worker_of(self, stage: int, microbatch: int) -> int | None:
         """The worker that runs a micro-batch through a stage; None if no worker has to any more."""
         return next((ln.worker for ln in self.lines if (ln.stage, ln.microbatch) == (stage, microbatch)), None)
-
-
-@dataclass
-class RemainingWork:
-    """The actions that are left of a micro-batch on this worker.
-
-    Args:
-        forward: it has to run forward; else a saved forward serves.
-        backward: FULL, INPUT_GRADIENT, or 0 for none.
-        alone: its gradient is not added to others here, but sent by itself.
-    """
-
-    forward: bool
-    backward: int
-    alone: bool
 
 
 @dataclass
@@ -74,14 +60,14 @@ class StepUnderWay:
             self.summed.add(microbatch)
 
 
-def remaining_of_new_step(lines: Sequence[Recompute]) -> dict[int, RemainingWork]:
+def remaining_of_new_step(lines: Sequence[Recompute]) -> dict[int, MicrobatchWork]:
     """Micro-batch -> what this worker has to do of a step that it has not begun: all its lines of the plan."""
-    return {line.microbatch: RemainingWork(line.forward, line.backward, alone=False) for line in lines}
+    return {line.microbatch: MicrobatchWork(line.forward, line.backward, alone=False) for line in lines}
 
 
 def remaining_of_begun_step(
     lines: Sequence[Recompute], step: StepUnderWay, forwarded: Collection[int]
-) -> dict[int, RemainingWork]:
+) -> dict[int, MicrobatchWork]:
     """Micro-batch -> what this worker has to do of a step that it has begun.
 
     Its lines of the plan, less what it has done since it gave its StepReport. Micro-batches that it had computed by
@@ -92,35 +78,17 @@ def remaining_of_begun_step(
         step: notes here what the worker regards as its own from now on.
         forwarded: micro-batches with a saved forward.
     """
-    remaining: dict[int, RemainingWork] = {}
+    remaining: dict[int, MicrobatchWork] = {}
     for line in lines:
         if line.microbatch in step.computed - step.reported:
             continue  # done since, and kept
         # The reduction was told which micro-batches it will get (`first`), and sends a sum when these are complete. One
         # that it does not expect, or has had, would be added twice or never sent: its gradient goes by itself.
         alone = step.alone or line.microbatch not in step.begun_with or line.microbatch in step.summed
-        left = RemainingWork(line.forward and line.microbatch not in forwarded, line.backward, alone)
+        left = MicrobatchWork(line.forward and line.microbatch not in forwarded, line.backward, alone)
         if left.backward == FULL:
             step.assigned.add(line.microbatch)
             step.computed.discard(line.microbatch)
         if left.forward or left.backward:
             remaining[line.microbatch] = left
     return remaining
-
-
-def next_ready(
-    remaining: Mapping[int, RemainingWork],
-    has_activation: Callable[[int], bool],
-    has_gradient: Callable[[int], bool],
-) -> int | None:
-    """A micro-batch whose next action has its input, or None: a backward if there is one, then the lowest first.
-
-    Backwards go first because they free memory, and because other stages wait for them.
-    """
-    forward = None
-    for microbatch, left in sorted(remaining.items()):
-        if not left.forward and has_gradient(microbatch):
-            return microbatch
-        if left.forward and forward is None and has_activation(microbatch):
-            forward = microbatch
-    return forward

@@ -1,7 +1,8 @@
 """A training step on one worker: micro-batches through its stage, parameters, the vote, the update.
 
-`StepRunner.train_step` is the step from top to bottom. A step runs as the placement has it, or, after the mesh has
-changed in the middle of it, what is left of it (`docs/protocol.md`, "A change of the mesh").
+`StepRunner.train_step` is the step from top to bottom. A worker does of a step what the placement gives it, or, after
+the mesh has changed in the middle of it, what is left (`docs/protocol.md`, "A change of the mesh"). Either runs in the
+order of readiness (`worker.ready_order`).
 
 Where the rest of a step happens: gradients are reduced in `GradientReducer`, called after each layer's backward; state
 is updated and parameters are published in `StepCommit`, called by the handler of the last vote. So the optimizer has no
@@ -10,7 +11,7 @@ call in `train_step`: it runs inside one of its waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,8 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
 from elaswave_spmd.runtime.transport.links import CONTROLLER
-from elaswave_spmd.scheduling.pipeline import FORWARD, PipelineAction, actions_of
+from elaswave_spmd.scheduling.pipeline import in_flight_limits, turns
+from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.checks import StepChecks
 from elaswave_spmd.worker.configuration import Configuration
@@ -29,12 +31,11 @@ from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import (
     RecoveryPlan,
-    RemainingWork,
     StepUnderWay,
-    next_ready,
     remaining_of_begun_step,
     remaining_of_new_step,
 )
+from elaswave_spmd.worker.ready_order import MicrobatchWork, next_ready
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries, Crossing
 from elaswave_spmd.worker.step_commit import StepCommit
 from elaswave_spmd.worker.waiting import Reason, Waiting, Waits
@@ -58,6 +59,31 @@ class MicrobatchAction:
     level: int = FULL
     alone: bool = False
     last: bool = False
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of one worker's actions in a mesh epoch.
+
+    Args:
+        turns: micro-batch -> turn, of those that the placement gives this worker.
+        num_microbatches: of a step.
+        limit: the most micro-batches in flight.
+    """
+
+    turns: Mapping[int, float]
+    num_microbatches: int
+    limit: int
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int) -> _Order:
+        limits = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
+        found = turns(placement, placement.microbatches_of(rank))
+        return cls(found, placement.num_microbatches, limits[placement.mesh.stage_of(rank)])
+
+    def turn(self, microbatch: int) -> float:
+        """The turn of a micro-batch; one that was another worker's comes by its number."""
+        return self.turns.get(microbatch, (2 * microbatch + 1) / (2 * self.num_microbatches))
 
 
 class StepRunner:
@@ -85,9 +111,8 @@ class StepRunner:
         self.checks = StepChecks(context.rank, draw, Digester(context.device), context.channel.send)
         self._under_way: StepUnderWay | None = None
         self._plan: RecoveryPlan | None = None
-        self._remaining: dict[int, RemainingWork] | None = None  # None: the step runs as placed
-        self._placed: tuple[PipelineAction, ...] | None = None  # this worker's actions of a whole step, worked out once
-        self._position = 0  # in them
+        self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
+        self._order: _Order | None = None  # of this mesh epoch, worked out once
         self._validated = -1
         self._asked_in = 0  # the step in which parameters were asked for that a check needs
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
@@ -108,8 +133,9 @@ class StepRunner:
             # only lacks votes, which all members send again in the new epoch.
             yield from self._until_applied(step)
             return
-        if self._plan is None or self._plan.step < step:
-            self._remaining = None  # no recovery plan is for this step: it runs as placed
+        if self._plan is None or self._plan.step < step:  # no recovery plan is for this step: it runs as placed
+            placed = self._placement.microbatches_of(self._context.rank)
+            self._work = {microbatch: MicrobatchWork(True, FULL, alone=False) for microbatch in placed}
         yield from self._before_step(step)
         self._begin(step)
         while (action := (yield from self._next_action(step))) is not None:
@@ -131,21 +157,17 @@ class StepRunner:
 
         A step that goes on after a change of the mesh has begun, unless this worker has changed its stage.
         """
-        self._position = 0
         if self.step_under_way == step:
             return
         if (recovery := self._context.hooks.device_recovery) is not None:
             recovery.begin_step(step, self._replica)
-        if self._remaining is None:
-            microbatches = set(self._placement.microbatches_of(self._context.rank))
-        else:
-            microbatches = {microbatch for microbatch, left in self._remaining.items() if left.backward == FULL}
+        microbatches = {microbatch for microbatch, left in self._work.items() if left.backward == FULL}
         reducer = self._replica.reducer
         # Sums that the reducer still has are of this step, through the layers of the stage that this worker came from.
         # The tree over its micro-batches is open there, so what it computes here is sent micro-batch by micro-batch.
         self._under_way = StepUnderWay(step, microbatches, frozenset(microbatches), alone=reducer.has_sums)
-        if self._under_way.alone and self._remaining is not None:
-            for left in self._remaining.values():
+        if self._under_way.alone:
+            for left in self._work.values():
                 left.alone = True
         reducer.begin_step(step, () if self._under_way.alone else microbatches)
         if step != self._unchecked:
@@ -155,48 +177,30 @@ class StepRunner:
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
         """The next action of the step; None when nothing is left. Checks are run while it has no input.
 
-        Planned actions come in the pipeline's order and wait for their inputs one by one. What remains of an
-        interrupted step comes in whatever order inputs arrive: the lists of different workers need not fit together,
-        and could wait for each other in a circle.
+        Raises:
+            ConfigurationChanged: the mesh has changed meanwhile.
         """
-        if self._remaining is None:
-            if self._placed is None:
-                self._placed = actions_of(self._placement, self._context.rank)
-            if self._position == len(self._placed):
-                return None
-            planned = self._placed[self._position]
-            made = self.checks.num_made
-            yield from self._check_until(step, lambda: self._has_input(step, planned), "an input for an action of step")
-            self.checks.num_idle += self.checks.num_made - made
-            self._position += 1
-            last = self._position == len(self._placed)
-            return MicrobatchAction(planned.kind == FORWARD, planned.microbatch, last=last)
-        remaining = self._remaining
-        if not remaining:
+        if not self._work:
             return None
-        has_ready = lambda: self._ready(step, remaining) is not None  # noqa: E731
-        yield from self._check_until(step, has_ready, "inputs to recover step")
-        yield from self._waiting.until(has_ready, "inputs to recover step", step)
-        microbatch = self._ready(step, remaining)
+        made, has_ready = self.checks.num_made, lambda: self._ready(step) is not None
+        yield from self._check_until(step, has_ready, "an input for an action of step")
+        self.checks.num_idle += self.checks.num_made - made
+        yield from self._waiting.until(has_ready, "an input for an action of step", step)
+        microbatch = self._ready(step)
         assert microbatch is not None
-        left = remaining[microbatch]
+        left = self._work[microbatch]
         if left.forward:
             return MicrobatchAction(True, microbatch, saves=left.backward > 0)
-        return MicrobatchAction(False, microbatch, level=left.backward, alone=left.alone, last=len(remaining) == 1)
+        return MicrobatchAction(False, microbatch, level=left.backward, alone=left.alone, last=len(self._work) == 1)
 
-    def _has_input(self, step: int, action: PipelineAction) -> bool:
-        """True if a planned action need not wait for a tensor of another stage."""
-        if action.kind == FORWARD:
-            return not self._stage or self._boundaries.arrived(ACTIVATION, step, self._layers.start)(action.microbatch)
-        has = self._boundaries.arrived(GRADIENT, step, self._layers.stop - 1)
-        return self._is_last or has(action.microbatch)
-
-    def _ready(self, step: int, remaining: dict[int, RemainingWork]) -> int | None:
-        """A micro-batch whose next action has its input: a backward if there is one."""
+    def _ready(self, step: int) -> int | None:
+        """A micro-batch whose next action has its input, by the order of this mesh epoch."""
+        if self._order is None:
+            self._order = _Order.of(self._placement, self._context.rank)
         has = self._boundaries.arrived
         activation = has(ACTIVATION, step, self._layers.start) if self._stage else lambda _: True
         gradient = (lambda _: True) if self._is_last else has(GRADIENT, step, self._layers.stop - 1)
-        return next_ready(remaining, activation, gradient)
+        return next_ready(self._work, self._order.turn, activation, gradient, self._order.limit)
 
     def _run_action(self, step: int, action: MicrobatchAction) -> Waits:
         """Run an action and note that it is done."""
@@ -215,12 +219,10 @@ class StepRunner:
             if full:
                 assert self._under_way is not None
                 self._under_way.note(microbatch, alone=alone)
-        if self._remaining is not None:
-            left = self._remaining[microbatch]
-            if action.forward:
-                left.forward = False
-            if not action.forward or not left.backward:
-                del self._remaining[microbatch]
+        left = self._work[microbatch]
+        left.forward = False
+        if not action.forward or not left.backward:
+            del self._work[microbatch]
 
     def _receivers(self, step: int, stage: int, microbatch: int) -> tuple[int | None, ...]:
         """The workers that take the input of a micro-batch on another stage: its own, and one that checks it."""
@@ -378,8 +380,7 @@ class StepRunner:
         mine = self._under_way if self._under_way is not None and self._under_way.number == step else None
         current = step == self._commit.version + 1
         # A saved forward that is to serve for the input's gradient alone may be used up before the next configuration.
-        remaining = (self._remaining or {}).items()
-        input_only = {microbatch for microbatch, left in remaining if left.backward == INPUT_GRADIENT}
+        input_only = {u for u, left in self._work.items() if left.backward == INPUT_GRADIENT}
         if mine is not None:
             # The sums of some layers of a micro-batch in the middle of its backward may have been given up already.
             given_up = {self._microbatches.backward_of} if reducer.gives_up else set()
@@ -415,23 +416,23 @@ class StepRunner:
         Called by `Executor.enter` when state and sums are where the new configuration has them.
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
-        self._placed = None
+        self._order = None
         self._asked_in = 0
         self._plan = RecoveryPlan(step, lines) if lines is not None else None
         # What was computed of the step in an older epoch was checked there, or is not checked any more.
         self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0
         if self._unchecked:
             self.checks.forget()
-        self._remaining = self._remaining_of(self._plan) if self._plan is not None else None
+        self._work = self._remaining_of(self._plan) if self._plan is not None else {}
         if lines is not None:
             self._boundaries.send_again(step, lines, configuration.placement)
         # Sharded parameters that were dropped after this worker's last micro-batch stay dropped if nothing is left.
-        needed = self._remaining is None or self._remaining or configuration.validate is not None
+        needed = self._plan is None or self._work or configuration.validate is not None
         version = configuration.version
         wanted = [layer for layer in self._layers if needed or self._values[layer].dropped_at != version]
         self._replica.parameters.refresh(wanted, version)
 
-    def _remaining_of(self, plan: RecoveryPlan) -> dict[int, RemainingWork]:
+    def _remaining_of(self, plan: RecoveryPlan) -> dict[int, MicrobatchWork]:
         """This worker's part of a recovery plan, less what it has done since it reported."""
         lines = plan.lines_of(self._context.rank)
         under_way = self._under_way
@@ -446,7 +447,7 @@ class StepRunner:
         """Another attempt of the steps after a version begins: give up what was computed of them, here or elsewhere."""
         if self.step_under_way > version:
             self._under_way = None
-            self._remaining = None
+            self._work = {}
             self._microbatches.drop_undecided()
         self.checks.forget()
         self._boundaries.forget_beyond(version)
@@ -456,7 +457,7 @@ class StepRunner:
         """Give up everything of the step under way."""
         self.checks.forget()
         self._under_way = None
-        self._remaining = None
+        self._work = {}
         self._microbatches.drop_undecided()
         self._boundaries.drop_all()
         self._commit.drop_undecided()

@@ -19,7 +19,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
     least_load,
     max_counts,
 )
-from elaswave_spmd.scheduling.pipeline import actions_of, schedule
+from elaswave_spmd.scheduling.pipeline import turns
 from tests.unit.scheduling.planning_cases import assigned, costs_of
 
 
@@ -116,10 +116,11 @@ def test_blocks_grow_until_there_is_room():
 
 @pytest.mark.parametrize("sizes", [(96, 95, 96), (80, 78, 80, 79)])
 @pytest.mark.parametrize("microbatch_order", ["contiguous", "time-major"])
-def test_one_workers_actions_follow_from_its_neighbours(sizes, microbatch_order):
+def test_one_workers_turns_follow_from_its_own_microbatches(sizes, microbatch_order):
     microbatches = 4 * sizes[0]
     costs = costs_of([1.0] * len(sizes))
     placement = assigned(sizes, microbatches, costs, microbatch_order).placement()
-    whole = schedule(placement)
+    whole = turns(placement, range(microbatches))
     for rank in range(0, sum(sizes), 13):
-        assert actions_of(placement, rank) == whole[rank]
+        mine = placement.microbatches_of(rank)
+        assert turns(placement, mine) == {microbatch: whole[microbatch] for microbatch in mine}

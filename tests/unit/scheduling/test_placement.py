@@ -57,8 +57,10 @@ def test_every_microbatch_page_and_action_once(stages, num_microbatches, zero, d
         assert max(held.values()) - min(held.values()) <= 1, "load over a stage is even within one page"
     plan = schedule(placement)
     pipeline.check(plan, len(stages))
+    everybodys = pipeline.turns(placement, range(num_microbatches))
     for rank, todo in plan.items():
-        assert pipeline.actions_of(placement, rank) == todo
+        mine = placement.microbatches_of(rank)
+        assert pipeline.turns(placement, mine) == {u: turn for u, turn in everybodys.items() if u in mine}
         stage = mesh.stage_of(rank)
         running = 0
         for action in todo:

@@ -1,4 +1,4 @@
-"""The work that is left of an interrupted step for one worker, and which of it can run next."""
+"""The work that is left of an interrupted step for one worker."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from elaswave_spmd.recovery.messages import Recompute
 from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
 from elaswave_spmd.worker.partial_step import (
-    RemainingWork,
     StepUnderWay,
-    next_ready,
     remaining_of_begun_step,
     remaining_of_new_step,
 )
+from elaswave_spmd.worker.ready_order import MicrobatchWork
 
 ME = 1
 
@@ -36,9 +35,9 @@ def under_way(assigned: set[int], computed: set[int] | None = None, reported: se
 def test_a_step_that_was_not_begun_is_the_plan() -> None:
     remaining = remaining_of_new_step([line(3), line(1, backward=0), line(2, forward=False, backward=INPUT_GRADIENT)])
     assert remaining == {
-        3: RemainingWork(True, FULL, False),
-        1: RemainingWork(True, 0, False),
-        2: RemainingWork(False, INPUT_GRADIENT, False),
+        3: MicrobatchWork(True, FULL, False),
+        1: MicrobatchWork(True, 0, False),
+        2: MicrobatchWork(False, INPUT_GRADIENT, False),
     }
 
 
@@ -51,8 +50,8 @@ def test_a_microbatch_that_was_reported_and_stands_in_the_plan_is_computed_again
     """Its sum went with a primary; here it is in a sum already, to which it must not be added twice."""
     step = under_way({1, 2}, computed={1}, reported={1})
     assert remaining_of_begun_step([line(1), line(2)], step, ()) == {
-        1: RemainingWork(True, FULL, True),
-        2: RemainingWork(True, FULL, False),
+        1: MicrobatchWork(True, FULL, True),
+        2: MicrobatchWork(True, FULL, False),
     }
     assert step.computed == set()
 
@@ -61,8 +60,8 @@ def test_a_microbatch_of_another_worker_is_sent_by_itself() -> None:
     """The tree's nodes of a worker's own micro-batches were opened without it."""
     step = under_way({1, 2})
     assert remaining_of_begun_step([line(1), line(5)], step, ()) == {
-        1: RemainingWork(True, FULL, False),
-        5: RemainingWork(True, FULL, True),
+        1: MicrobatchWork(True, FULL, False),
+        5: MicrobatchWork(True, FULL, True),
     }
     assert step.assigned == {1, 2, 5}, "its own from now on: the next report says so"
 
@@ -81,21 +80,21 @@ def test_where_sums_are_in_the_way_every_microbatch_is_alone() -> None:
 def test_a_saved_forward_serves() -> None:
     step = under_way({1, 2})
     assert remaining_of_begun_step([line(1), line(2)], step, {1}) == {
-        1: RemainingWork(False, FULL, False),
-        2: RemainingWork(True, FULL, False),
+        1: MicrobatchWork(False, FULL, False),
+        2: MicrobatchWork(True, FULL, False),
     }
 
 
 def test_a_microbatch_whose_output_is_all_that_is_wanted_and_is_there_is_nothing_to_do() -> None:
     step = under_way({1})
     assert remaining_of_begun_step([line(1, backward=0)], step, {1}) == {}
-    assert remaining_of_begun_step([line(1, backward=0)], step, ()) == {1: RemainingWork(True, 0, False)}
+    assert remaining_of_begun_step([line(1, backward=0)], step, ()) == {1: MicrobatchWork(True, 0, False)}
 
 
 def test_a_microbatch_for_the_gradient_of_its_input_is_nobodys_own() -> None:
     step = under_way({1}, computed={1}, reported={1})
     assert remaining_of_begun_step([line(1, backward=INPUT_GRADIENT)], step, ()) == {
-        1: RemainingWork(True, INPUT_GRADIENT, True)
+        1: MicrobatchWork(True, INPUT_GRADIENT, True)
     }
     assert step.computed == {1}, "its weight gradients stay where they are"
     remaining_of_begun_step([line(4, backward=INPUT_GRADIENT)], step, ())
@@ -126,36 +125,3 @@ def test_a_microbatch_that_has_to_be_computed_again_twice_is_alone_both_times() 
     assert remaining_of_begun_step([line(1)], step, ())[1].alone
     step.reported = frozenset(step.computed)
     assert remaining_of_begun_step([line(1)], step, ())[1].alone
-
-
-# ---- what can go next
-
-
-def has(*microbatches: int):
-    return lambda microbatch: microbatch in microbatches
-
-
-def test_a_backward_goes_before_any_forward() -> None:
-    remaining = {1: RemainingWork(True, FULL, False), 2: RemainingWork(False, FULL, False)}
-    assert next_ready(remaining, has(1, 2), has(2)) == 2
-
-
-def test_the_lowest_microbatch_goes_first() -> None:
-    assert next_ready({u: RemainingWork(True, FULL, False) for u in (5, 3, 4)}, has(3, 4, 5), has()) == 3
-    assert next_ready({u: RemainingWork(False, FULL, False) for u in (5, 3, 4)}, has(), has(4, 5)) == 4
-
-
-def test_nothing_goes_without_its_input() -> None:
-    remaining = {1: RemainingWork(True, FULL, False), 2: RemainingWork(False, FULL, False)}
-    assert next_ready(remaining, has(2), has(1)) is None, "a forward takes an activation, a backward a gradient"
-    assert next_ready({}, has(1), has(1)) is None
-
-
-def test_whatever_waits_does_not_keep_others_from_going() -> None:
-    """No list has an order that two workers' lists could disagree about: some input that is there is always used."""
-    remaining = {
-        1: RemainingWork(False, FULL, False),
-        2: RemainingWork(True, 0, False),
-        3: RemainingWork(False, INPUT_GRADIENT, True),
-    }
-    assert next_ready(remaining, has(2), has()) == 2 and next_ready(remaining, has(), has(3)) == 3
