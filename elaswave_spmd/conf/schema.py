@@ -358,7 +358,9 @@ class MirrorSettings(Section, group="mirror"):
 
     count: int = setting(1, "mirrors of each page of sharded state", at_least=0)
     scatter: int = setting(0, "workers that share the mirrors of one worker's pages; 0: chosen", at_least=0)
-    verify_every: int = setting(0, "steps between comparisons of the replicas by their hashes; 0: none", at_least=0)
+    verify_every: int = setting(
+        0, "versions from one comparison of replicas, by hashes, to the next; 0: none", at_least=0
+    )
 
     def check_rules(self) -> None:
         if 0 < self.scatter < self.count:

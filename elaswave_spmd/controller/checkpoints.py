@@ -90,10 +90,17 @@ class _Pending:
 
 
 class CheckpointCoordinator:
-    """The checkpoints of one controller's run: reports of workers in, actions out."""
+    """The checkpoints of one controller's run: reports of workers in, actions out.
 
-    def __init__(self, spec: CheckpointSpec) -> None:
+    Args:
+        compares: a checkpoint is complete only once all replicas of its state were found to be the same.
+    """
+
+    def __init__(self, spec: CheckpointSpec, *, compares: bool = False) -> None:
         self._spec = spec
+        self._compares = compares
+        self._agreed = spec.step  # the newest version at which all replicas were the same
+        self._distrusted: dict[int, int] = {}  # step -> the mesh epoch in which its replicas differed
         self._pending: dict[int, _Pending] = {}
         self._newest = spec.newest
         self._committed = spec.step
@@ -128,6 +135,8 @@ class CheckpointCoordinator:
 
     def wrote(self, message: ShardWritten, now: float) -> list[Action]:
         """A worker's shard is on the disk, or it could not be written."""
+        if message.epoch <= self._distrusted.get(message.step, -1):
+            return []  # it may be of a wrong replica
         if message.step <= self._newest:
             return []  # a shard of pages that another worker has written too, as the mesh changed meanwhile
         if message.error:
@@ -149,12 +158,19 @@ class CheckpointCoordinator:
         )
         pending.copy_ms = max(pending.copy_ms, message.copy_ms)
         pending.write_ms = max(pending.write_ms, message.write_ms)
-        # Shards may overlap, and be of two mesh epochs: complete is when their ranges, each counted once, are all
-        # pages.
-        pages = {page_range for shard in pending.shards.values() for page_range in shard.pages}
-        if pending.is_queued or sum(stop - first for _, first, stop in pages) < self._spec.num_pages:
-            return []
-        return self._complete(message.step, pending)
+        return self._complete_if_whole(message.step, pending)
+
+    def compared(self, version: int) -> list[Action]:
+        """All replicas were the same at a version: what waits for that may be complete."""
+        self._agreed = max(self._agreed, version)
+        waiting = [(step, pending) for step, pending in self._pending.items() if step <= version]
+        return [action for step, pending in waiting for action in self._complete_if_whole(step, pending)]
+
+    def distrust(self, version: int, epoch: int) -> list[Action]:
+        """Replicas differed at a version: what was saved of it up to this mesh epoch may be wrong."""
+        self._distrusted[version] = epoch
+        is_pending = version in self._pending
+        return self._abandon(version, "replicas of its state differ") if is_pending else []
 
     def written(self, event: ManifestWritten, now: float) -> list[Action]:
         """A manifest is on the disk, or could not be written."""
@@ -178,6 +194,17 @@ class CheckpointCoordinator:
             f"{pending.copy_ms:.1f} ms, on the disk {now - pending.since:.2f} s after the first shard",
         }
         return [*actions, Record("checkpoint", fields)]
+
+    def _complete_if_whole(self, step: int, pending: _Pending) -> list[Action]:
+        """Complete a checkpoint if all of its pages are there, and are not in doubt."""
+        # Shards may overlap, and be of two mesh epochs: complete is when their ranges, each counted once, are all
+        # pages.
+        pages = {page_range for shard in pending.shards.values() for page_range in shard.pages}
+        if pending.is_queued or sum(stop - first for _, first, stop in pages) < self._spec.num_pages:
+            return []
+        if self._compares and step > self._agreed:
+            return []
+        return self._complete(step, pending)
 
     def _complete(self, step: int, pending: _Pending) -> list[Action]:
         """All pages are there: the manifest may be written."""

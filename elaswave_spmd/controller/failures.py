@@ -47,7 +47,6 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.failure_detector import BrokenLinks, Suspect
-from elaswave_spmd.recovery.replica_check import Copies
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
@@ -162,7 +161,6 @@ class FailureHandler:
         self._replacements = replacements
         self._run_dir = run_dir
         self._first = protocol.version  # the step at which the run begins
-        self._copies = Copies()
         self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first one
         self._links = BrokenLinks()
@@ -239,22 +237,6 @@ class FailureHandler:
                 actions += self._declare_lost(suspect.rank, suspect.reason, now, is_late=suspect.rank in late)
             else:
                 actions += self.worker_ended(WorkerEnded(suspect.rank, suspect.reason, now))
-        return actions
-
-    def fingerprints(self, message: m.Fingerprints, now: float) -> list[Action]:
-        """Compare replicas by their hashes. A worker that a majority contradicts is lost: its memory is not trusted."""
-        actions: list[Action] = []
-        for found in self._copies.add(message):
-            layer, first, stop = found.pages
-            ranks = list(found.ranks)
-            what = f"layer {layer} pages [{first}, {stop}) of workers {ranks} differ after step {found.step}"
-            if not found.minority:
-                error = RunError(f"{what}, and each is what its worker wrote: nothing shows which is right")
-                return [*actions, End(RunStopped(error))]
-            fields = {"ranks": list(found.minority), "step": found.step, "message": what}
-            actions.append(Record("corruption", fields))
-            for rank in found.minority:
-                actions += self._declare_lost(rank, "its copies of state differ from those of all others", now)
         return actions
 
     def computes_wrongly(self, rank: int, reason: str, now: float) -> list[Action]:

@@ -49,6 +49,7 @@ from elaswave_spmd.controller.failures import FailureHandler, FailurePolicy, Sto
 from elaswave_spmd.controller.io import ControllerIO
 from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
+from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
@@ -113,7 +114,7 @@ class Controller:
             plan.job.steps,
             plan.job.num_validation_microbatches,
             plan.job.validates_at,
-            Policy(settings.mirror.count, settings.mirror.scatter, settings.elastic.min_workers),
+            Policy(settings.mirror.count, settings.mirror.scatter, settings.elastic.min_workers, plan.job.compares_at),
             version=checkpoints.step,
             assigner=measured,
             checks=draw,
@@ -137,7 +138,8 @@ class Controller:
         )
         self._model_checks = model_checks or ModelChecks(plan)
         self._constructions = Constructions()
-        self._checkpoints = CheckpointCoordinator(checkpoints)
+        self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
+        self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
@@ -283,7 +285,7 @@ class Controller:
             case m.CheckedAgain():
                 return self._verifier.answered(message)
             case m.Fingerprints():
-                return failures.fingerprints(message, now)
+                return self._replicas.fingerprints(message)
             case m.Damaged():
                 return protocol.damaged(message)
             case m.LinkClosed():  # between two workers; the controller's own links end as LinkEnded

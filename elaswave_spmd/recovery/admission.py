@@ -32,7 +32,7 @@ PLACE: Final = "message about a layer, page or micro-batch that does not exist"
 SIZE: Final = "message of a wrong size"
 VALUE: Final = "message with a value that cannot be"
 
-_FROM_CONTROLLER = (m.Prepare, m.Reconfigure, m.Validated, m.CheckAgain, m.CheckAccepted, m.Stop)
+_FROM_CONTROLLER = (m.Prepare, m.Reconfigure, m.Validated, m.CheckAgain, m.CheckAccepted, m.ReplicasAgree, m.Stop)
 _TO_WORKERS = (
     m.Activation,
     m.ActivationGradient,
@@ -62,6 +62,7 @@ _ADDRESS = re.compile(r"\S{1,300}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _DIGEST_BYTES = 16  # of worker/model_check.py
+_HASH_BYTES = 8  # of a replica's state
 _ERROR_FIELDS = frozenset(("what", "rule", "where", "exists", "fix"))
 
 
@@ -317,6 +318,8 @@ def _refused_report(
             return _refused_validation(bounds, message, at)
         case m.Fingerprints(step=step, rows=rows):
             good = bounds.has_ranges([row[:3] for row in rows], STATE)
+            if any(len(digest) != _HASH_BYTES for *_, digest in rows):
+                return SIZE
             return STEP if not bounds.has_step(step, at.version) else "" if good else PLACE
         case m.Damaged(step=step, page_ranges=ranges):
             good = bounds.has_ranges(ranges, STATE, LOSS)
@@ -357,6 +360,8 @@ def _refused_step_report(bounds: MessageBounds, report: m.StepReport, at: Contro
     steps = [part.step for part in report.partial_steps]
     if len(set(steps)) < len(steps) or not set(steps) <= {report.version + 1, report.version + 2}:
         return STEP
+    if not 0 <= report.attempt <= at.last_epoch:
+        return EPOCH
     return "" if all(_exists(bounds, part) for part in report.partial_steps) else PLACE
 
 

@@ -64,11 +64,14 @@ class Policy:
         mirror_count: mirrors of each page, besides its primary.
         mirror_scatter: number of workers that share the mirrors of one worker's pages; 0: chosen.
         min_workers: with fewer left, the state is saved and the run stops.
+        compares_at: whether the replicas of a version are compared; the same function as the workers'
+            (Job.compares_at). What a worker has published before that, and is lost, is not believed.
     """
 
     mirror_count: int = 1
     mirror_scatter: int = 0
     min_workers: int = 1
+    compares_at: Callable[[int], bool] = lambda _: False
 
 
 class MicrobatchAssigner(Protocol):
@@ -115,6 +118,7 @@ class _Pending:
         recovered: members whose device failed and was brought back: they have nothing of undecided steps any more.
         relinked: ends of a link that is made again -> reason.
         is_suspect: two workers have computed different results of the step under way.
+        repairs: replicas differ. Those that are wrong are lost or damaged; what the others got from them is given up.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -125,6 +129,7 @@ class _Pending:
     recovered: set[int] = field(default_factory=set)
     relinked: dict[frozenset[int], str] = field(default_factory=dict)
     is_suspect: bool = False
+    repairs: bool = False
 
     def after(self, leavers: Collection[int]) -> _Pending:
         """The events left for a later epoch: requests to leave, of members that have the only replica of a page."""
@@ -142,19 +147,22 @@ class _Standing:
             own next step does not matter: that step is decided.
         is_level: all members are at the version.
         is_between_steps: all members are at the version and have nothing of the next step.
+        attempts: the attempts that members are in.
     """
 
     version: int
     partial_steps: Mapping[int, PartialStep | None]
     is_level: bool
     is_between_steps: bool
+    attempts: frozenset[int] = frozenset()
 
     @classmethod
     def from_reports(cls, reports: Mapping[int, StepReport]) -> _Standing:
         version = max(report.version for report in reports.values())
         parts = {rank: reconfiguration.partial_step_of(report, version + 1) for rank, report in reports.items()}
         level = all(report.version == version for report in reports.values())
-        return cls(version, parts, level, level and not any(parts.values()))
+        attempts = frozenset(report.attempt for report in reports.values())
+        return cls(version, parts, level, level and not any(parts.values()), attempts)
 
 
 @dataclass(frozen=True)
@@ -219,6 +227,9 @@ class ControllerProtocol:
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
         self._attempt = 0  # of the steps to come: the mesh epoch that began it, or 0
+        self.agreed = version
+        """The newest version at which all replicas were found to be the same; at first, that of the begin."""
+        self._repair = 0  # the newest attempt that began since replicas differed
         self._validates_at = validates_at
         self._num_validation_microbatches = num_validation_microbatches
         self._started = False
@@ -453,6 +464,17 @@ class ControllerProtocol:
         """The step goes on with what was computed of it, right or not."""
         self._pending.is_suspect = False
 
+    def repair(self, wrong: Mapping[int, Collection[PageRange]]) -> list[ProtocolAction]:
+        """Replicas differ: these are wrong, and their workers learn the pages anew. Of none: `lost` follows.
+
+        Whatever came from a wrong replica at this version is given up with the step under way: the new epoch begins
+        another attempt of it, with parameters of the others.
+        """
+        self._pending.repairs = True
+        for rank, ranges in wrong.items():
+            self._pending.damaged.setdefault(rank, set()).update(ranges)
+        return self._begin(after=AT_ONCE) if wrong else []
+
     def damaged(self, message: Damaged) -> list[ProtocolAction]:
         """A member has given up its state of some pages: other replicas take over, and it is sent the state again."""
         if not self._started or message.rank not in self.members:
@@ -512,7 +534,7 @@ class ControllerProtocol:
         assert self._change is not None
         epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
         stops = self._why_stop(standing.version)
-        membership = self._next_membership(joins=not stops)
+        membership = self._next_membership(standing.version, joins=not stops)
         # Promotions alone move no state: they say whether every page has a replica left.
         promoted = plan_reshard(self.layout, membership.replicas, lost=membership.removed)
         if lost := (*membership.without_replica, *promoted.lost):
@@ -522,8 +544,14 @@ class ControllerProtocol:
         placement = self._next_placement(epoch, membership)
         pending, is_begun = self._pending, not standing.is_between_steps
         is_begun = is_begun or bool(pending.lost)  # nobody left has anything of it; but what was sent may still arrive
-        if anew := begins_anew(self._checks.rate, is_begun=is_begun, is_suspect=pending.is_suspect):
+        # A member that never entered the epoch in which an attempt began has what is given up, and reports it.
+        is_torn = bool(standing.attempts - {self._attempt}) and self._attempt > 0
+        anew = begins_anew(self._checks.rate, is_begun=is_begun, is_suspect=pending.is_suspect)
+        repairs = self._is_in_doubt(standing.version)
+        if anew := anew or repairs or is_torn:
             self._attempt = epoch
+        if repairs:
+            self._repair = epoch
         kinds, reasons = reconfiguration.membership_changes(
             self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
         )
@@ -552,6 +580,12 @@ class ControllerProtocol:
             actions += self._begin(after=self._next_boundary())
         return actions
 
+    def _is_in_doubt(self, version: int) -> bool:
+        """True if members may have parameters or state of this version that came from a wrong replica."""
+        # A member that is lost before replicas were compared may have published what would have been found.
+        uncompared = self._policy.compares_at(version) and self.agreed < version
+        return self._pending.repairs or (uncompared and bool(self._pending.lost))
+
     def _why_stop(self, version: int) -> str:
         """Why the run stops at a version; empty: it goes on. After the last step nobody is needed any more."""
         if version == self.steps:
@@ -563,14 +597,16 @@ class ControllerProtocol:
         least = max(1, self._policy.min_workers)
         return reconfiguration.why_too_few(staying, sorted(pending.leaving), least) or self._saving
 
-    def _next_membership(self, *, joins: bool) -> _Membership:
+    def _next_membership(self, version: int, *, joins: bool) -> _Membership:
         """Decide which members go and which newcomers come.
 
         Args:
+            version: the highest of any member.
             joins: False if the run stops: then no worker joins, and none leaves before it has written its state.
         """
         pending = self._pending
-        caught_up = pending.caught_up - pending.lost.keys()
+        # State that was learned while replicas differed may be a wrong one's.
+        caught_up = set[int]() if self._is_in_doubt(version) else pending.caught_up - pending.lost.keys()
         replicas, without = reconfiguration.good_replicas(self._replicas(), caught_up, pending.damaged)
         free = dispensable(replicas, pending.lost, pending.leaving if joins else ())
         leaving = {rank: pending.leaving[rank] for rank in free}
@@ -671,6 +707,7 @@ class ControllerProtocol:
             recovered=recovered,
             as_planned=as_planned,
             attempt=self._attempt,
+            repair=self._repair,
         )
 
     def _send_all(self, message: Message) -> list[ProtocolAction]:

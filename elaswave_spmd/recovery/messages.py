@@ -171,17 +171,19 @@ class Publish(Message, frozen=True):
     Payload, in the compute dtype: the parameters of state pages [first, stop) of `layer` at version `step`.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     layer: int
     first: int
     stop: int
+    attempt: int = 0
 
 
 class PageState(Message, frozen=True):
     """Primary -> learner: the state of pages [first, stop) of `layer` at version `step`.
 
     The primary picks the pages between two steps, and sends them in the background of the next step, before it votes.
-
 
     Payload, fp32: the master parameters, then each optimizer state in turn. Of the loss page: whether there is a loss
     yet (0 or 1), and the loss.
@@ -190,11 +192,14 @@ class PageState(Message, frozen=True):
         norms: as in ReducedGradient, of step `step`: a learner that becomes the primary votes with them.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     layer: int
     first: int
     stop: int
     norms: bytes
+    attempt: int = 0
 
 
 class Need(Message, frozen=True):
@@ -203,10 +208,13 @@ class Need(Message, frozen=True):
     The answer is a Publish, as soon as the primary can give it.
     """
 
+    NUM_OPTIONS = 1
+
     step: int
     layer: int
     first: int
     stop: int
+    attempt: int = 0
 
 
 class CheckDigests(Message, frozen=True):
@@ -325,12 +333,16 @@ class StepReport(Message, frozen=True):
         version: the step that it applied last. It votes for nothing and applies nothing in older epochs from now on.
         partial_steps: what it keeps of steps version + 1 and version + 2, where that is anything. A worker whose
             micro-batches are all done by others may have gradients of the second one before it has applied the first.
+        attempt: that it is in, of the steps after its version.
     """
+
+    NUM_OPTIONS = 1
 
     epoch: int
     rank: int
     version: int
     partial_steps: tuple[PartialStep, ...] = ()
+    attempt: int = 0
 
 
 class Heartbeat(Message, frozen=True):
@@ -381,9 +393,11 @@ class Reconfigure(Message, frozen=True):
         recovered: members whose device failed and was brought back, which lost everything that they had of undecided
             steps: the others send it again.
         attempt: of the steps after `version`: what was computed of them in older attempts counts no more.
+        repair: the attempt before which replicas differed last: published parameters, and the state that learners have,
+            may be a wrong replica's, and are given up as well. 0: they never did.
     """
 
-    NUM_OPTIONS = 2
+    NUM_OPTIONS = 3
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
@@ -397,6 +411,7 @@ class Reconfigure(Message, frozen=True):
     save: bool = False
     recovered: tuple[int, ...] = ()
     attempt: int = 0
+    repair: int = 0
 
 
 class ChecksDiffer(Message, frozen=True):
@@ -458,15 +473,24 @@ class CaughtUp(Message, frozen=True):
 
 
 class Fingerprints(Message, frozen=True):
-    """Worker -> controller, before steps that verify: hashes of the state that it holds at version `step`.
+    """Replica -> controller, at a version that is compared (`mirror.verify_every`), once in each mesh epoch.
 
     Args:
-        rows: (layer, first, stop, hash); replicas of the same pages must have the same hash.
+        step: the version.
+        rows: (layer, first, stop, hash) of the page ranges that it is a replica of.
     """
 
     rank: int
+    epoch: int
     step: int
     rows: tuple[tuple[int, int, int, bytes], ...]
+
+
+class ReplicasAgree(Message, frozen=True):
+    """Controller -> members: all replicas of all pages have the same state at version `step`, which may be used."""
+
+    epoch: int
+    step: int
 
 
 class Damaged(Message, frozen=True):
@@ -656,6 +680,7 @@ AnyMessage: TypeAlias = (
     | CheckAccepted
     | CaughtUp
     | Fingerprints
+    | ReplicasAgree
     | Damaged
     | LinkClosed
     | Leaving

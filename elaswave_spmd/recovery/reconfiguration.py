@@ -181,6 +181,7 @@ def reconfigure_message(
     recovered: tuple[int, ...] = (),
     as_planned: bool = False,
     attempt: int = 0,
+    repair: int = 0,
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields.
 
@@ -206,6 +207,7 @@ def reconfigure_message(
         save=saves,
         recovered=recovered,
         attempt=attempt,
+        repair=repair,
     )
 
 

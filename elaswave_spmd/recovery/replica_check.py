@@ -1,62 +1,96 @@
-"""Comparison of replicas: hashes of their state, compared by the controller as they arrive, beside the steps.
+"""Comparison of replicas by hashes of their state: which differ, and which of them are wrong (`mirror.verify_every`).
 
-All replicas of a page apply the same gradients to the same state, so their bits are equal unless memory or a program is
+All replicas of a page apply the same gradients to the same state, so their bits are equal unless memory or a device is
 at fault. A worker checks by itself that its state is still what it had written (HeldState.disown_damaged); this finds
-the other case, in which a worker computed something else than the others.
+the other case, in which a worker computed something else than the others. Pure: no message is sent here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elaswave_spmd.recovery.messages import Fingerprints
-
-PageRange = tuple[int, int, int]
-
-_KEPT_VERSIONS = 4
-"""Number of versions that are remembered. Workers are at most two steps apart: no older hash comes any more."""
+from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 
 
 @dataclass(frozen=True)
-class Disagreement:
-    """Replicas of a page range whose states differ at a version, though each is what its worker wrote.
+class Compared:
+    """The outcome of the comparison of all replicas at a version.
 
     Args:
-        step: the version.
-        pages: the page range.
-        ranks: the workers whose hashes are known.
-        minority: the workers to distrust, where a majority agrees; empty where there is none.
+        wrong: rank -> the page ranges of which its replica is wrong.
+        undecided: page ranges whose replicas differ, and nothing shows which is wrong -> the workers that hold them.
     """
 
-    step: int
-    pages: PageRange
-    ranks: tuple[int, ...]
-    minority: tuple[int, ...]
+    version: int
+    wrong: Mapping[int, tuple[PageRange, ...]] = field(default_factory=dict)
+    undecided: Mapping[PageRange, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def agree(self) -> bool:
+        """True if all replicas of all pages are the same."""
+        return not self.wrong and not self.undecided
 
 
-@dataclass
-class Copies:
-    """The hashes of the newest versions, by page range and worker."""
+class ReplicaHashes:
+    """The hashes that replicas have sent in one mesh epoch, until all of a version are here.
 
-    _hashes: dict[int, dict[PageRange, dict[int, bytes]]] = field(default_factory=dict)
+    Args:
+        epoch: the mesh epoch; the hashes of another one are of pages that are cut or held otherwise.
+        replicas: of all state.
+    """
 
-    def add(self, message: Fingerprints) -> list[Disagreement]:
-        """File a worker's hashes. Returns the page ranges whose replicas are seen to differ now."""
-        of_step = self._hashes.setdefault(message.step, {})
-        for old in sorted(self._hashes)[:-_KEPT_VERSIONS]:
-            del self._hashes[old]
-        found = []
-        for layer, first, stop, digest in message.rows:
-            known = of_step.setdefault((layer, first, stop), {})
-            known[message.rank] = digest
-            if len(set(known.values())) > 1:
-                found.append(_judge(message.step, (layer, first, stop), known))
-        return found
+    def __init__(self, epoch: int, replicas: Iterable[ReplicaSet]) -> None:
+        self.epoch = epoch
+        self._replicas = {pages.key: pages.replicas for pages in replicas}
+        self._holders = frozenset(rank for held in self._replicas.values() for rank in held)
+        self._hashes: dict[int, dict[int, dict[PageRange, bytes]]] = {}  # version -> rank -> its rows
+
+    def add(self, message: Fingerprints) -> Compared | None:
+        """File a worker's hashes. Returns the outcome, once the hashes of all replicas at that version are here."""
+        if message.epoch != self.epoch:
+            return None
+        of_version = self._hashes.setdefault(message.step, {})
+        of_version[message.rank] = {row[:3]: row[3] for row in message.rows}
+        if not self._holders <= of_version.keys():
+            return None
+        # A replica that is missing is one that its worker has given up by itself: a change of the mesh is on its way.
+        if any(pages not in of_version[rank] for pages, held in self._replicas.items() for rank in held):
+            return None
+        self._hashes = {version: rows for version, rows in self._hashes.items() if version > message.step}
+        known = {
+            pages: {rank: of_version[rank][pages] for rank in sorted(held)} for pages, held in self._replicas.items()
+        }
+        return compared(message.step, known)
 
 
-def _judge(step: int, pages: PageRange, known: dict[int, bytes]) -> Disagreement:
-    votes = sorted(known.values(), key=lambda digest: (list(known.values()).count(digest), digest))
-    best = votes[-1]
-    agree = [rank for rank, digest in known.items() if digest == best]
-    minority = tuple(sorted(known.keys() - set(agree))) if 2 * len(agree) > len(known) else ()
-    return Disagreement(step, pages, tuple(sorted(known)), minority)
+def compared(version: int, known: Mapping[PageRange, Mapping[int, bytes]]) -> Compared:
+    """Which replicas are wrong: those that the majority of a page range contradicts.
+
+    A worker that is wrong about one page range is not believed about others: so two replicas that differ tell which is
+    wrong if one of their workers is wrong elsewhere.
+
+    Args:
+        known: page range -> rank -> hash of its replica.
+    """
+    different = {pages: hashes for pages, hashes in known.items() if len(set(hashes.values())) > 1}
+    wrong = {rank for hashes in different.values() for rank in _minority(hashes)}
+    of_wrong: dict[int, list[PageRange]] = {}
+    undecided: dict[PageRange, tuple[int, ...]] = {}
+    for pages, hashes in sorted(different.items()):
+        believed = {digest for rank, digest in hashes.items() if rank not in wrong}
+        if len(believed) != 1:
+            undecided[pages] = tuple(sorted(hashes))
+            continue
+        for rank, digest in hashes.items():
+            if digest not in believed:
+                of_wrong.setdefault(rank, []).append(pages)
+    return Compared(version, {rank: tuple(ranges) for rank, ranges in sorted(of_wrong.items())}, undecided)
+
+
+def _minority(hashes: Mapping[int, bytes]) -> list[int]:
+    """The workers that more than half of the replicas contradict; nobody where no value has a majority."""
+    values = list(hashes.values())
+    most = max(values, key=values.count)
+    return [rank for rank, digest in hashes.items() if digest != most] if 2 * values.count(most) > len(values) else []

@@ -1,7 +1,10 @@
-"""Attempts of a step: what was computed in an older one may be wrong, and counts no more (`verify.rate`).
+"""Attempts of a step: what was computed in an older one may be wrong, and counts no more.
 
-A new attempt begins with a mesh epoch, and has its number. Data messages carry it. Without checks all attempts are 0,
-and nothing of this is in a message.
+A new attempt begins with a mesh epoch, and has its number. Data messages carry it. Without checks (`verify.rate`,
+`mirror.verify_every`) all attempts are 0, and nothing of this is in a message.
+
+Parameters and state that are sent are right unless replicas have differed: they carry the number of the attempt that
+began with a *repair*, which that was the reason for.
 """
 
 from __future__ import annotations
@@ -16,36 +19,43 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.channel import Channel, Incoming
 
 _OfAttempt: TypeAlias = m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests
+_OfState: TypeAlias = m.Publish | m.PageState | m.Need
 
 
 class Attempts:
     """The attempt that a worker is in, for what it sends and what it gets.
 
-    Args:
+    Attributes:
         number: of the attempt; 0 is the first one.
+        repair: of the newest attempt that began with a repair; 0: none did.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        self.repair = 0
         self._since = 0  # the version at which it began: steps up to it are decided
         self._later: dict[tuple[int, m.Message], Incoming] = {}  # of attempts that begin with an epoch still to come
 
-    def begin(self, number: int, version: int) -> list[Incoming]:
+    def begin(self, number: int, version: int, repair: int = 0) -> list[Incoming]:
         """Begin another attempt at a version. Returns what has come for it already."""
-        self.number, self._since = number, version
+        self.number, self.repair, self._since = number, repair, version
         later, self._later = self._later, {}
         return list(later.values())
+
+    def of(self, message: m.Message) -> int:
+        """The number that a message carries if it is sent now; 0 for kinds that carry none."""
+        return self.number if isinstance(message, _OfAttempt) else self.repair if isinstance(message, _OfState) else 0
 
     def admits(self, incoming: Incoming) -> bool:
         """True if a message is to be handled now. It is dropped if it is of an older attempt of a step, and kept if it
         is of a later one, whose mesh epoch its sender has entered first."""
         message = incoming.message
-        if not isinstance(message, _OfAttempt) or message.attempt == self.number:
+        if not isinstance(message, _OfAttempt | _OfState) or message.attempt == self.of(message):
             return True
-        if message.attempt > self.number:
+        if message.attempt > self.of(message):
             self._later[incoming.sender, message] = incoming
             return False
-        return message.step <= self._since
+        return isinstance(message, _OfAttempt) and message.step <= self._since
 
 
 class AttemptChannel:
@@ -61,8 +71,8 @@ class AttemptChannel:
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
         """Send a message to a peer; see `Channel.send`."""
-        if self._attempts.number and isinstance(message, _OfAttempt):
-            message = msgspec.structs.replace(message, attempt=self._attempts.number)
+        if attempt := self._attempts.of(message):
+            message = msgspec.structs.replace(message, attempt=attempt)
         self._channel.send(peer, message, payload)
 
     def receive_all(self) -> list[Incoming]:

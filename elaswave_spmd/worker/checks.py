@@ -46,6 +46,7 @@ class _Step:
     number: int = 0
     epoch: int = 0
     owned: dict[int, Pair] = field(default_factory=dict)
+    is_compared: bool = True  # the state that it is computed from is right on all workers
     mine: dict[int, _Check] = field(default_factory=dict)
     receivers: dict[tuple[int, int], int] = field(default_factory=dict)  # (stage, micro-batch) of neighbours -> checker
 
@@ -79,8 +80,12 @@ class StepChecks:
         """True if anything is ever checked."""
         return self._draw.rate > 0
 
-    def begin(self, step: int, stage: int, placement: Placement) -> None:
-        """Begin a step, or another attempt of it."""
+    def begin(self, step: int, stage: int, placement: Placement, *, is_compared: bool = True) -> None:
+        """Begin a step, or another attempt of it.
+
+        Args:
+            is_compared: as in `compared`.
+        """
         self._digests.clear()
         if not self.is_on:
             return
@@ -90,6 +95,7 @@ class StepChecks:
             step,
             placement.mesh.epoch,
             {pair.microbatch: pair for pair in pairs if pair.owner == self._rank},
+            is_compared,
             {pair.microbatch: _Check(pair.owner) for pair in pairs if pair.checker == self._rank},
             {(p.stage, p.microbatch): p.checker for s in near for p in self._draw.pairs(step, s, placement)},
         )
@@ -173,6 +179,14 @@ class StepChecks:
         if self._rank in message.ranks:
             self._wanted[message.step, message.microbatch] = message
 
+    def compared(self, version: int) -> None:
+        """All replicas are the same at a version. Before that, results of the step after it may differ since the state
+        of some worker is wrong, though two others have computed them: nothing is reported."""
+        if self._step.number == version + 1 and not self._step.is_compared:
+            self._step.is_compared = True
+            for microbatch, check in self._step.mine.items():
+                self._judge(microbatch, check)
+
     def accepted(self, message: m.CheckAccepted) -> None:
         """The step goes on with what was computed, right or not."""
         if message.step == self._step.number and (check := self._step.mine.get(message.microbatch)) is not None:
@@ -190,6 +204,8 @@ class StepChecks:
             return
         if check.checked == check.owned:
             check.is_settled = True
+            return
+        if not self._step.is_compared:
             return
         check.is_reported = True
         epoch, step = self._step.epoch, self._step.number

@@ -22,6 +22,7 @@ class Configuration:
         validate: the version whose validation is to be run, since the controller lacks losses of it; None if none is.
         save: write the state of `version` and begin no other step.
         attempt: of the steps after `version`; what was computed of them in older attempts counts no more.
+        repair: the newest attempt that began since replicas differed; 0: none did.
     """
 
     placement: Placement
@@ -30,6 +31,7 @@ class Configuration:
     validate: int | None = None
     save: bool = False
     attempt: int = 0
+    repair: int = 0
 
     @property
     def epoch(self) -> int:
@@ -55,4 +57,5 @@ class Configuration:
             # Without rows it is the first epoch, whose replica map this worker has planned as the controller did.
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
-        return cls(placement, message.version, message.recovery_plan, message.validate, message.save, message.attempt)
+        about = message.version, message.recovery_plan, message.validate, message.save, message.attempt, message.repair
+        return cls(placement, *about)

@@ -96,6 +96,7 @@ class Executor:
                     yield from self._validate()
                 self.check_configuration()
                 if self.configuration.save and self.version >= self.configuration.version:
+                    self.replica.compare(saves=True)
                     self._context.hooks.save(self.replica)
                     yield from self._until_reconfigured("the end of the run, saved at step")
                 if self._is_between_steps:
@@ -103,6 +104,9 @@ class Executor:
                 if self._is_between_steps and self._may_not_begin:
                     # It answered a Prepare here: the next step begins in the next configuration, as that has it.
                     yield from self._until_prepare("the mesh epoch after step")
+                elif self.version == self._context.job.steps and not self._steps.is_compared(self.version):
+                    compared = lambda: self._steps.is_compared(self.version) or self._prepare is not None  # noqa: E731
+                    yield from self.until(compared, "the comparison of replicas at step", self.version)
                 elif self.version == self._context.job.steps:
                     self._send_weights()
                     yield from self._until_prepare("the end of the run, after step")
@@ -207,7 +211,8 @@ class Executor:
         # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
-        self._context.channel.send(CONTROLLER, m.StepReport(prepare.epoch, self.rank, self.version, partial_steps))
+        report = m.StepReport(prepare.epoch, self.rank, self.version, partial_steps, self._attempts.number)
+        self._context.channel.send(CONTROLLER, report)
 
     def enter_epoch(self, configuration: Configuration) -> None:
         """Become a member of a configuration: a recovery, a planned change, or the first one.
@@ -224,7 +229,10 @@ class Executor:
         another = configuration.attempt > self._attempts.number
         if another:
             self._steps.forget_beyond(configuration.version)
-        came = self._attempts.begin(configuration.attempt, configuration.version) if another else []
+        repairs = configuration.repair > self._attempts.repair
+        came: list[Incoming] = []
+        if another:
+            came = self._attempts.begin(configuration.attempt, configuration.version, configuration.repair)
         self.configuration = configuration
         if self._prepare is not None and self._prepare.epoch <= configuration.epoch:
             self._prepare = None  # this configuration is its outcome, or a later one
@@ -240,6 +248,8 @@ class Executor:
         self._steps.enter_epoch(configuration)
         replica_map = self.placement.replica_map(self._context.model.layout, self._stages_of_interest())
         self.commit.enter_epoch(self.placement, replica_map, configuration.version)
+        if repairs:
+            self.replica.repair()
         self._steps.resume(configuration)
         self.commit.resume()
         for incoming in came:  # of this attempt, from members that have entered it first
@@ -247,6 +257,8 @@ class Executor:
         wishes, self._check_wishes = self._check_wishes, []
         for wish in wishes:
             self._check(wish)
+        if self.version >= configuration.version:  # else the state of this version is not used any more
+            self.replica.compare(saves=configuration.save)
 
     def _stages_of_interest(self) -> set[int] | None:
         """This worker's stage, and the stages that own a parameter which a layer of it reads; None: all."""
@@ -294,6 +306,8 @@ class Executor:
                 self._check(message)
             case m.Validated():
                 self._steps.validated(message.step)
+            case m.ReplicasAgree():
+                self._steps.replicas_agree(message)
             case m.Prepare():
                 # Handled after every layer, so that a loss is answered within the time of one.
                 if self._answers_at_once(message):

@@ -288,6 +288,11 @@ class Parameters:
         """Keep a page that came over a link until the protocol returns Install for it."""
         self._filed[publish] = payload
 
+    def forget_filed(self) -> None:
+        """Give up what came early: it may come from a wrong replica. It is asked for again."""
+        self._filed.clear()
+        self._needs.clear()
+
     def install(self, publish: m.Publish) -> None:
         """Copy a filed page into the compute buffers; a page that came twice is filed no more."""
         if (payload := self._filed.pop(publish, None)) is not None:

@@ -206,6 +206,7 @@ def _job(settings: Settings, data: PreparedData) -> Job:
             t.validate_microbatches, data.num_validation_samples // settings.train.microbatch_size
         ),
         verify_every=settings.mirror.verify_every,
+        checkpoint_every=settings.checkpoint.every,
         verify_rate=settings.verify.rate,
     )
 

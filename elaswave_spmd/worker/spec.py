@@ -26,8 +26,9 @@ class Job:
 
     Workers and controller read it.
 
-    All fields but activation_checkpointing, validate_every, num_validation_microbatches, verify_every and verify_rate
-    change the bits of a run, so a resumed run must have them again (`run_fingerprint.identity_of`).
+    All fields but activation_checkpointing, validate_every, num_validation_microbatches, verify_every, checkpoint_every
+    and verify_rate change the bits of a run, so a resumed run must have them again
+    (`run_fingerprint.identity_of`).
 
     Args:
         seed: of every random number.
@@ -43,6 +44,7 @@ class Job:
         num_validation_microbatches: micro-batches of a validation: train.validate_microbatches, or as many as the
             held-out split has. 0: the run does not validate.
         verify_every: steps between two comparisons of the copies of state by their hashes; 0 for none.
+        checkpoint_every: steps between checkpoints, 0 for none: state that is saved is compared too.
         verify_rate: the share of (micro-batch, stage) pairs that a second worker computes as well; 0 for none.
     """
 
@@ -60,6 +62,7 @@ class Job:
     num_validation_microbatches: int = 0
     verify_every: int = 0
     verify_rate: float = 0.0
+    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         assert self.global_batch % self.microbatch_size == 0 and self.dtype in DTYPES, self
@@ -90,6 +93,17 @@ class Job:
         restart, so it is a function of the step alone.
         """
         return self.validates and (step % self.validate_every == 0 or step == self.steps)
+
+    def compares_at(self, version: int) -> bool:
+        """True if all replicas of the state at this version are compared, before a step is computed from it for good.
+
+        These are every `verify_every`-th version, the first one and the last one, and those that checkpoints are made
+        of. Like `validates_at` a function of the version alone.
+        """
+        if not self.verify_every:
+            return False
+        saved = self.checkpoint_every > 0 and version % self.checkpoint_every == 0
+        return saved or (version + 1) % self.verify_every == 0 or version in (0, self.steps)
 
 
 def message_bounds(job: Job, layout: ModelLayout, *, spawns: bool = False) -> MessageBounds:

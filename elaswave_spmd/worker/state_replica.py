@@ -95,6 +95,7 @@ class StateReplica:
         self._sent_state: set[tuple[PageRange, int]] = set()  # (pages, learner) whose state was sent
         self._early: dict[tuple[int, m.Message], Tensor] = {}  # for pages that this worker does not hold yet
         self._written: dict[PageRange, bytes] = {}  # hashes of the state when it was written last
+        self._compared = -1, -1  # the mesh epoch and the version whose hashes were sent last
         self._reported_epoch = -1  # in which it was reported last that nothing is left to learn
         self._held: dict[PageRange, ReplicaSet] = {}
         # The version at which it began to be a replica or learner of a page range: state that is older is useless, as
@@ -122,7 +123,7 @@ class StateReplica:
             previous_epoch: the epoch that this worker was a member of before, or -1.
         """
         self.placement = placement
-        self._written.clear()  # hashes by ranges that may be cut now; the next verification writes new ones
+        self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
         self._loss_received = self._loss_received and self._loss_range is not None
@@ -147,6 +148,21 @@ class StateReplica:
                 was = self.rank if pages.primary in self._unsure else was
                 self._relay_gradient(step, pages, gradient, self.protocol.norms_at(step, key), was)
         self._unsure.clear()
+
+    def repair(self) -> None:
+        """Replicas have differed: give up what may have come from a wrong one. It is sent again, by those left.
+
+        These are published parameters and, of pages that this worker learns, the state. The worker that was wrong and
+        stays learns what it had.
+        """
+        for part in self.state:
+            if self.rank not in part.pages.replicas:
+                part.version = LEARNING
+        for values in self._values.values():
+            values.keep_only(())
+        self.parameters.forget_filed()
+        self._early = {key: payload for key, payload in self._early.items() if not isinstance(key[1], m.PageState)}
+        self._sent_state.clear()
 
     def _since_when(self, key: PageRange, now: int) -> int:
         if key in self._since:
@@ -181,12 +197,14 @@ class StateReplica:
             model.made.clear()
         for layer in self.parameters.layers:
             self.parameters.publish(layer, 0, frozen=True)
+        self.compare()
 
     def restore(self, saved: Saved) -> None:
         """Read all held pages from the checkpoint that the run goes on from, and publish them."""
         self.state.restore(saved, self.protocol.version)
         for layer in self.parameters.layers:
             self.parameters.publish(layer, self.protocol.version, frozen=True)
+        self.compare()
 
     # ---- messages
 
@@ -305,18 +323,28 @@ class StateReplica:
             self.parameters.publish(layer, step, extension=decided.extension)
             self._context.hooks.on_point(FaultPoint.PUBLISH, step)
         self.parameters.published(step, extension=decided.extension)
-        self._fingerprint(step)
+        self.compare()
         self.reducer.step_decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
         self._early = {key: payload for key, payload in self._early.items() if getattr(key[1], "step", 0) >= step}
 
-    def _fingerprint(self, version: int) -> None:
-        """Hash the state as it was written, if the next update is to verify it; the controller compares the copies."""
-        every = self._job.verify_every
-        self._written = self.state.fingerprints() if every and (version + 1) % every == 0 else {}
-        if self._written:
-            rows = tuple((*key, digest) for key, digest in sorted(self._written.items()))
-            self._send(CONTROLLER, m.Fingerprints(self.rank, version, rows), None)
+    def compare(self, *, saves: bool = False) -> None:
+        """Send hashes of the state, if this version is compared; the controller compares the replicas.
+
+        They are also what the next update holds the state to: it is to be as it was written.
+
+        Args:
+            saves: the run stops with its state at this version, which is compared as well.
+        """
+        version = self.protocol.version
+        if self._compared == (self.protocol.epoch, version):
+            return
+        is_due = self._job.compares_at(version) or (saves and self._job.compares_at(0))
+        self._written = self.state.fingerprints() if is_due else {}
+        mine = {part.pages.key for part in self.state if self.rank in part.pages.replicas and part.version == version}
+        if rows := tuple((*key, digest) for key, digest in sorted(self._written.items()) if key in mine):
+            self._compared = self.protocol.epoch, version
+            self._send(CONTROLLER, m.Fingerprints(self.rank, self.protocol.epoch, version, rows), None)
 
     def drop_undecided(self) -> None:
         """Give up everything that was computed, here or elsewhere, of steps that are not decided."""

@@ -115,6 +115,7 @@ class StepRunner:
         self._order: _Order | None = None  # of this mesh epoch, worked out once
         self._validated = -1
         self._asked_in = 0  # the step in which parameters were asked for that a check needs
+        self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
 
     # ---- a step, from top to bottom
@@ -144,6 +145,7 @@ class StepRunner:
             self._waiting.check_configuration()
         yield from self._until_parameters_arrived(step - 1)
         yield from self._until_checked(step)
+        yield from self._until_compared(step - 1)
         # From here on others may decide the step: with the votes of all members, each applies it for itself.
         self._commit.vote(step)
         yield from self._until_applied(step)
@@ -171,7 +173,7 @@ class StepRunner:
                 left.alone = True
         reducer.begin_step(step, () if self._under_way.alone else microbatches)
         if step != self._unchecked:
-            self.checks.begin(step, self._stage, self._placement)
+            self.checks.begin(step, self._stage, self._placement, is_compared=self.is_compared(step - 1))
         self._microbatches.begin_step(step, sorted(microbatches))
 
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
@@ -287,6 +289,27 @@ class StepRunner:
         layers = self._placement.layers_of_stage(message.stage)
         self._boundaries.send_inputs_again(message.step, message.microbatch, layers, message.ranks)
 
+    # ---- comparison of replicas
+
+    def is_compared(self, version: int) -> bool:
+        """True if all replicas were found to be the same at a version, in this mesh epoch, or need not be."""
+        return not self._context.job.compares_at(version) or self._agreed >= (self._placement.mesh.epoch, version)
+
+    def replicas_agree(self, message: m.ReplicasAgree) -> None:
+        """All replicas are the same at a version: in this mesh epoch, or in one that is not entered yet."""
+        self._agreed = max(self._agreed, (message.epoch, message.step))
+        if message.epoch == self._placement.mesh.epoch:
+            self.checks.compared(message.step)
+
+    def _until_compared(self, version: int) -> Waits:
+        """Wait until all replicas are known to be the same at a version, where that is compared.
+
+        The comparison goes on while this worker computes; only what makes its results count waits for it.
+        """
+        if not self.is_compared(version):
+            compared = lambda: self.is_compared(version)  # noqa: E731
+            yield from self._waiting.until(compared, "the comparison of replicas at step", version)
+
     # ---- waiting
 
     def _before_step(self, step: int) -> Waits:
@@ -332,6 +355,7 @@ class StepRunner:
 
         Micro-batches are assigned in turn to each stage's workers. The last stage sends the losses to the controller.
         """
+        yield from self._until_compared(version)
         members, microbatches, losses = self._placement.mesh.stages[self._stage], [], []
         number, first = self._context.job.num_validation_microbatches, members.index(self._context.rank)
         self._microbatches.programs.set_training(False)

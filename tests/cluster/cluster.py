@@ -103,6 +103,7 @@ class SimulatedCluster:
         device: that all workers share; None: the CPU.
         checkpoint_every: steps between checkpoints, which are kept in memory; 0: none.
         starting: workers take time to start; None: they are ready at once, and nothing happens to them before.
+        action: what becomes of a worker that is wrong (verify.action).
     """
 
     def __init__(
@@ -122,8 +123,12 @@ class SimulatedCluster:
         device: Device | None = None,
         checkpoint_every: int = 0,
         starting: Starting | None = None,
+        action: str = "evict",
     ) -> None:
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
+        self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
+        self._action = action
+        self.events: list[tuple[str, dict[str, object]]] = []  # that the run has written: kind, fields
         self._description = description
         self._model = make_model()
         self._train = train
@@ -174,7 +179,7 @@ class SimulatedCluster:
         self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
         self._end = None
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven)
-        plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic)
+        plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic, self._action)
         self._io = SimulatedIO(self)
         log = SimulatedLog(plan, self, checkpoint)
         self.controller = Controller(plan, self._io, log, checkpoint_spec(plan, self._orders, checkpoint))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -27,7 +28,7 @@ from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 from tests.cluster.cluster import SimulatedCluster
-from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Cell, Fault
+from tests.cluster.faults import LOSSES, RECEIVER, SENDER, AnyFault, Cell, Fault
 from tests.cluster.grouped import GroupedCluster
 from tests.cluster.processes import LostStateError, Trained
 from tests.cluster.starting import Starting
@@ -54,6 +55,8 @@ class Schedule:
         checkpoint_every: steps between checkpoints, from which a run that has lost state begins again; 0: none.
         starting: workers take time to start, may be lost meanwhile, and are replaced; None: none of this.
         verify_rate: share of micro-batches that are checked by a second worker.
+        verify_every: versions between comparisons of replicas; 0: none.
+        action: what becomes of a worker that is wrong.
     """
 
     seed: int
@@ -70,6 +73,8 @@ class Schedule:
     checkpoint_every: int = 0
     starting: Starting | None = None
     verify_rate: float = 0.0
+    verify_every: int = 0
+    action: str = "evict"
 
     @classmethod
     def draw(
@@ -145,7 +150,32 @@ class Schedule:
             )
             for _ in range(draw.choice((1, 1, 2)))
         ]
-        return replace(self, verify_rate=rate, faults=(*self.faults, *(wrong if rate == 1.0 else ())))
+        checked = replace(self, verify_rate=rate, faults=(*self.faults, *(wrong if rate == 1.0 else ())))
+        return checked._with_a_wrong_update(random.Random(f"update {self.seed}"), workers)
+
+    def _with_a_wrong_update(self, draw: random.Random, workers: int) -> Schedule:
+        """Half of the schedules: replicas are compared, and one update is wrong by a bit.
+
+        With three copies, one wrong and at most one lost leave somebody who is right. Of two that differ it cannot be
+        told which: then the run ends, or goes back to its checkpoint.
+        """
+        if workers < 3 or draw.random() < 0.5:
+            return self
+        wrong = Fault(
+            draw.randint(1, self.run.steps), "miscompute", draw.randrange(workers), "apply", draw.randint(1, 4)
+        )
+        rate = draw.choice((0.0, self.verify_rate))
+        found = [fault for fault in self.faults if rate == 1.0 or fault.kind != "miscompute"]
+        losses = [fault for fault in found if fault.kind in (*LOSSES, "term", "miscompute")]
+        kept = [fault for fault in found if fault not in losses[1:]]
+        return replace(
+            self,
+            verify_every=1,
+            verify_rate=rate,
+            mirror_count=2,
+            action=draw.choice(("evict", "report")),
+            faults=(wrong, *kept),
+        )
 
     @property
     def placement(self) -> Placement:
@@ -245,7 +275,7 @@ def cluster_of(
     run = schedule.run
     cluster = GroupedCluster if schedule.grouped else kind
     return cluster(
-        replace(run.job(), verify_rate=schedule.verify_rate),
+        replace(run.job(), verify_rate=schedule.verify_rate, verify_every=schedule.verify_every),
         schedule.placement,
         run.description,
         run.make_model,
@@ -258,6 +288,7 @@ def cluster_of(
         trace=trace,
         checkpoint_every=schedule.checkpoint_every,
         starting=schedule.starting,
+        action=schedule.action,
     )
 
 
@@ -266,7 +297,8 @@ class Ended:
     """How a schedule ended.
 
     Args:
-        how: "bits" (all as undisturbed), "lost" (state that nobody held any more), or "" with a failure.
+        how: "bits" (all as undisturbed), "lost" (state that nobody held any more), "undecided" (copies of state differ,
+            and nobody can tell which is wrong), or "" with a failure.
         failure: what was wrong, in a form that equal causes share.
         detail: more of it.
         injected: the number of faults that did happen.
@@ -327,6 +359,13 @@ def judge(schedule: Schedule, cluster: SimulatedCluster, wanted: Outcome) -> tup
         if lost.left == 0 or lost.losses > min(schedule.mirror_count, lost.members - 1):
             return "lost", "", str(lost)
         return "", "state lost that had a replica left", f"{lost} after {lost.losses} losses"
+    except AssertionError as error:
+        if schedule.verify_every and "nothing shows which of them is wrong" in str(error):
+            return "undecided", "", str(error)
+        raise
+    wrong = {rank for kind, about in cluster.events if kind == "corrupt" for rank in cast(list[int], about["ranks"])}
+    if wrong - {fault.rank for fault in schedule.faults if isinstance(fault, Fault) and fault.kind == "miscompute"}:
+        return "", "a worker that is right is said to be wrong", str(wrong)
     for name in ("losses", "norms", "validation", "weights"):
         here, there = getattr(found, name), getattr(wanted, name)
         if here != there:

@@ -64,7 +64,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.StepReport(2, SENDER, 3, (PART,)),
     m.Heartbeat(SENDER, 17, False, "forward"),
     m.CaughtUp(SENDER, 2),
-    m.Fingerprints(SENDER, 3, ((*PAGES, b"hash"),)),
+    m.Fingerprints(SENDER, 2, 3, ((*PAGES, b"8 bytes!"),)),
     m.Damaged(SENDER, 2, 3, (PAGES,), "lost"),
     m.LinkClosed(SENDER, 2),
     m.Leaving(SENDER),
@@ -104,6 +104,7 @@ def test_every_message_of_a_worker_has_an_example() -> None:
         m.Stop,
         m.CheckAgain,
         m.CheckAccepted,
+        m.ReplicasAgree,
     }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
 

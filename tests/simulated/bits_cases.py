@@ -161,6 +161,7 @@ class MirroredCluster(SimulatedCluster):
     Args:
         policy: with the number of mirrors of each page.
         verify_every, verify_rate: as in `Job`.
+        checkpoint_every, action: as for `SimulatedCluster`.
     """
 
     def __init__(
@@ -175,6 +176,8 @@ class MirroredCluster(SimulatedCluster):
         uneven: bool = False,
         verify_every: int = 0,
         verify_rate: float = 0.0,
+        checkpoint_every: int = 0,
+        action: str = "evict",
     ) -> None:
         policy = policy or Policy()
         super().__init__(
@@ -188,6 +191,8 @@ class MirroredCluster(SimulatedCluster):
             faults=faults,
             policy=policy,
             uneven=uneven,
+            checkpoint_every=checkpoint_every,
+            action=action,
         )
 
 

@@ -19,6 +19,7 @@ from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.state import HeldState
+from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.waiting import Waits
 from tests.cluster.schedules import Schedule, run, undisturbed
@@ -206,6 +207,40 @@ def _recovers_what_may_be_wrong() -> Patches:
     return {(controller_protocol, "begins_anew"): lambda rate, **_: False}
 
 
+def _votes_uncompared() -> Patches:
+    """A worker votes for a step that it has computed from state that was not compared."""
+
+    def _until_compared(self: StepRunner, version: int) -> Waits:
+        yield from ()
+
+    return {(StepRunner, "_until_compared"): _until_compared}
+
+
+def _keeps_wrong_parameters() -> Patches:
+    """A worker goes on with the parameters that a wrong replica had published."""
+    repair = StateReplica.repair
+
+    def _repair(self: StateReplica) -> None:
+        values, self._values = self._values, {}
+        try:
+            repair(self)
+        finally:
+            self._values = values
+
+    return {(StateReplica, "repair"): _repair}
+
+
+def _learns_wrong_state() -> Patches:
+    """A worker that learns pages keeps the state that a wrong replica has sent it."""
+
+    def _repair(self: StateReplica) -> None:
+        for values in self._values.values():
+            values.keep_only(())
+        self.parameters.forget_filed()
+
+    return {(StateReplica, "repair"): _repair}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -223,10 +258,13 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "votes before its checks have agreed": _votes_unchecked,
     "keeps what it computed in an older attempt": _keeps_what_may_be_wrong,
     "recovers a step in part that is known to be wrong": _recovers_what_may_be_wrong,
+    "votes before replicas are compared": _votes_uncompared,
+    "keeps parameters of a wrong replica": _keeps_wrong_parameters,
+    "keeps state learned from a wrong replica": _learns_wrong_state,
 }
-STARTING = frozenset(list(MUTANTS)[-6:-3])
+STARTING = frozenset(list(MUTANTS)[-9:-6])
 """Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
-CHECKING = frozenset(list(MUTANTS)[-3:])
+CHECKING = frozenset(list(MUTANTS)[-6:])
 """Mutants that show where workers compute wrongly: schedules with `miscompute`."""
 
 FROZEN = frozenset({"leaves frozen pages at the version at which they came"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from elaswave_spmd.recovery import messages as m
-from elaswave_spmd.recovery.replica_check import Copies
 from tests.cluster.faults import Fault
 from tests.simulated.bits_cases import (
     MirroredCluster,
@@ -27,19 +26,3 @@ def test_a_flipped_bit_is_located_and_repaired(mesh: str, zero: int, rank: int, 
     assert outcome(cluster.run()) == expected(run)
     found = [message for message in cluster.heard if isinstance(message, m.Damaged)]
     assert [(d.rank, d.step) for d in found] == [(rank, 3)], "found once, by its replica, before the step is applied"
-
-
-def test_two_copies_that_differ_are_seen_but_not_judged() -> None:
-    copies = Copies()
-    assert copies.add(m.Fingerprints(0, 4, ((1, 0, 2, b"a"), (1, 2, 3, b"x")))) == []
-    (found,) = copies.add(m.Fingerprints(1, 4, ((1, 0, 2, b"b"), (1, 2, 3, b"x"))))
-    assert (found.step, found.pages, found.ranks, found.minority) == (4, (1, 0, 2), (0, 1), ())
-
-
-def test_of_three_copies_the_majority_is_right() -> None:
-    copies = Copies()
-    for rank, digest in ((0, b"a"), (1, b"b")):
-        found = copies.add(m.Fingerprints(rank, 4, ((1, 0, 2, digest),)))
-    assert found[0].minority == ()
-    (found,) = copies.add(m.Fingerprints(2, 4, ((1, 0, 2, b"a"),)))
-    assert found.minority == (1,)

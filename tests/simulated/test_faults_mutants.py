@@ -29,6 +29,9 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "votes before its checks have agreed": (33, 43, 49),
     "keeps what it computed in an older attempt": (0, 3, 4),
     "recovers a step in part that is known to be wrong": (1, 4, 8),
+    "votes before replicas are compared": (15, 22, 24),
+    "keeps parameters of a wrong replica": (8, 14, 15),
+    "keeps state learned from a wrong replica": (14, 15, 20),
 }
 
 

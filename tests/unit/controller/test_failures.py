@@ -35,7 +35,7 @@ from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, WorkerEr
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.failure_detector import Suspect
-from elaswave_spmd.recovery.messages import Failed, Fingerprints, Ready, Refused
+from elaswave_spmd.recovery.messages import Failed, Ready, Refused
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.sharding.replicas import ReplicaSet
 
@@ -161,16 +161,6 @@ def test_a_lost_member_is_replaced_and_so_is_a_newcomer() -> None:
     assert world.newcomers_lost == [(2, "worker 2 (pid 72) was ended by signal 9 (SIGKILL)")]
     assert world.reported == [0] and [rank for rank, _ in world.told] == [0, 2] and sorted(world.roster.pids) == [1]
     assert world.ended == [2], "it may only be late: it must not come when the mesh has given it up"
-
-
-def test_a_worker_whose_copies_differ_is_lost_and_replaced_as_any_other() -> None:
-    """Several page ranges, and several workers that agree, show one worker's memory: it is lost once."""
-    world = World(replace=True)
-    for rank in (1, 2, 0):
-        rows = tuple((layer, 0, 4, b"other" if rank == 0 else b"same") for layer in (1, 2))
-        world.do(world.losses.fingerprints(Fingerprints(rank, 4, rows), world.now))
-    assert world.told == [(0, "its copies of state differ from those of all others")]
-    assert world.reported == [0] and world.spawned == [3] and sorted(world.roster.pids) == [1, 2]
 
 
 def test_an_exception_is_a_lost_device_until_it_repeats_in_the_same_step() -> None:

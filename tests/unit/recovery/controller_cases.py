@@ -68,7 +68,7 @@ def answer(protocol: ControllerProtocol, version: int = 0, *held: PartialStep) -
     effects: list[ProtocolAction] = []
     for rank in protocol.changing:
         assert not reconfigures(effects)
-        effects = protocol.report_received(StepReport(protocol._last_epoch, rank, version, held))
+        effects = protocol.report_received(StepReport(protocol._last_epoch, rank, version, held, protocol._attempt))
     return effects
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
+from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.messages import PartialStep, Recompute, Reconfigure, StepReport
 from elaswave_spmd.recovery.partial_step import FULL
 from elaswave_spmd.worker.attempts import AttemptChannel, Attempts
@@ -103,6 +105,50 @@ def test_messages_that_are_not_computed_have_no_attempt() -> None:
     attempts.begin(3, version=8)
     for message in (m.Publish(9, 0, 0, 1), m.Vote(9, 3, 1, ()), m.PageState(9, 0, 0, 1, b"")):
         assert attempts.admits(Incoming(2, message))
+
+
+def test_what_came_of_a_wrong_replica_is_dropped_and_what_comes_early_of_the_next_repair_is_kept() -> None:
+    attempts = Attempts()
+    kinds = m.Publish(8, 0, 0, 1), m.PageState(8, 0, 0, 1, b""), m.Need(8, 0, 0, 1)
+    later = [msgspec.structs.replace(message, attempt=3) for message in kinds]
+    assert not any(attempts.admits(Incoming(2, message)) for message in later)
+    assert [found.message for found in attempts.begin(3, version=8, repair=3)] == later
+    assert not any(attempts.admits(Incoming(2, message)) for message in kinds)
+    assert all(attempts.admits(Incoming(2, message)) for message in later)
+    attempts.begin(5, version=9, repair=3)
+    assert all(attempts.admits(Incoming(2, message)) for message in later), "an attempt without a repair"
+
+
+def test_a_member_that_has_not_entered_an_attempt_begins_another_one() -> None:
+    """Member 2 was in no epoch since the attempt began: what it reports was given up by all others."""
+    protocol = started(2, 2, checks=CheckDraw(0, 0.5))
+    protocol.suspect()
+    protocol.lost(1, "it computed wrongly")
+    assert reconfigures(answer(protocol, 3, HELD))[0].attempt == 1
+    protocol.lost(3, "killed")
+    protocol.report_received(StepReport(2, 0, 3, (), 1))
+    place = reconfigures(protocol.report_received(StepReport(2, 2, 3, (HELD,), 0)))[0]
+    assert (place.epoch, place.attempt, place.recovery_plan) == (2, 2, None)
+
+
+def test_a_repair_lasts_until_the_next_one() -> None:
+    """A member that never entered the epoch of a repair makes it up in the next one."""
+    protocol = started(2, 2)
+    protocol.repair({1: [(0, 0, 1)]})
+    place = reconfigures(answer(protocol, 3, HELD))[0]
+    assert (place.attempt, place.repair, place.recovery_plan) == (1, 1, None)
+    protocol.lost(3, "killed")
+    place = reconfigures(answer(protocol, 3, HELD))[0]
+    assert (place.epoch, place.attempt, place.repair) == (2, 1, 1) and place.recovery_plan
+
+
+@pytest.mark.parametrize(("agreed", "repair"), [(2, 1), (3, 0)])
+def test_a_loss_before_the_comparison_is_a_repair(agreed: int, repair: int) -> None:
+    protocol = started(2, 2, policy=Policy(compares_at=lambda version: True))
+    protocol.agreed = agreed
+    protocol.lost(1, "killed")
+    place = reconfigures(answer(protocol, 3, HELD))[0]
+    assert (place.attempt, place.repair) == (repair, repair)
 
 
 def test_what_is_sent_carries_the_attempt_and_without_one_nothing() -> None:

@@ -1,0 +1,114 @@
+"""Replicas of which one is wrong: found before anything that came of it is committed (docs/protocol.md, H1 to H4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elaswave_spmd.recovery.controller_protocol import Policy
+from tests.cluster.faults import Fault
+from tests.simulated.bits_cases import MirroredCluster, Run, expected, one_thread, outcome
+
+RUN = Run(microbatches=5, steps=6)
+
+
+def update(rank: int, count: int = 1, step: int = 3) -> Fault:
+    """One bit of a worker's state is wrong: of the `count`-th page range that it updates in the step."""
+    return Fault(step, "miscompute", rank, "apply", count)
+
+
+def said(cluster: MirroredCluster, kind: str) -> list[dict[str, Any]]:
+    return [dict(fields) for found, fields in cluster.events if found == kind]
+
+
+@pytest.mark.parametrize("action", ["evict", "report"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("mesh", "zero", "mirrors", "dtype"),
+    [
+        ("dp3", 0, 1, "fp32"),
+        ("dp3", 1, 2, "fp32"),
+        ("dp4", 2, 2, "bf16"),
+        ("dp4", 3, 2, "fp32"),
+        ("dp2_pp2", 1, 2, "bf16"),
+        ("stages1-3", 3, 2, "fp32"),
+    ],
+)
+@one_thread()
+def test_of_three_the_odd_one_is_wrong(mesh: str, zero: int, mirrors: int, dtype: str, rank: int, action: str) -> None:
+    run = Run(model="gpt_tied", microbatches=5, steps=6, dtype=dtype)
+    for count in (1, 2):
+        cluster = MirroredCluster(
+            run,
+            mesh,
+            zero,
+            faults=[update(rank, count)],
+            verify_every=1,
+            seed=count,
+            policy=Policy(mirrors),
+            action=action,
+        )
+        found = cluster.run()
+        assert outcome(found) == expected(run) and cluster.plan.num_injected == 1
+        (event,) = said(cluster, "corrupt")
+        assert (event["ranks"], event["step"], event["tensor"]) == ([rank], 3, "state")
+        assert event["unsure_steps"] == [] and event["checked"] == 2
+        lost = [r for begun in found.epochs for r, kind in begun.kinds.items() if kind == "fail"]
+        assert lost == ([rank] if action == "evict" else [])
+        assert found.epochs[0].version == 3, "nothing of step 4 is committed before"
+
+
+@pytest.mark.parametrize("step", [1, 5, 6])
+@one_thread()
+def test_also_after_the_first_step_at_a_validation_and_after_the_last_step(step: int) -> None:
+    run = Run(microbatches=5, steps=6)
+    cluster = MirroredCluster(run, "dp3", 1, faults=[update(2, 1, step)], verify_every=1, policy=Policy(2))
+    assert outcome(cluster.run()) == expected(run) and [e["step"] for e in said(cluster, "corrupt")] == [step]
+
+
+@pytest.mark.parametrize(("mesh", "zero", "mirrors"), [("dp2", 0, 1), ("dp2", 1, 1), ("dp4", 2, 1)])
+@one_thread()
+def test_of_two_nobody_can_tell(mesh: str, zero: int, mirrors: int) -> None:
+    cluster = MirroredCluster(RUN, mesh, zero, faults=[update(1)], verify_every=1, policy=Policy(mirrors))
+    with pytest.raises(AssertionError, match=r"workers \[\d, \d\] have different state after step 3"):
+        cluster.run()
+    (event,) = said(cluster, "mismatch")
+    assert 1 in event["ranks"] and event["step"] == 3 and cluster.result.losses == list(expected(RUN).losses[:3])
+
+
+@one_thread()
+def test_where_nothing_compares_replicas_a_wrong_one_changes_the_run() -> None:
+    cluster = MirroredCluster(RUN, "dp3", 1, faults=[update(1)], policy=Policy(2))
+    assert outcome(cluster.run()) != expected(RUN) and cluster.events == []
+
+
+@one_thread()
+def test_steps_between_two_comparisons_may_be_wrong_and_are_told() -> None:
+    """Versions 3 and 7 are compared. The update of step 4 is wrong, so what steps 5 to 7 computed may be."""
+    run = Run(microbatches=5, steps=8)
+    cluster = MirroredCluster(run, "dp3", 1, faults=[update(1, step=4)], verify_every=4, policy=Policy(2))
+    found = cluster.run()
+    (event,) = said(cluster, "corrupt")
+    assert (event["step"], event["checked"], event["unsure_steps"]) == (7, 3, [5, 7])
+    assert found.losses[:4] == list(expected(run).losses[:4])
+
+
+@pytest.mark.parametrize("action", ["evict", "report"])
+@one_thread()
+def test_what_a_wrong_replica_has_saved_is_no_checkpoint(action: str) -> None:
+    """State that is saved is compared, whatever `mirror.verify_every` is."""
+    cluster = MirroredCluster(
+        RUN, "dp3", 1, faults=[update(0, step=2)], verify_every=5, checkpoint_every=2, policy=Policy(2), action=action
+    )
+    assert outcome(cluster.run()) == expected(RUN)
+    assert [(e["ranks"], e["step"]) for e in said(cluster, "corrupt")] == [([0], 2)]
+    assert [e["step"] for e in said(cluster, "checkpoint")] == [4]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@one_thread()
+def test_comparisons_change_no_bit_through_losses_and_joins(seed: int) -> None:
+    faults = [Fault(2, "kill", 1, "backward"), Fault(3, "join", 0, "forward"), Fault(4, "stop", 2, "norm")]
+    cluster = MirroredCluster(RUN, "dp4", seed % 4, faults=faults, verify_every=1, seed=seed, policy=Policy(2))
+    assert outcome(cluster.run()) == expected(RUN) and said(cluster, "corrupt") == said(cluster, "mismatch") == []
