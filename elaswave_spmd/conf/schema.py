@@ -34,8 +34,8 @@ COLLECTIVES = (LINKS, GROUP)
 ANY = "any"
 MISCOMPUTE = "miscompute"
 CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise", MISCOMPUTE)
-CHAOS_POINTS = ("forward", "backward", "reduce", "norm", "apply", "publish", ANY)
-_COMPUTED_AT = CHAOS_POINTS[:5]
+CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", ANY)
+_COMPUTED_AT = CHAOS_POINTS[:6]
 
 VERIFY_ACTIONS = ("evict", "report", "stop")
 
@@ -461,7 +461,8 @@ class ChaosEvent(Section, group="chaos.events"):
     process. `exit`: the process ends; `raise`: an exception; `corrupt`: a bit of its state flips. `join`: a new worker
     is asked for at that moment. `miscompute`: one bit of one element of what the worker's device computes at `point` is
     wrong: of a layer's output (forward), of the gradient of a layer's input (backward), of a micro-batch's weight
-    gradient (reduce), of a reduced gradient (norm) or of an update (apply).
+    gradient (reduce), of the sum of a worker's micro-batches (sum), of a reduced gradient (norm) or of an update
+    (apply).
     """
 
     step: int = setting(REQUIRED, "step of the run", at_least=1)

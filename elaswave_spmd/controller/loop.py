@@ -53,6 +53,7 @@ from elaswave_spmd.controller.replica_verification import ReplicaVerifier
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.controller.run_log import RunLog, mean_loss
+from elaswave_spmd.controller.sum_verification import SumVerifier
 from elaswave_spmd.controller.supervision import Supervision
 from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.controller.verification import Verifier
@@ -121,6 +122,7 @@ class Controller:
         )
         verdicts = Verdicts(settings, self.protocol)
         self._verifier = Verifier(verdicts, draw, self.protocol)
+        self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
         self._ready: set[int] = set()  # the workers that have reported Ready
         chaos = settings.chaos
@@ -284,6 +286,10 @@ class Controller:
                 return self._verifier.differ(message)
             case m.CheckedAgain():
                 return self._verifier.answered(message)
+            case m.SumsDiffer():
+                return self._sum_verifier.differ(message)
+            case m.AddedUp():
+                return self._sum_verifier.added(message)
             case m.Fingerprints():
                 return self._replicas.fingerprints(message)
             case m.Damaged():
@@ -347,6 +353,7 @@ class Controller:
             case Committed(applied):
                 self._checkpoints.committed(applied.step)
                 self._verifier.committed(applied)
+                self._sum_verifier.committed(applied)
                 if self._failures.is_ending:
                     return []
                 return [*self._rescheduler.committed(applied.step, now), *self._failures.committed(applied)]
@@ -354,6 +361,7 @@ class Controller:
                 self._checkpoints.validated(step, mean_loss(self._plan, total))
             case EpochBegun(placement, version=version):
                 self._verifier.begun(action)
+                self._sum_verifier.begun(action)
                 self._rescheduler.begun(placement, version)
             case Save():
                 self._stopping.begin(action, now)

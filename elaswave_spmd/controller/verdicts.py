@@ -53,6 +53,9 @@ class Verdicts:
 
     def found(self, case: Case, wrong: Collection[int]) -> list[Action]:
         """These workers have computed wrongly."""
+        wrong = [rank for rank in wrong if rank in self._protocol.members]  # others are lost by now, perhaps for it
+        if not wrong:
+            return []
         records: list[Action] = [self._record(case, rank) for rank in wrong]
         if self._action == "report":
             self._protocol.trust()
@@ -63,7 +66,9 @@ class Verdicts:
         return [*records, *(EvictWorker(rank, f"it computed wrongly in step {case.step}") for rank in wrong)]
 
     def not_found(self, case: Case, disputed: Collection[int]) -> list[Action]:
-        """The end of the run: one of these workers is wrong, and nothing shows which."""
+        """The end of the run: one of these workers is wrong, or more, and nothing shows which."""
+        if not set(disputed) <= {*self._protocol.members}:
+            return []  # a mesh epoch without one of them is about to begin, and with it another attempt
         what = f"workers {sorted(disputed)} computed different results in step {case.step}: {case}"
         error = f"{what}; each gives the same results again, and nothing shows which of them is wrong"
         return [End(RunStopped(RunError(error)))]

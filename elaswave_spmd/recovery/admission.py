@@ -32,7 +32,10 @@ PLACE: Final = "message about a layer, page or micro-batch that does not exist"
 SIZE: Final = "message of a wrong size"
 VALUE: Final = "message with a value that cannot be"
 
-_FROM_CONTROLLER = (m.Prepare, m.Reconfigure, m.Validated, m.CheckAgain, m.CheckAccepted, m.ReplicasAgree, m.Stop)
+_FROM_CONTROLLER = (
+    *(m.Prepare, m.Reconfigure, m.Validated, m.ReplicasAgree, m.Stop),
+    *(m.CheckAgain, m.CheckAccepted, m.AddAgain, m.SumAccepted),
+)
 _TO_WORKERS = (
     m.Activation,
     m.ActivationGradient,
@@ -42,6 +45,7 @@ _TO_WORKERS = (
     m.PageState,
     m.Need,
     m.CheckDigests,
+    m.Addend,
     m.Vote,
     m.GroupLost,
 )
@@ -154,6 +158,8 @@ class MessageBounds:
             case m.CheckDigests(microbatch=microbatch, rows=rows):
                 if why := self.refused_digests(microbatch, rows):
                     return why
+            case m.Addend():
+                return self._refused_addend(message, num_elements)
         return "" if num_elements is None else SIZE
 
     def refused_digests(self, microbatch: int, *results: tuple[m.DigestRow, ...]) -> str:
@@ -169,6 +175,30 @@ class MessageBounds:
             return PLACE
         sizes = {len(digest) for rows in results for _, *digests in rows for digest in digests}
         return "" if sizes <= {0, DIGEST_BYTES * DIGEST_COLUMNS} else SIZE
+
+    def _refused_addend(self, message: m.Addend, num_elements: int | None) -> str:
+        wanted = self.num_elements((message.layer, message.first, message.stop), STATE, READER, LOSS, trained=True)
+        if not self.checks:
+            return DIRECTION
+        if wanted is None or not self.has_microbatches((message.microbatch,)):
+            return PLACE
+        return "" if wanted == num_elements else SIZE
+
+    def refused_sums(self, pages: tuple[int, int, int], sums: Collection[m.SumRow], *results: m.SumResult) -> str:
+        """Why digests of sums, or of reduced gradients, of some pages cannot be right; empty if they can."""
+        if not self.checks:
+            return DIRECTION
+        of_state = self.num_elements(pages, STATE, trained=True)
+        if of_state is None and self.num_elements(pages, LOSS) is None:
+            return PLACE
+        nodes = {(lo, hi) for _, lo, hi, _ in sums}
+        uses = {use for use, *_ in sums}
+        if not uses <= set(range(len(self.layout.layers))) or not _are_nodes(nodes, self.num_microbatches):
+            return PLACE
+        norms = 4 * (pages[2] - pages[1]) if of_state is not None else 0
+        good = all(len(digest) == DIGEST_BYTES * DIGEST_COLUMNS and len(some) == norms for digest, some in results)
+        good = good and all(len(digest) == DIGEST_BYTES * DIGEST_COLUMNS for *_, digest in sums)
+        return "" if good and len(sums) == len({row[:3] for row in sums}) and len(results) <= 2 else SIZE
 
     def _refused_sum(self, message: m.PartialSum, num_elements: int | None) -> str:
         wanted = self.num_elements((message.layer, message.first, message.stop), STATE, READER, LOSS, trained=True)
@@ -330,6 +360,14 @@ def _refused_report(
         case m.CheckedAgain(step=step):
             good = bounds.has_step(step, at.version)
             return bounds.refused_digests(message.microbatch, message.rows) if good else STEP
+        case m.SumsDiffer(step=step, owner=owner):
+            pages = message.layer, message.first, message.stop
+            good = bounds.has_step(step, at.version) and 0 <= owner < at.num_ranks
+            return bounds.refused_sums(pages, (), message.owned, message.checked) if good else STEP
+        case m.AddedUp(step=step):
+            pages = message.layer, message.first, message.stop
+            good = bounds.has_step(step, at.version)
+            return bounds.refused_sums(pages, message.sums, *message.results) if good else STEP
         case m.ShardWritten():
             return _refused_shard(bounds, message, at)
         case m.FinalPages():

@@ -50,6 +50,7 @@ from elaswave_spmd.recovery.messages import (
 )
 from elaswave_spmd.recovery.partial_step import recovery_plan, whole_step
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
+from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, dispensable
@@ -569,7 +570,9 @@ class ControllerProtocol:
             num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
         dropped = 0
         if is_begun and not anew and not stops:  # the step goes on, without the checks of it that are not complete
-            dropped = self._checks.num_pairs(standing.version + 1, self.placement)
+            step = standing.version + 1
+            dropped = self._checks.num_pairs(step, self.placement)
+            dropped += sum(1 for _ in drawn_ranges(self._checks, step, self.layout, self._replicas()))
         begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
         reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops)
         if stops:

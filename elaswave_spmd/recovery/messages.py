@@ -24,6 +24,12 @@ DigestRow: TypeAlias = tuple[int, bytes, bytes, bytes]
 """(layer, digests of its output, of the gradient of its input, and of its weight gradient) for one micro-batch; empty
 where there is no such tensor."""
 
+SumRow: TypeAlias = tuple[int, int, int, bytes]
+"""(layer, lo, hi, digest of the sum of its gradients of micro-batches lo to hi - 1) of some pages."""
+
+SumResult: TypeAlias = tuple[bytes, bytes]
+"""(digest of a reduced gradient, the norm value of each of its pages as in ReducedGradient)."""
+
 AT_ONCE = -1
 """Prepare.after of a change that cannot wait for the end of a step: it is less than every step, so it is the more
 urgent of two changes (their minimum)."""
@@ -229,6 +235,27 @@ class CheckDigests(Message, frozen=True):
     step: int
     microbatch: int
     rows: tuple[DigestRow, ...]
+    attempt: int = 0
+
+
+class Addend(Message, frozen=True):
+    """The worker of a micro-batch -> the worker that checks the sums of pages of `layer`, after its backward
+    (`verify.rate`); and -> a worker that is asked to add them up again.
+
+    Payload, fp32: the gradient of the micro-batch alone, for pages [first, stop) of `layer`'s gradient buffer.
+
+    Args:
+        again: an answer to AddAgain.
+    """
+
+    NUM_OPTIONS = 2
+
+    step: int
+    layer: int
+    first: int
+    stop: int
+    microbatch: int
+    again: bool = False
     attempt: int = 0
 
 
@@ -465,6 +492,72 @@ class CheckAccepted(Message, frozen=True):
     microbatch: int
 
 
+class SumsDiffer(Message, frozen=True):
+    """The checker of sums -> controller: its reduced gradient of state pages [first, stop) is another than the one that
+    the primary has sent it, or their norms differ. The sender does not vote for the step.
+
+    Args:
+        owner: the primary.
+        owned: its result, as it came.
+        checked: that of the sender.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    layer: int
+    first: int
+    stop: int
+    owner: int
+    owned: SumResult
+    checked: SumResult
+
+
+class AddAgain(Message, frozen=True):
+    """Controller -> members: reduced gradients of state pages [first, stop) of `layer` differ.
+
+    Whoever has made a part of it tells which sums it had made (AddedUp), and sends the gradients of its micro-batches
+    to `ranks`, which add them up once more.
+    """
+
+    epoch: int
+    step: int
+    layer: int
+    first: int
+    stop: int
+    ranks: tuple[int, ...]
+
+
+class AddedUp(Message, frozen=True):
+    """Worker -> controller, after AddAgain: the sums of some pages.
+
+    Args:
+        again: they were made now, all of them, by one of `AddAgain.ranks`; else those that it had made before.
+        sums: digests of its sums of micro-batches.
+        results: of the reduced gradient, from the primary, and with `again`; else none.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    layer: int
+    first: int
+    stop: int
+    again: bool
+    sums: tuple[SumRow, ...]
+    results: tuple[SumResult, ...] = ()
+
+
+class SumAccepted(Message, frozen=True):
+    """Controller -> the checker of sums: the step goes on with what was added up (`verify.action=report`)."""
+
+    epoch: int
+    step: int
+    layer: int
+    first: int
+    stop: int
+
+
 class CaughtUp(Message, frozen=True):
     """Worker -> controller, once an epoch: it has the state of all pages that it is a learner of."""
 
@@ -665,6 +758,7 @@ AnyMessage: TypeAlias = (
     | PageState
     | Need
     | CheckDigests
+    | Addend
     | Vote
     | GroupLost
     | Ready
@@ -678,6 +772,10 @@ AnyMessage: TypeAlias = (
     | CheckAgain
     | CheckedAgain
     | CheckAccepted
+    | SumsDiffer
+    | AddAgain
+    | AddedUp
+    | SumAccepted
     | CaughtUp
     | Fingerprints
     | ReplicasAgree

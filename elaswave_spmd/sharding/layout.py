@@ -292,6 +292,13 @@ class ModelLayout:
                 found.setdefault(block.source, []).append((layer.index, block))
         return {source: tuple(blocks) for source, blocks in found.items()}
 
+    def uses_of(self, layer: int, page: int) -> tuple[int, ...]:
+        """The layers whose gradients add up to that of a page of `layer`, in layer order: two for a tied parameter."""
+        block = self.layers[layer].block_of(page)
+        assert block.kind != READER, (layer, page)
+        readers = self.readers.get((layer, block.first_page), ()) if block.kind != LOSS else ()
+        return tuple(sorted({layer, *(reader for reader, _ in readers)}))
+
     def __str__(self) -> str:
         return "\n".join([f"pages of {self.page_size} elements", *map(str, self.layers)])
 

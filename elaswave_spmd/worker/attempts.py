@@ -18,7 +18,9 @@ from torch import Tensor
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.worker.channel import Channel, Incoming
 
-_OfAttempt: TypeAlias = m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests
+_OfAttempt: TypeAlias = (
+    m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests | m.Addend
+)
 _OfState: TypeAlias = m.Publish | m.PageState | m.Need
 
 

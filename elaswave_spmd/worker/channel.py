@@ -20,7 +20,9 @@ from elaswave_spmd.runtime.devices import Device, HostCopy
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Item, Mailbox, PeerClosed
 
-_FP32 = (m.PartialSum, m.ReducedGradient, m.PageState, m.FinalPages)
+_FP32 = (m.PartialSum, m.ReducedGradient, m.Addend, m.PageState, m.FinalPages)
+_ADDED = (m.PartialSum, m.ReducedGradient, m.Addend)
+_COPIES = (m.PageState, m.Addend)  # payloads that nobody changes
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def frame_of(payload: Tensor) -> memoryview:
 
 def arrived(message: m.AnyMessage, payload: Tensor, device: Device) -> Tensor:
     """A payload where a worker wants it: sums at the device's place, others in host memory until they are used."""
-    return device.to_place(payload) if isinstance(message, (m.PartialSum, m.ReducedGradient)) else payload
+    return device.to_place(payload) if isinstance(message, _ADDED) else payload
 
 
 class WorkerStopped(Exception):  # noqa: N818  (the regular end of a worker, not an error)
@@ -114,9 +116,7 @@ class SocketChannel:
             self._leaving.setdefault(peer, deque()).append((header, copy))
         else:
             frames = () if payload is None else (frame_of(self._device.to_host(payload)),)
-            self._links.send(
-                peer, header, frames, immutable=isinstance(message, m.PageState)
-            )  # it is a copy of its own
+            self._links.send(peer, header, frames, immutable=isinstance(message, _COPIES))
 
     def is_copying(self) -> bool:
         """Send what has been copied to host memory. Returns True if copies are still under way; never waits."""

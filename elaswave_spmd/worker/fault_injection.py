@@ -13,7 +13,7 @@ from torch import Tensor
 from elaswave_spmd.conf.schema import ANY, MISCOMPUTE, ChaosEvent, ChaosSettings
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
-from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.fault_points import DRAWN, FaultPoint
 from elaswave_spmd.worker.state import HeldState
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -111,7 +111,7 @@ class FaultInjector:
         if draw.random() >= self._settings.rate:
             return []
         kind = draw.choice(("kill", "stop", "term", "join") if len(members) > 2 else ("join",))
-        return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in FaultPoint]))]
+        return [ChaosEvent(step, kind, draw.choice(members), draw.choice([p.value for p in DRAWN]))]
 
     def _inject(self, event: ChaosEvent, state: HeldState) -> None:
         # Real signals, to this very process: nothing in the product knows that the fault is injected.

@@ -10,17 +10,22 @@ class FaultPoint(str, Enum):
     """A point of a step.
 
     FORWARD, BACKWARD: before a micro-batch's forward or backward. REDUCE: a micro-batch's gradient of a layer is made,
-    and not sent yet. NORM: a reduced gradient is complete, and no other worker knows. APPLY: the step is decided, and
+    and not added to another one or sent yet. SUM: a sum of micro-batches that this worker computes is complete, and not
+    sent yet. NORM: a reduced gradient is complete, and no other worker knows. APPLY: the step is decided, and
     nothing is changed yet. PUBLISH: a layer is updated, and its parameters are on their way.
     """
 
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
+    SUM = "sum"
     NORM = "norm"
     APPLY = "apply"
     PUBLISH = "publish"
 
+
+DRAWN = tuple(point for point in FaultPoint if point != FaultPoint.SUM)
+"""The points of faults that are drawn: those that there were first, so that a seed means the same faults as ever."""
 
 OnFaultPoint = Callable[[FaultPoint, int], None]
 """(point, step): called by the training thread each time that it passes a point."""

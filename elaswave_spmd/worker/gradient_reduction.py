@@ -10,15 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from elaswave_spmd.determinism.reduction_tree import Node, Reduction, maximal_nodes, parent_and_sibling
 from elaswave_spmd.recovery.messages import PartialSum
-from elaswave_spmd.sharding.layout import LOSS, READER, ModelLayout
+from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import GradientBuffer, GradientPool
+
+
+class SumObserver(Protocol):
+    """Sees the gradients and sums of a worker's own micro-batches before they are sent (`SumChecks`)."""
+
+    def looks_at(self, layer: int) -> bool:
+        """True if each micro-batch's gradient of a layer is to have a buffer of its own."""
+        ...
+
+    def computed(self, step: int, layer: int, microbatch: int, gradient: GradientBuffer) -> None:
+        """A micro-batch's gradient is made, and not added to another one yet."""
+        ...
+
+    def summed(self, step: int, layer: int, node: Node, gradient: GradientBuffer) -> None:
+        """A sum is complete on this worker."""
+        ...
+
 
 Send = Callable[[int, PartialSum, Tensor], None]
 GradientDone = Callable[[int, ReplicaSet, Tensor], None]
@@ -93,6 +111,8 @@ class GradientReducer:
         self._add_in_place = add_in_place
         self._send = send
         self._gradient_done = gradient_done
+        self.observer: SumObserver | None = None
+        """Set by whoever checks sums, before the first step."""
         self._pools: dict[int, GradientPool] = {}
         self._routes: dict[int, tuple[Route, ...]] = {}  # by layer
         self._primary: list[ReplicaSet] = []  # the trained ranges that this worker is the primary of
@@ -178,7 +198,7 @@ class GradientReducer:
 
     def _send_reduction(self, step: int, pages: ReplicaSet, reduction: RangeReduction) -> None:
         for use, node, value in reduction.sums():
-            first = _first_page_of_use(self._layout, pages, use)
+            first = first_page_of_use(self._layout, pages, use)
             message = PartialSum(step, use, first, first + pages.stop - pages.first, *node)
             self._send(pages.primary, message, value)
 
@@ -224,6 +244,7 @@ class GradientReducer:
         _, buffers = self._local.setdefault(layer, (Reduction(self.num_microbatches), {}))
         # In fp32 compute, autograd's += into the sibling's buffer is the very addition that the tree would make.
         above = parent_and_sibling(leaf, self.num_microbatches)
+        own_leaf = own_leaf or (self.observer is not None and self.observer.looks_at(layer))
         in_place = self._add_in_place and leaf not in self._final and not own_leaf
         sibling = buffers.get(above[1]) if above and in_place else None
         buffer = buffers[leaf] = sibling or pool.acquire()
@@ -232,8 +253,11 @@ class GradientReducer:
     def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:
         """The micro-batch's gradient is in its buffer: add up what the tree allows, and send complete nodes."""
         node = (microbatch, microbatch + 1)
+        buffers = self._local[layer][1] if not alone else {node: self._alone}
+        if self.observer is not None:
+            self.observer.computed(step, layer, microbatch, buffers[node])
         if alone:
-            self._emit(step, layer, node, self._alone)
+            self._complete(step, layer, node, self._alone)
             return
         reduction, buffers = self._local[layer]
         added = reduction.add(node)
@@ -246,7 +270,13 @@ class GradientReducer:
             buffers[merge.into] = left
             node = merge.into
         if node in self._final:
-            self._emit(step, layer, node, buffers.pop(node))
+            self._complete(step, layer, node, buffers.pop(node))
+
+    def _complete(self, step: int, layer: int, node: Node, buffer: GradientBuffer) -> None:
+        """A node cannot grow any more on this worker."""
+        if self.observer is not None:
+            self.observer.summed(step, layer, node, buffer)
+        self._emit(step, layer, node, buffer)
 
     def drop_microbatch(self, layer: int) -> None:
         """Drop the weight gradient of a micro-batch that was run for its input's gradient only."""
@@ -380,7 +410,7 @@ class GradientReducer:
         return self._peak_sum_bytes if self._sharded else sum(pool.num_bytes for pool in self._pools.values())
 
 
-def _first_page_of_use(layout: ModelLayout, pages: ReplicaSet, use: int) -> int:
+def first_page_of_use(layout: ModelLayout, pages: ReplicaSet, use: int) -> int:
     """The first page of a page range in the gradient buffer of one of its uses."""
     if use == pages.layer:
         return pages.first
@@ -394,7 +424,7 @@ def _by_use(layout: ModelLayout, ranges: Iterable[ReplicaSet]) -> dict[int, list
     found: dict[int, list[tuple[int, ReplicaSet]]] = {}
     for pages in ranges:
         for use in uses_of(layout, pages):
-            found.setdefault(use, []).append((_first_page_of_use(layout, pages, use), pages))
+            found.setdefault(use, []).append((first_page_of_use(layout, pages, use), pages))
     return {use: sorted(starts, key=lambda start: start[0]) for use, starts in found.items()}
 
 
@@ -405,10 +435,7 @@ def _primary_at(before: Mapping[tuple[int, int], int], first: int, stop: int) ->
 
 def uses_of(layout: ModelLayout, pages: ReplicaSet) -> tuple[int, ...]:
     """The layers whose gradients add up to the reduced gradient of a page range, in layer order: two for a tie."""
-    block = layout.layers[pages.layer].block_of(pages.first)
-    assert block.kind != READER
-    readers = layout.readers.get((pages.layer, block.first_page), ()) if block.kind != LOSS else ()
-    return tuple(sorted({pages.layer, *(layer for layer, _ in readers)}))
+    return layout.uses_of(pages.layer, pages.first)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.admission import SIZE, WorkerPosition, refused_by_worker
@@ -31,6 +32,8 @@ from elaswave_spmd.worker.state import Saved
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.step_commit import StepCommit
 from elaswave_spmd.worker.waiting import ConfigurationChanged, Waits
+
+_CheckWish: TypeAlias = m.CheckAgain | m.CheckAccepted | m.AddAgain | m.SumAccepted
 
 
 class Executor:
@@ -56,7 +59,7 @@ class Executor:
         self._next: Configuration | None = None  # has arrived and is not entered yet
         self._prepare: m.Prepare | None = None  # a planned change that is answered between two steps
         self._validation_due: int | None = None  # the version to validate next
-        self._check_wishes: list[m.CheckAgain | m.CheckAccepted] = []  # of a mesh epoch that is not entered yet
+        self._check_wishes: list[_CheckWish] = []  # of a mesh epoch that is not entered yet
         self._weights_sent = -1  # the epoch in which the final weights were sent
         self.is_orphaned = False
         """The controller is gone. No worker begins another step, and a step that all have begun is still completed: so
@@ -302,7 +305,7 @@ class Executor:
                 self._steps.receive(message, payload)
             case m.CheckDigests():
                 self._steps.checks.received(incoming.sender, message)
-            case m.CheckAgain() | m.CheckAccepted():
+            case m.CheckAgain() | m.CheckAccepted() | m.AddAgain() | m.SumAccepted():
                 self._check(message)
             case m.Validated():
                 self._steps.validated(message.step)
@@ -321,14 +324,21 @@ class Executor:
             case _:
                 self.commit.handle(incoming.sender, message, payload)
 
-    def _check(self, message: m.CheckAgain | m.CheckAccepted) -> None:
+    def _check(self, message: _CheckWish) -> None:
         """Do what the controller wants about results that differ, in the mesh epoch that it means."""
         if message.epoch > self.configuration.epoch:
             self._check_wishes.append(message)  # its Reconfigure came before it, and is not entered yet
-        elif message.epoch == self.configuration.epoch and isinstance(message, m.CheckAgain):
-            self._steps.check_again(message)
-        elif message.epoch == self.configuration.epoch and isinstance(message, m.CheckAccepted):
-            self._steps.checks.accepted(message)
+        if message.epoch != self.configuration.epoch:
+            return
+        match message:
+            case m.CheckAgain():
+                self._steps.check_again(message)
+            case m.CheckAccepted():
+                self._steps.checks.accepted(message)
+            case m.AddAgain():
+                self.replica.add_again(message)
+            case m.SumAccepted():
+                self.replica.sums.accepted(message)
 
     def _reconfigure(self, message: m.Reconfigure) -> None:
         """Note a new configuration; it is entered at the next wait, or after the action that runs."""

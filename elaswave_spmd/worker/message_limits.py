@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 # No bound is known before a layer has run, which is up to the model: 64 GiB is more than one micro-batch is anywhere.
 _BOUNDARY_BYTES = 1 << 36
-_LIMITED = (m.Activation, m.ActivationGradient, m.PartialSum, m.ReducedGradient, m.Publish, m.PageState, m.FinalPages)
+_LIMITED = (
+    *(m.Activation, m.ActivationGradient, m.PartialSum, m.ReducedGradient, m.Publish, m.PageState, m.FinalPages),
+    m.Addend,
+)
 
 
 def payload_limits(plan: RunPlan) -> dict[str, int]:
@@ -32,6 +35,7 @@ def payload_limits(plan: RunPlan) -> dict[str, int]:
         "ActivationGradient": _BOUNDARY_BYTES,
         "PartialSum": 4 * most_gradient,
         "ReducedGradient": 4 * most_gradient,
+        "Addend": 4 * most_gradient if job.verify_rate else 0,
         "Publish": job.torch_dtype.itemsize * most_state,
         "PageState": 4 * states * most_state,
         "FinalPages": 4 * most_state,

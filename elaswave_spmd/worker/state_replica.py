@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.worker_protocol import Apply, WorkerProtocol
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.placement import Placement
@@ -23,6 +24,7 @@ from elaswave_spmd.sharding.layout import LOSS
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
+from elaswave_spmd.worker.digests import Digester
 from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.gradient_reduction import GradientReducer
 from elaswave_spmd.worker.optimizers import clip_divisor
@@ -31,6 +33,7 @@ from elaswave_spmd.worker.parameter_broadcast import StageBroadcasts
 from elaswave_spmd.worker.parameters import Parameters
 from elaswave_spmd.worker.state import LEARNING, BackgroundCopies, HeldState, Saved, contains, cut
 from elaswave_spmd.worker.state_transfer import receive_state, send_state
+from elaswave_spmd.worker.sum_checks import SumChecks
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.step_commit import StepCommit
@@ -84,6 +87,10 @@ class StateReplica:
             gradient_done=self._gradient_reduced,
         )
         self.reducer.step_decided(protocol.version)
+        draw, digester = CheckDraw(job.seed, job.verify_rate), Digester(context.device)
+        self.sums = SumChecks(self.rank, self._layout, draw, digester, context.hooks, self._send)
+        self.reducer.observer = self.sums
+        self._sum_wishes: list[m.AddAgain] = []  # about a step that this worker has not begun
         self._unsure: set[int] = set()  # peers that may not have got what was sent to them: a link was lost
         self.parameters = Parameters(context, values, self.state, protocol, self._unsure, broadcasts)
         self.background = BackgroundCopies()
@@ -139,6 +146,7 @@ class StateReplica:
         self._split_gradients()
         self.state.rebind((r for r in held if not self.is_loss(r)), self._values)
         self.parameters.bind(placement, replica_map)
+        self.sums.bind(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
         self.reducer.bind(replica_map, layers, self.protocol.version + 1, self._unsure)
         for step, gradients in self._gradients.items():
@@ -217,6 +225,9 @@ class StateReplica:
             case m.ReducedGradient():
                 assert payload is not None
                 self._gradient_received(sender, message, payload)
+            case m.Addend():
+                assert payload is not None
+                self.sums.received(sender, message, payload)
             case m.Need():
                 self.parameters.needed(sender, message)
             case m.GroupLost():
@@ -253,6 +264,7 @@ class StateReplica:
         loss = self._loss_in(key, gradient)
         norms = page_norm_values(gradient, self._layout.page_size) if loss is None else []
         self._context.hooks.on_point(FaultPoint.NORM, step)
+        self.sums.gradient(step, key, gradient, norms)
         self._relay_gradient(step, pages, gradient, norms)
         self._commit.gradient_complete(step, key, norms, loss)
 
@@ -272,6 +284,7 @@ class StateReplica:
                 self.reducer.gradient_known(message.step, key)
                 # From the primary of an older epoch, perhaps: its mirrors need not be those of this one.
                 self._relay_gradient(message.step, self._held[key], gradient, own)
+                self.sums.gradient(message.step, key, gradient, own)
                 self._commit.gradient_complete(message.step, key, own, self._loss_in(key, gradient))
 
     def _relay_gradient(
@@ -297,6 +310,34 @@ class StateReplica:
     def reduced_gradients(self, step: int) -> tuple[PageRange, ...]:
         """The page ranges whose reduced gradient of this step is here."""
         return tuple(sorted(self._gradients.get(step, {})))
+
+    # ---- checks of sums (`verify.rate`)
+
+    def begin_checks(self, step: int) -> None:
+        """Begin to check the sums of a step that runs as it is placed."""
+        self.sums.begin(step)
+        for key, gradient in self._gradients.get(step, {}).items():
+            self.sums.gradient(step, key, gradient, self.protocol.norms_at(step, key))
+        wishes, self._sum_wishes = self._sum_wishes, []
+        for wish in wishes:
+            self.add_again(wish)
+
+    def forget_checks(self) -> None:
+        """Give up the checks of the step under way: it is recovered in part, or begins anew."""
+        self.sums.forget()
+        self._sum_wishes.clear()
+
+    def add_again(self, message: m.AddAgain) -> None:
+        """Reduced gradients differ: tell what this worker had made of them, and make them again if it is asked to."""
+        if message.step > self.sums.step:
+            self._sum_wishes.append(message)
+        elif message.step == self.sums.step:
+            key = message.layer, message.first, message.stop
+            gradient = self._gradients.get(message.step, {}).get(key)
+            own = None
+            if gradient is not None and self._held[key].primary == self.rank:
+                own = gradient, self.protocol.norms_at(message.step, key)
+            self.sums.asked(message, own)
 
     # ---- the update
 
@@ -325,6 +366,7 @@ class StateReplica:
         self.parameters.published(step, extension=decided.extension)
         self.compare()
         self.reducer.step_decided(step)
+        self.sums.decided(step)
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] > step}
         self._early = {key: payload for key, payload in self._early.items() if getattr(key[1], "step", 0) >= step}
 
@@ -351,6 +393,7 @@ class StateReplica:
         self.background.give_up()
         self.parameters.grouped.give_up()
         self.reducer.drop_undecided()
+        self.forget_checks()
         self._gradients.clear()
         self._early.clear()
         self._gradients_sent = {sent for sent in self._gradients_sent if sent[0] <= self.protocol.version}
@@ -358,6 +401,7 @@ class StateReplica:
     def forget_beyond(self, version: int) -> None:
         """Give up what was computed of the steps after a version; state, and what is on its way of it, stays."""
         self.reducer.drop_undecided()
+        self.forget_checks()
         for step in [s for s in self._gradients if s > version]:
             del self._gradients[step]
         is_computed = lambda message: isinstance(message, m.ReducedGradient) and message.step > version  # noqa: E731

@@ -174,6 +174,7 @@ class StepRunner:
         reducer.begin_step(step, () if self._under_way.alone else microbatches)
         if step != self._unchecked:
             self.checks.begin(step, self._stage, self._placement, is_compared=self.is_compared(step - 1))
+            self._replica.begin_checks(step)
         self._microbatches.begin_step(step, sorted(microbatches))
 
     def _next_action(self, step: int) -> Generator[Reason, None, MicrobatchAction | None]:
@@ -264,10 +265,11 @@ class StepRunner:
 
         The controller may ask for one more meanwhile, to see which of two workers is wrong.
         """
-        while not self.checks.is_settled or self.checks.pending(step):
+        are_settled = lambda: self.checks.is_settled and self._replica.sums.is_settled  # noqa: E731
+        while not are_settled() or self.checks.pending(step):
             if (yield from self._check_until(step, lambda: False, "inputs to check step")):
                 self._drop_parameters(step)
-            agreed = lambda: self.checks.is_settled or bool(self.checks.pending(step))  # noqa: E731
+            agreed = lambda: are_settled() or bool(self.checks.pending(step))  # noqa: E731
             yield from self._waiting.until(agreed, "results that are checked in step", step)
 
     def _ask_for_dropped(self, step: int) -> None:
@@ -447,6 +449,7 @@ class StepRunner:
         self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0
         if self._unchecked:
             self.checks.forget()
+            self._replica.forget_checks()
         self._work = self._remaining_of(self._plan) if self._plan is not None else {}
         if lines is not None:
             self._boundaries.send_again(step, lines, configuration.placement)

@@ -32,9 +32,9 @@ class Fault:
             corrupt (a bit of its optimizer state flips), rebalance (micro-batches, layers and workers go elsewhere,
             drawn), device (its device fails, and is reset), silent (a stop, and its heartbeats do not arrive any more:
             it is taken for lost and goes on all the same, as on a machine that the controller cannot reach), miscompute
-            (a bit of what it computes there is wrong: forward, backward, reduce, norm or apply). unlink (the link that
-            a message is sent on is lost, with what is on it, and both ends live) happens at messages only, on the side
-            of the sender.
+            (a bit of what it computes there is wrong: forward, backward, reduce, sum, norm or apply). unlink (the link
+            that a message is sent on is lost, with what is on it, and both ends live) happens at messages only, on the
+            side of the sender.
         rank: the worker that it happens to; of a join or a pause: the worker whose passing of the point begins it.
         point: a FaultPoint by name.
         count: at which passage of this point in this step it happens, from 1.

@@ -150,6 +150,10 @@ class Schedule:
             )
             for _ in range(draw.choice((1, 1, 2)))
         ]
+        more = random.Random(f"sums {self.seed}")
+        if more.random() < 0.7:
+            step, rank, point = more.randint(1, self.run.steps), more.randrange(workers), more.choice(("sum", "norm"))
+            wrong.append(Fault(step, "miscompute", rank, point, more.randint(1, 5)))
         checked = replace(self, verify_rate=rate, faults=(*self.faults, *(wrong if rate == 1.0 else ())))
         return checked._with_a_wrong_update(random.Random(f"update {self.seed}"), workers)
 

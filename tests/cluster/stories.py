@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.worker.fault_points import DRAWN
 from tests.cluster.faults import RECEIVER, SENDER, AnyFault, Fault, MessageFault, ThenFault
 
 # How often a message of each kind is sent in a typical schedule, without those that only faults bring.
@@ -123,7 +123,7 @@ def _kind(r: random.Random) -> str:
 
 
 def _at_point(r: random.Random, workers: int, steps: int, kind: str = "") -> Fault:
-    point = r.choice(list(FaultPoint)).value
+    point = r.choice(list(DRAWN)).value
     return Fault(r.randint(1, steps), kind or _kind(r), r.randrange(workers), point, r.randint(1, 3), _turns(r))
 
 

@@ -39,6 +39,7 @@ RUN = TinyRun(steps=8, microbatches=5)
 BOUNDS: MessageBounds = message_bounds(replace(RUN.job(), verify_rate=0.5), RUN.description.layout, spawns=True)
 DIGESTS = ((1, bytes(512), b"", bytes(512)), (2, bytes(512), bytes(512), bytes(512)))
 SENDER, PAGES = 1, (1, 0, 1)
+RESULT = (bytes(512), b"1234")
 ELEMENTS = BOUNDS.num_elements(PAGES, "state") or 0
 FRAMES = 10_000
 AT_CONTROLLER = ControllerPosition(version=3, last_epoch=2, num_ranks=3, ready={0, 2})
@@ -56,6 +57,8 @@ TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.Need(3, *PAGES): None,
     m.PartialSum(4, *PAGES, 0, 2, attempt=2): ELEMENTS,
     m.CheckDigests(4, 2, DIGESTS, attempt=1): None,
+    m.Addend(4, *PAGES, 2): ELEMENTS,
+    m.Addend(4, *PAGES, 2, again=True, attempt=1): ELEMENTS,
     m.Vote(4, 2, SENDER, (1.5, 1e-9), 2.5): None,
     m.GroupLost(2, SENDER, "timeout"): None,
 }
@@ -79,6 +82,9 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.FinalPages(*PAGES),
     m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS),
     m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS),
+    m.SumsDiffer(SENDER, 2, 4, *PAGES, 0, RESULT, RESULT),
+    m.AddedUp(SENDER, 2, 4, *PAGES, False, ((1, 0, 2, bytes(512)),)),
+    m.AddedUp(SENDER, 2, 4, *PAGES, True, ((1, 0, 2, bytes(512)), (1, 2, 4, bytes(512))), (RESULT,)),
     m.Checked(SENDER, 0.5, ((0, 1, 10, 20, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, bytes(16)))),
     m.Constructed(SENDER, (("block0.weight", False, bytes(16)), ("block0.table", True, bytes(range(16))))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
@@ -105,6 +111,8 @@ def test_every_message_of_a_worker_has_an_example() -> None:
         m.CheckAgain,
         m.CheckAccepted,
         m.ReplicasAgree,
+        m.AddAgain,
+        m.SumAccepted,
     }  # of the controller, which is trusted
     assert kinds | others == set(get_args(m.AnyMessage))
 
@@ -150,9 +158,47 @@ def test_results_that_cannot_be_right_are_refused(message: m.AnyMessage, why: st
     assert by_worker(message, SENDER, 48 if isinstance(message, m.Activation) else None) == why
 
 
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (m.Addend(4, *PAGES, 99), admission.PLACE),
+        (m.Addend(4, 99, 0, 1, 2), admission.PLACE),
+        (m.Addend(4, 1, 0, 99, 2), admission.PLACE),
+        (m.Addend(4, *PAGES, 2, attempt=10**6), admission.EPOCH),
+        (m.Addend(99, *PAGES, 2), admission.STEP),
+    ],
+)
+def test_gradients_that_cannot_be_right_are_refused(message: m.AnyMessage, why: str) -> None:
+    assert by_worker(message, SENDER, ELEMENTS) == why
+    assert by_worker(m.Addend(4, *PAGES, 2), SENDER, ELEMENTS + 1) == admission.SIZE
+
+
+@pytest.mark.parametrize(
+    ("sums", "results", "why"),
+    [
+        (((1, 0, 2, bytes(511)),), (), admission.SIZE),
+        (((1, 0, 2, bytes(512)),) * 2, (), admission.SIZE),
+        (((1, 1, 3, bytes(512)),), (), admission.PLACE),
+        (((99, 0, 2, bytes(512)),), (), admission.PLACE),
+        ((), (RESULT,) * 3, admission.SIZE),
+        ((), ((bytes(512), b"12345678"),), admission.SIZE),
+        ((), ((bytes(8), b"1234"),), admission.SIZE),
+    ],
+)
+def test_sums_that_cannot_be_right_are_refused(sums: tuple, results: tuple, why: str) -> None:
+    assert by_controller(m.AddedUp(SENDER, 2, 4, *PAGES, True, sums, results), SENDER, None) == why
+
+
 def test_without_checks_nobody_takes_their_messages() -> None:
     bounds = message_bounds(RUN.job(), RUN.description.layout)
-    for message in (m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS), m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS)):
+    assert refused_by_worker(bounds, m.Addend(4, *PAGES, 2), SENDER, ELEMENTS, AT_WORKER) == admission.DIRECTION
+    reports = (
+        m.ChecksDiffer(SENDER, 2, 4, 2, 0, DIGESTS, DIGESTS),
+        m.CheckedAgain(SENDER, 2, 4, 2, DIGESTS),
+        m.SumsDiffer(SENDER, 2, 4, *PAGES, 0, RESULT, RESULT),
+        m.AddedUp(SENDER, 2, 4, *PAGES, False, ()),
+    )
+    for message in reports:
         assert refused_by_controller(bounds, message, SENDER, None, AT_CONTROLLER) == admission.DIRECTION
     assert refused_by_worker(bounds, m.CheckDigests(4, 2, DIGESTS), SENDER, None, AT_WORKER) == admission.DIRECTION
 

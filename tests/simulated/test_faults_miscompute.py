@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -11,7 +12,8 @@ from tests.cluster.faults import Fault
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, mirrored_placement, one_thread, outcome
 
 RUN = Run(microbatches=5, steps=6)
-PLACES = ("forward", "backward", "reduce", "norm", "apply")
+PLACES = ("forward", "backward", "reduce", "sum", "norm", "apply")
+SUMS = ("sum", "norm")
 
 
 def miscompute(place: str, rank: int = 1, step: int = 3, count: int = 1) -> Fault:
@@ -42,7 +44,7 @@ def test_checks_change_no_bit(mesh: str, zero: int, dtype: str) -> None:
         assert outcome(MirroredCluster(run, mesh, zero, verify_rate=rate).run()) == expected(run)
 
 
-@pytest.mark.parametrize("place", PLACES[:3])
+@pytest.mark.parametrize("place", PLACES[:5])
 @pytest.mark.parametrize(
     ("mesh", "rank"), [("dp2", 0), ("dp2", 1), ("dp3", 1), ("dp4", 2), ("pp2", 1), ("dp2_pp2", 1), ("stages1-3", 3)]
 )
@@ -70,6 +72,49 @@ def events_of(cluster: MirroredCluster, kind: str) -> list[str]:
     cluster._trace = lines.append
     cluster.run()
     return [line.partition(f"EVENT {kind} ")[2] for line in lines if f"EVENT {kind} " in line]
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp2_pp2", "stages1-3"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@one_thread()
+def test_wrong_sums_of_a_tied_model_are_found_and_told(mesh: str, zero: int) -> None:
+    run = Run(model="gpt_tied", microbatches=5, steps=5)
+    told = Counter[str]()
+    for place, tensor in (("sum", "sum"), ("norm", "reduced gradient")):
+        for rank in range(sum(map(int, re.findall(r"\d", mesh))) if "stages" in mesh else 2):
+            cluster = MirroredCluster(run, mesh, zero, faults=[miscompute(place, rank)], verify_rate=1.0, seed=rank)
+            found = events_of(cluster, "corrupt")
+            assert outcome(cluster.result) == expected(run)
+            if cluster.plan.num_injected:
+                (event,) = found
+                told[tensor] += f"of the {tensor} of layer" in event and f"worker {rank} " in event
+                # A sum of one micro-batch is what its primary adds up to a reduced gradient, where nobody else has one.
+                assert told[tensor], event
+    assert told["sum"] and told["reduced gradient"]
+
+
+@pytest.mark.parametrize("place", SUMS)
+@pytest.mark.parametrize(("mesh", "found"), [("dp2", False), ("dp3", True), ("pp3", True), ("pp2", False)])
+@one_thread()
+def test_a_worker_that_repeats_its_wrong_sums_is_found_by_a_third(mesh: str, found: bool, place: str) -> None:
+    """Every sum that worker 1 makes in step 3 is wrong. Two workers cannot tell which of them it is."""
+    faults = [miscompute(place, 1, count=count) for count in range(1, 200)]
+    cluster = MirroredCluster(RUN, mesh, 1, faults=faults, verify_rate=1.0)
+    if found:
+        assert outcome(cluster.run()) == expected(RUN)
+        assert [r for begun in cluster.result.epochs for r, kind in begun.kinds.items() if kind == "fail"] == [1]
+    else:
+        with pytest.raises(Exception, match=r"\[0, 1\] computed different results in step 3"):
+            cluster.run()
+
+
+@one_thread()
+def test_pages_without_a_mirror_are_added_up_again_by_their_primary() -> None:
+    for mesh in ("dp2", "pp2"):
+        fault = miscompute("norm", 1, count=2)
+        cluster = MirroredCluster(RUN, mesh, 1, faults=[fault], verify_rate=1.0, mirror_count=0)
+        events = events_of(cluster, "mismatch")
+        assert events and "worker 1, twice," in events[0]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -32,7 +32,7 @@ events = st.fixed_dictionaries(
     {"step": st.integers(1, 400), "kind": st.sampled_from([kind for kind in CHAOS_KINDS if kind != MISCOMPUTE])},
     optional={"rank": ranks, "point": st.sampled_from(CHAOS_POINTS)},
 ) | st.fixed_dictionaries(
-    {"step": st.integers(1, 400), "kind": st.just(MISCOMPUTE), "point": st.sampled_from(CHAOS_POINTS[:5])},
+    {"step": st.integers(1, 400), "kind": st.just(MISCOMPUTE), "point": st.sampled_from(CHAOS_POINTS[:6])},
     optional={"rank": ranks, "rate": st.floats(0, 1)},
 )
 
