@@ -1,13 +1,14 @@
-"""The cost of checking micro-batches by a second worker (`verify.rate`), against the same run without checks.
+"""The cost of checking micro-batches and sums by a second worker (`verify.rate`), against the same run without checks.
 
     python -m benchmarks.checks [--meshes dp4,dp2_pp2] [--rates 0.01,0.1,1] [--pairs 5] [--steps 60] [--quick]
         [--json PATH]
 
 A pair is two whole runs of `train.py`, one after the other, every other pair with the checks first: tokens/s of
 summary.json (without the first step), with checks over without. Bytes are payloads sent by all workers in a step, by a
-traced run of each kind that is not timed; results of checks have no payload, and are 1.5 kB a layer and check. The
-share of idle checks is of those that a worker made while its next action had no input. All runs of a mesh must end with
-the same weights.
+traced run of each kind that is not timed; gradients that checkers of sums add up are among them. Results of checks of
+micro-batches have no payload, and are 1.5 kB a layer and check. Checks of sums are counted by page range. The share of
+idle checks is of those of micro-batches that a worker made while its next action had no input. All runs of a mesh must
+end with the same weights.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _COLUMNS = (
     "without",
     "checks a step",
     "of them idle",
+    "of sums a step",
 )
 
 
@@ -82,7 +84,8 @@ def row(folder: Path, mesh: str, rate: float, pairs: int, steps: int) -> tuple[l
     idle = checked["idle_share"]
     sent = [f"{mib_sent(folder, mesh, some, steps=10):.2f}" for some in (rate, 0)]
     shown = [str(estimate([[ratio] for ratio in ratios])), *sent, f"{checked['made'] / steps:.2f}"]
-    return [mesh, f"{rate:g}", *shown, "-" if idle is None else f"{100 * idle:.0f} %"], ratios
+    idle_share = "-" if idle is None else f"{100 * idle:.0f} %"
+    return [mesh, f"{rate:g}", *shown, idle_share, f"{checked['sums'] / steps:.2f}"], ratios
 
 
 def main() -> int:

@@ -374,13 +374,18 @@ class MirrorSettings(Section, group="mirror"):
 
 @dataclass(frozen=True)
 class VerifySettings(Section, group="verify"):
-    """Checks of devices: a second worker of the stage computes some micro-batches as well, before a step commits.
+    """Checks of devices: a second worker computes some micro-batches, and some sums, as well, before a step commits.
 
     The rate is 0 while the costs are being measured. A step in which anything is checked is computed again as a whole
-    after a loss (docs/protocol.md, V1 to V6).
+    after a loss (docs/protocol.md, V1 to V8).
     """
 
-    rate: float = setting(0.0, "share of (micro-batch, stage) pairs that are checked; 0: none", at_least=0, at_most=1)
+    rate: float = setting(
+        0.0,
+        "share of (micro-batch, stage) pairs, and of layers' sums, that are checked; 0: none",
+        at_least=0,
+        at_most=1,
+    )
     action: str = setting(
         "evict", "a worker that computes wrongly is evicted, only reported, or ends the run", choices=VERIFY_ACTIONS
     )

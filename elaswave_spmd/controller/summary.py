@@ -13,7 +13,9 @@ from torch import Tensor
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.data import PreparedData
+from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.messages import FinalPages, Finished
+from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.run_dir import MetricsLine
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.channel import tensor_of
@@ -117,6 +119,8 @@ def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     """The checks that were made by those who are left at the end, and their share in idle time; and what they miss."""
     made = [finished.checks for finished in record.finished.values() if finished.checks]
     number = sum(checks[0] for checks in made)
+    layout = plan.description.layout
+    ranges = drawn_ranges(CheckDraw(plan.job.seed, 1.0), 1, layout, plan.placement.replica_map(layout))
     alone = [stage for stage, members in enumerate(plan.placement.mesh.stages) if len(members) == 1]
     return {
         "rate": plan.job.verify_rate,
@@ -124,6 +128,8 @@ def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:
         "idle_share": round(sum(checks[1] for checks in made) / number, 4) if number else None,
         "dropped": record.checks_dropped,
         "transient_only_stages": alone,
+        "sums": sum(checks[2] for checks in made),
+        "transient_only_pages": sum(not pages.mirrors for pages, _ in ranges),
     }
 
 

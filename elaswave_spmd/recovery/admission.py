@@ -382,7 +382,7 @@ def _refused_report(
             return SIZE if len(report) > _LONGEST_REPORT else ""
         case m.Heartbeat(rejected=rejected) | m.Finished(rejected=rejected) if not _are_counts(rejected):
             return SIZE
-        case m.Finished(checks=checks) if len(checks) not in (0, 2) or min(checks, default=0) < 0:
+        case m.Finished(checks=checks) if len(checks) not in (0, 3) or min(checks, default=0) < 0:
             return VALUE
         case m.Finished(state_bytes=state, peak_bytes=peak):
             names = [*state, *peak]

@@ -702,7 +702,8 @@ class Finished(Message, frozen=True):
         state_bytes: kind of state -> bytes of it on this worker.
         peak_bytes: kind of memory -> the most bytes of it that the worker had.
         rejected: as in Heartbeat: no other one may follow.
-        checks: number of checks that it made, and of those among them that it made while its next action had no input.
+        checks: number of checks of micro-batches that it made, of those among them that it made while its next action
+            had no input, and of checks of sums.
     """
 
     NUM_OPTIONS = 2

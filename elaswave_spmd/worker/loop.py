@@ -182,7 +182,7 @@ class Executor:
                 channel.send(CONTROLLER, m.FinalPages(*part.pages.key), part.master)
         sizes = self.state_bytes(), peak_bytes(self._context.device)
         checks, rejected = self._steps.checks, tuple(channel.rejected.items())
-        made = (checks.num_made, checks.num_idle) if checks.is_on else ()
+        made = (checks.num_made, checks.num_idle, self.replica.sums.num_made) if checks.is_on else ()
         channel.send(CONTROLLER, m.Finished(self.rank, epoch, *sizes, rejected, made))
 
     # ---- a change of configuration: Prepare -> StepReport -> Reconfigure -> enter

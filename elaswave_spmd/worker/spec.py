@@ -45,7 +45,8 @@ class Job:
             held-out split has. 0: the run does not validate.
         verify_every: steps between two comparisons of the copies of state by their hashes; 0 for none.
         checkpoint_every: steps between checkpoints, 0 for none: state that is saved is compared too.
-        verify_rate: the share of (micro-batch, stage) pairs that a second worker computes as well; 0 for none.
+        verify_rate: the share of (micro-batch, stage) pairs, and of layers' sums, that a second worker computes as
+            well; 0 for none.
     """
 
     seed: int

@@ -18,6 +18,9 @@ from tests.multiprocess.real_runs import train, write_text
         ("mesh=dp2", "zero1", 1, "forward", "output"),
         ("mesh=dp3", "zero3", 2, "reduce", "weight gradient"),
         ("mesh=dp2_pp2", "zero2", 3, "backward", "input gradient"),
+        ("mesh=dp2", "zero1", 1, "sum", "sum"),
+        ("mesh=dp2_pp2", "zero3", 2, "sum", "sum"),
+        ("mesh=dp3", "zero2", 0, "norm", "reduced gradient"),
     ],
 )
 def test_a_wrong_worker_is_evicted_in_its_step(
@@ -32,6 +35,7 @@ def test_a_wrong_worker_is_evicted_in_its_step(
     assert found["checked"] == 3 and found["unsure_steps"] == []
     checks = read_summary(tmp_path / "run")["checks"]
     assert checks["rate"] == 1 and checks["made"] and checks["transient_only_stages"] == []
+    assert checks["sums"] and checks["transient_only_pages"] == 0
 
 
 @pytest.mark.parametrize("mesh", ["mesh=dp2", "mesh=dp2_pp2"])

@@ -21,6 +21,7 @@ from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
+from elaswave_spmd.worker.sum_checks import SumChecks
 from elaswave_spmd.worker.waiting import Waits
 from tests.cluster.schedules import Schedule, run, undisturbed
 
@@ -241,6 +242,11 @@ def _learns_wrong_state() -> Patches:
     return {(StateReplica, "repair"): _repair}
 
 
+def _votes_before_sums() -> Patches:
+    """A worker votes before the sums that it checks have agreed."""
+    return {(SumChecks, "is_settled"): property(lambda self: True)}  # type: ignore[dict-item]
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -261,10 +267,11 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "votes before replicas are compared": _votes_uncompared,
     "keeps parameters of a wrong replica": _keeps_wrong_parameters,
     "keeps state learned from a wrong replica": _learns_wrong_state,
+    "votes before its sums have agreed": _votes_before_sums,
 }
-STARTING = frozenset(list(MUTANTS)[-9:-6])
+STARTING = frozenset(list(MUTANTS)[-10:-7])
 """Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
-CHECKING = frozenset(list(MUTANTS)[-6:])
+CHECKING = frozenset(list(MUTANTS)[-7:])
 """Mutants that show where workers compute wrongly: schedules with `miscompute`."""
 
 FROZEN = frozenset({"leaves frozen pages at the version at which they came"})

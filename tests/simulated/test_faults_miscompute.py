@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections import Counter
+from unittest import mock
 
 import pytest
+from torch import Tensor
 
 from elaswave_spmd.recovery.checks import CheckDraw
+from elaswave_spmd.recovery.controller_protocol import Policy
 from tests.cluster.faults import Fault
+from tests.cluster.processes import LostStateError
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, mirrored_placement, one_thread, outcome
 
 RUN = Run(microbatches=5, steps=6)
@@ -78,43 +82,53 @@ def events_of(cluster: MirroredCluster, kind: str) -> list[str]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @one_thread()
 def test_wrong_sums_of_a_tied_model_are_found_and_told(mesh: str, zero: int) -> None:
-    run = Run(model="gpt_tied", microbatches=5, steps=5)
-    told = Counter[str]()
+    run, told = Run(model="gpt_tied", microbatches=5, steps=4), 0
     for place, tensor in (("sum", "sum"), ("norm", "reduced gradient")):
-        for rank in range(sum(map(int, re.findall(r"\d", mesh))) if "stages" in mesh else 2):
+        for rank in range(2):
             cluster = MirroredCluster(run, mesh, zero, faults=[miscompute(place, rank)], verify_rate=1.0, seed=rank)
             found = events_of(cluster, "corrupt")
             assert outcome(cluster.result) == expected(run)
-            if cluster.plan.num_injected:
-                (event,) = found
-                told[tensor] += f"of the {tensor} of layer" in event and f"worker {rank} " in event
-                # A sum of one micro-batch is what its primary adds up to a reduced gradient, where nobody else has one.
-                assert told[tensor], event
-    assert told["sum"] and told["reduced gradient"]
+            # A bit of one use's sum may be too small to be seen in that of both: then nothing is wrong.
+            assert len(found) <= cluster.plan.num_injected
+            for event in found:
+                assert f"of the {tensor} of layer" in event and f"worker {rank} " in event
+                told += 1
+    assert told >= 2
+
+
+def one_more(result: Tensor, draw: random.Random) -> Tensor:
+    """A result that is always wrong in the same way."""
+    wrong = result.detach().clone()
+    wrong.view(-1)[0] += 1
+    return wrong
 
 
 @pytest.mark.parametrize("place", SUMS)
 @pytest.mark.parametrize(("mesh", "found"), [("dp2", False), ("dp3", True), ("pp3", True), ("pp2", False)])
 @one_thread()
 def test_a_worker_that_repeats_its_wrong_sums_is_found_by_a_third(mesh: str, found: bool, place: str) -> None:
-    """Every sum that worker 1 makes in step 3 is wrong. Two workers cannot tell which of them it is."""
+    """Every sum that worker 1 makes in step 3 is wrong in the same way. Two workers cannot tell which of them it is."""
     faults = [miscompute(place, 1, count=count) for count in range(1, 200)]
     cluster = MirroredCluster(RUN, mesh, 1, faults=faults, verify_rate=1.0)
-    if found:
-        assert outcome(cluster.run()) == expected(RUN)
-        assert [r for begun in cluster.result.epochs for r, kind in begun.kinds.items() if kind == "fail"] == [1]
-    else:
-        with pytest.raises(Exception, match=r"\[0, 1\] computed different results in step 3"):
-            cluster.run()
+    with mock.patch("tests.cluster.cluster.with_a_flipped_bit", one_more):
+        if found:
+            assert outcome(cluster.run()) == expected(RUN)
+            assert [r for begun in cluster.result.epochs for r, kind in begun.kinds.items() if kind == "fail"] == [1]
+        else:
+            with pytest.raises(AssertionError, match=r"\[0, 1\] computed different results in step 3"):
+                cluster.run()
 
 
+@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
 @one_thread()
-def test_pages_without_a_mirror_are_added_up_again_by_their_primary() -> None:
-    for mesh in ("dp2", "pp2"):
-        fault = miscompute("norm", 1, count=2)
-        cluster = MirroredCluster(RUN, mesh, 1, faults=[fault], verify_rate=1.0, mirror_count=0)
-        events = events_of(cluster, "mismatch")
-        assert events and "worker 1, twice," in events[0]
+def test_pages_without_a_mirror_are_added_up_again_by_their_primary(mesh: str) -> None:
+    fault, lines = miscompute("norm", 1, count=2), list[str]()
+    cluster = MirroredCluster(RUN, mesh, 1, faults=[fault], verify_rate=1.0, policy=Policy(0))
+    cluster._trace = lines.append
+    with pytest.raises(LostStateError):  # nobody else has the state of the worker that is evicted
+        cluster.run()
+    assert any("EVENT mismatch worker 1, twice," in line for line in lines)
+    assert any("EVENT corrupt worker 1 " in line for line in lines)
 
 
 @pytest.mark.parametrize("seed", range(6))

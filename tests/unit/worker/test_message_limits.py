@@ -8,7 +8,10 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.transport.link_probe import MARK, PROBE_BYTES
 from elaswave_spmd.worker.message_limits import message_limits
 
-KINDS = ("Activation", "ActivationGradient", "PartialSum", "ReducedGradient", "Publish", "PageState", "FinalPages")
+KINDS = (
+    *("Activation", "ActivationGradient", "PartialSum", "ReducedGradient", "Publish", "PageState", "FinalPages"),
+    "Addend",
+)
 LIMITS = {kind: 100 + number for number, kind in enumerate(KINDS)}
 BIG = 2**40
 EXAMPLES = (
@@ -24,6 +27,9 @@ EXAMPLES = (
     m.Publish(1, 2, 3, 4),
     m.PageState(1, 2, 3, 4, b""),
     m.FinalPages(BIG, 0, 9),
+    m.Addend(1, 2, 3, 4, BIG),
+    m.Addend(1, 2, 3, 4, 5, True),
+    m.Addend(1, 2, 3, 4, 5, False, BIG),
 )
 
 
