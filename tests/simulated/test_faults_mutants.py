@@ -26,13 +26,13 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "sends no replicas to a first mesh that was not planned": (0, 3, 6),
     "waits for workers that were lost while they started": (0, 3, 5),
     "gives a place to a spare that was lost": (12,),
-    "votes before its checks have agreed": (4, 8, 14),
-    "keeps what it computed in an older attempt": (15, 19, 22),
-    "recovers a step in part that is known to be wrong": (1, 8, 11),
+    "votes before its checks have agreed": (4, 49, 55),
+    "keeps what it computed in an older attempt": (8, 15, 16),
+    "recovers a step in part that is known to be wrong": (1, 11, 21),
     "votes before replicas are compared": (15, 22, 24),
     "keeps parameters of a wrong replica": (8, 14, 15),
     "keeps state learned from a wrong replica": (14, 15, 20),
-    "votes before its sums have agreed": (82, 119),
+    "votes before its sums have agreed": (119,),
 }
 
 
