@@ -37,7 +37,7 @@ CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise", MISCO
 CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", ANY)
 _COMPUTED_AT = CHAOS_POINTS[:6]
 
-VERIFY_ACTIONS = ("evict", "report", "stop")
+VERIFY_ACTIONS = ("evict", "rollback", "report", "stop")
 
 FREQUENCIES = ("none", "simulated", "nvml", "cpufreq")
 _DEVICE_OF_FREQUENCY = {"simulated": "emulated", "nvml": "cuda", "cpufreq": "cpu"}
@@ -377,7 +377,7 @@ class VerifySettings(Section, group="verify"):
     """Checks of devices: a second worker computes some micro-batches, and some sums, as well, before a step commits.
 
     The rate is 0 while the costs are being measured. A step in which anything is checked is computed again as a whole
-    after a loss (docs/protocol.md, V1 to V8).
+    after a loss (docs/protocol.md, V1 to V9).
     """
 
     rate: float = setting(
@@ -387,7 +387,9 @@ class VerifySettings(Section, group="verify"):
         at_most=1,
     )
     action: str = setting(
-        "evict", "a worker that computes wrongly is evicted, only reported, or ends the run", choices=VERIFY_ACTIONS
+        "evict",
+        "a wrong worker is evicted, also with a return to before it may have been wrong, reported, or ends the run",
+        choices=VERIFY_ACTIONS,
     )
 
 
@@ -685,12 +687,31 @@ class Settings(Section):
                 where=f"elastic.min_workers={least}",
                 fix=f"elastic.min_workers={workers}, or a larger mesh",
             )
+        if self.verify.action == "rollback":
+            self._check_rollback()
         steps = self.train.steps
         if late := [event.step for event in self.chaos.events if event.step > steps]:
             raise ConfigError(
                 f"chaos.events.step={late[0]} is after the last step, train.steps={steps}",
                 where=f"chaos.events.step={late[0]} train.steps={steps}",
                 fix=f"a step from 1 to {steps}",
+            )
+
+    def _check_rollback(self) -> None:
+        """A run that may have to go back has checkpoints to go back to, and can begin again by itself."""
+        if not self.checkpoint.every:
+            raise ConfigError(
+                "verify.action=rollback is given without checkpoints",
+                rule="it goes back to a checkpoint from before the steps that may be wrong",
+                where="verify.action=rollback checkpoint.every=0",
+                fix="checkpoint.every=N, or verify.action=evict",
+            )
+        if self.runtime.rendezvous is not None:
+            raise ConfigError(
+                "verify.action=rollback is given with runtime.rendezvous",
+                rule="a run with agents cannot begin again by itself, as they end with it",
+                where=checks.override("runtime.rendezvous", self.runtime.rendezvous),
+                fix="verify.action=stop, and resume the run from the checkpoint that the event corrupt asks for",
             )
 
     @property

@@ -154,13 +154,18 @@ class RestartFrom:
     """State was lost for good: the run in this directory begins again, on this mesh, at its checkpoint of this step.
 
     Args:
-        is_begin: it has no checkpoint yet, and no step was committed: it begins again with what it began with.
+        is_begin: it has no checkpoint that it could begin with, and begins again with what it began with.
+        doubted: what was committed after the step may be wrong, up to this one, and is given up, its checkpoints and
+            metrics as well. None: it is right, and comes out again bit for bit.
+        is_undecided: nothing shows which of some workers is wrong. The run does not go back for that a second time.
     """
 
     run_dir: Path
     mesh: MeshSettings
     step: int
     is_begin: bool = False
+    doubted: int | None = None
+    is_undecided: bool = False
 
 
 Outcome: TypeAlias = RunFinished | RunStopped | RestartFrom
@@ -209,6 +214,21 @@ class EvictWorker:
 
 
 @dataclass(frozen=True)
+class GoBack:
+    """The run begins again at a checkpoint, since what was committed after it may be wrong.
+
+    Args:
+        reason: in words.
+        newest: the last version that is not in doubt.
+        without: workers that are wrong, and do not come back. Nobody: it is not known who is.
+    """
+
+    reason: str
+    newest: int
+    without: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Record:
     """Write a line into the run's events."""
 
@@ -225,14 +245,23 @@ class WriteCosts:
 
 @dataclass(frozen=True)
 class WriteManifest:
-    """Write the manifest of a checkpoint, whose shards are all on the disk, and remove old checkpoints."""
+    """Write the manifest of a checkpoint, whose shards are all on the disk, and remove old checkpoints.
+
+    One that the run may have to go back to stays (`Verdicts.trusted`).
+    """
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class FindCheckpoint:
-    """Finish the manifest that is being written, and look for the newest good checkpoint."""
+    """Finish the manifest that is being written, and look for the newest good checkpoint.
+
+    Args:
+        newest: of this step or an older one; None: of any.
+    """
+
+    newest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -262,6 +291,7 @@ Action: TypeAlias = (
     | RecordLostWorker
     | Kill
     | EvictWorker
+    | GoBack
     | Record
     | WriteCosts
     | WriteManifest

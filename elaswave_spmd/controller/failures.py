@@ -27,6 +27,7 @@ from elaswave_spmd.controller.events import (
     Event,
     ExitsReported,
     FindCheckpoint,
+    GoBack,
     Kill,
     Received,
     Record,
@@ -48,6 +49,7 @@ from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.failure_detector import BrokenLinks, Suspect
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
+from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
 _LAST_WORDS_S = 1.0  # how long the report of a worker that failed may take after its process ended
@@ -94,7 +96,7 @@ class _AwaitCauses:
 class _AwaitCheckpoint:
     """All that is left to know is the newest checkpoint, from which the run may begin again."""
 
-    end: Unrecoverable
+    end: Unrecoverable | GoBack
 
 
 _Ending: TypeAlias = _AwaitReport | _AwaitExits | _AwaitCauses | _AwaitCheckpoint
@@ -112,6 +114,7 @@ class FailurePolicy:
         max_skipped: this many steps in a row whose gradient is not finite end the run (optim.max_skipped).
         restarts: the run may begin again: its workers can be started a second time.
         mesh: of the run, for the mesh of fewer workers with which it begins again.
+        saves: the run writes checkpoints (checkpoint.every).
     """
 
     survives: bool
@@ -121,6 +124,7 @@ class FailurePolicy:
     max_skipped: int
     restarts: bool
     mesh: MeshSettings
+    saves: bool = False
 
     @classmethod
     def from_settings(cls, settings: Settings) -> FailurePolicy:
@@ -134,6 +138,7 @@ class FailurePolicy:
             # Agents end with the launcher that they have met, so a run with agents cannot start its workers again.
             restarts=settings.runtime.rendezvous is None,
             mesh=settings.mesh,
+            saves=settings.checkpoint.every > 0,
         )
 
 
@@ -397,6 +402,55 @@ class FailureHandler:
         self._ending = _AwaitCauses(why, now + _LAST_WORDS_S)
         return self._end_with_causes(now)
 
+    def go_back(self, action: GoBack) -> list[Action]:
+        """What was committed may be wrong: the run begins again at a checkpoint from before that, if it can."""
+        if not self._policy.restarts:
+            why = "a run with agents cannot begin again by itself, as they end with it"
+            return self._cannot_go_back(action, f"{why}: resume it from a checkpoint of step {action.newest} or before")
+        if not self._policy.survives:
+            return self._cannot_go_back(action, "with elastic.enabled=false it does not begin again")
+        self._ending = _AwaitCheckpoint(action)
+        return [FindCheckpoint(action.newest)]
+
+    def _cannot_go_back(self, action: GoBack, why: str) -> list[Action]:
+        return [End(RunStopped(self._error(f"{action.reason}; the run ends, since {why}")))]
+
+    def _back_to(self, action: GoBack, checkpoint: SavedState | None) -> list[Action]:
+        """The run begins again at this checkpoint, or as it began if there was none yet."""
+        policy, protocol = self._policy, self._protocol
+        num_members = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
+        left = num_members - (0 if policy.replaces else len({*action.without} & {*protocol.members}))
+        if self._signal:
+            return self._cannot_go_back(action, f"it was asked to by {self._signal}")
+        if left < max(1, policy.min_workers):
+            return self._cannot_go_back(
+                action, f"{left} workers would be left, elastic.min_workers is {policy.min_workers}"
+            )
+        if checkpoint is None and (self._first or (not policy.saves and protocol.version)):
+            return self._cannot_go_back(action, f"there is no checkpoint of step {action.newest} or before")
+        step, where = (0, "its begin") if checkpoint is None else (checkpoint.step, str(checkpoint.path))
+        mesh = policy.mesh if left == policy.mesh.shape.num_workers else mesh_of(left, policy.mesh)
+        again = f"{left} workers ({mesh.shape.name}) begin again after step {step}, from {where}"
+        fields = {
+            "step": step,
+            "given_up": protocol.version,
+            "ranks": list(action.without),
+            "workers": left,
+            "mesh": mesh.shape.name,
+            "reason": action.reason,
+            "message": f"{action.reason}: {again}; what was committed after it, up to step {protocol.version}, is "
+            "given up",
+        }
+        back = RestartFrom(
+            self._run_dir,
+            mesh,
+            step,
+            is_begin=checkpoint is None,
+            doubted=protocol.version,
+            is_undecided=not action.without,
+        )
+        return [Record(ROLLBACK, fields), End(back)]
+
     def decide_while_ending(self, event: Event, now: float) -> list[Action]:
         """The decision about an event once the run is ending."""
         match self._ending:
@@ -409,7 +463,9 @@ class FailureHandler:
             case _AwaitCauses():
                 return self._await_causes(event, now)
             case _AwaitCheckpoint(end):
-                if isinstance(event, CheckpointFound):
+                if isinstance(event, CheckpointFound) and isinstance(end, GoBack):
+                    return self._back_to(end, event.checkpoint)
+                if isinstance(event, CheckpointFound) and isinstance(end, Unrecoverable):
                     return self._end_with_checkpoint(end, event.checkpoint)
         return []
 

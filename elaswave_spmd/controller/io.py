@@ -145,12 +145,16 @@ class ControllerIO(Protocol):
         """Write the epoch of a Prepare to the disk, before any worker gets it."""
         ...
 
-    def write_manifest(self, manifest: Manifest) -> None:
-        """Write a checkpoint's manifest in the background; ManifestWritten follows."""
+    def write_manifest(self, manifest: Manifest, trusted: int | None) -> None:
+        """Write a checkpoint's manifest in the background; ManifestWritten follows. Old checkpoints are removed.
+
+        Args:
+            trusted: the newest checkpoint of this step or before stays, however old it is; None: there is none such.
+        """
         ...
 
-    def find_checkpoint(self) -> None:
-        """Finish what is being written; then CheckpointFound is among the next events."""
+    def find_checkpoint(self, newest: int | None) -> None:
+        """Finish what is being written; then CheckpointFound is among the next events, of a step up to `newest`."""
         ...
 
     def finish_writing(self) -> list[ManifestWritten]:
@@ -319,12 +323,12 @@ class ProcessIO:
     def journal(self, prepare: Prepare) -> None:
         self._writer.journal(prepare)
 
-    def write_manifest(self, manifest: Manifest) -> None:
-        self._writer.write(manifest)
+    def write_manifest(self, manifest: Manifest, trusted: int | None) -> None:
+        self._writer.write(manifest, trusted)
 
-    def find_checkpoint(self) -> None:
+    def find_checkpoint(self, newest: int | None) -> None:
         self._ready += self.finish_writing()
-        self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir)))
+        self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir, newest)))
 
     def finish_writing(self) -> list[ManifestWritten]:
         return self._writer.finish()
@@ -420,10 +424,10 @@ def credentials_of(runtime: RuntimeSettings) -> Credentials | None:
     return make_credentials(encrypted=runtime.encryption) if runtime.transport == "tcp" else None
 
 
-def newest_checkpoint(run_dir: Path) -> SavedState | None:
-    """The newest good checkpoint in a run's directory."""
+def newest_checkpoint(run_dir: Path, newest: int | None = None) -> SavedState | None:
+    """The newest good checkpoint in a run's directory, of a step up to `newest`."""
     try:
-        return load_newest_good(run_dir)[0]
+        return load_newest_good(run_dir, newest)[0]
     except CheckpointError:
         return None
 
@@ -441,7 +445,7 @@ class _ManifestWriter:
         self._keep = keep
         self._mailbox = mailbox
         self._incarnation = spec.incarnation
-        self._manifests: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
+        self._manifests: queue.SimpleQueue[tuple[Manifest, int | None] | None] = queue.SimpleQueue()
         self._results: deque[ManifestWritten] = deque()
         self._thread: threading.Thread | None = None
         self._journal = Journal(run_dir)
@@ -454,11 +458,11 @@ class _ManifestWriter:
     def journal(self, prepare: Prepare) -> None:
         self._journal.append(self._incarnation, prepare.epoch, "prepare", after=prepare.after)
 
-    def write(self, manifest: Manifest) -> None:
+    def write(self, manifest: Manifest, trusted: int | None) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="manifests", daemon=True)
             self._thread.start()
-        self._manifests.put(manifest)
+        self._manifests.put((manifest, trusted))
 
     def next_result(self) -> ManifestWritten | None:
         return self._results.popleft() if self._results else None
@@ -476,13 +480,14 @@ class _ManifestWriter:
 
     def _write_all(self) -> None:
         """The thread: one manifest after another, and the removal of old checkpoints after each."""
-        while (manifest := self._manifests.get()) is not None:
+        while (due := self._manifests.get()) is not None:
+            manifest, trusted = due
             error = ""
             try:
                 # The lines up to this step are part of what a resumed run begins with.
                 _flush(self._run_dir / METRICS)
                 write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
-                prune(self._run_dir, self._keep)
+                prune(self._run_dir, self._keep, trusted)
             except (RunError, UserError, OSError) as caught:
                 error = str(caught)
             self._results.append(ManifestWritten(manifest, error))

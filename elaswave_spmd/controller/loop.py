@@ -26,6 +26,7 @@ from elaswave_spmd.controller.events import (
     Event,
     EvictWorker,
     FindCheckpoint,
+    GoBack,
     Kill,
     LinkEnded,
     ManifestWritten,
@@ -90,6 +91,7 @@ class Controller:
         checkpoints: the facts about the run that stand in its checkpoints, and the step at which the run begins.
         frequencies: of the workers' devices; None: they stay as they are.
         model_checks: with what is known of an earlier run; None: nothing is.
+        has_gone_back: the run has begun again before, since nobody could tell which worker was wrong.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class Controller:
         checkpoints: CheckpointSpec,
         frequencies: Frequencies | None = None,
         model_checks: ModelChecks | None = None,
+        *,
+        has_gone_back: bool = False,
     ) -> None:
         settings, now = plan.settings, io.now()
         self.outcome: Outcome | None = None
@@ -120,7 +124,7 @@ class Controller:
             assigner=measured,
             checks=draw,
         )
-        verdicts = Verdicts(settings, self.protocol)
+        verdicts = Verdicts(settings, self.protocol, has_gone_back=has_gone_back)
         self._verifier = Verifier(verdicts, draw, self.protocol)
         self._sum_verifier = SumVerifier(verdicts, draw, self.protocol)
         self._roster = Roster(plan.placement.mesh.members)
@@ -141,7 +145,7 @@ class Controller:
         self._model_checks = model_checks or ModelChecks(plan)
         self._constructions = Constructions()
         self._checkpoints = CheckpointCoordinator(checkpoints, compares=plan.job.compares_at(0))
-        self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints)
+        self._replicas = ReplicaVerifier(settings, self.protocol, plan.job.compares_at, self._checkpoints, verdicts)
         self._stopping = Stopping(self.protocol, self._checkpoints, self._failures, settings.timeouts.shutdown)
         frequencies = frequencies or Frequencies(settings.schedule)
         self._rescheduler = Rescheduler(policy, measured, self.protocol, frequencies, self._roster)
@@ -350,6 +354,8 @@ class Controller:
                 self._log.lost(rank, at, self._supervision.last_sign(rank, io.faulted_at(rank)))
             case EvictWorker(rank, reason):
                 return self._failures.computes_wrongly(rank, reason, now)
+            case GoBack():
+                return self._failures.go_back(action)
             case Committed(applied):
                 self._checkpoints.committed(applied.step)
                 self._verifier.committed(applied)
@@ -372,14 +378,23 @@ class Controller:
             case End(outcome):
                 self.outcome = outcome
             case WriteManifest(manifest):
-                io.write_manifest(manifest)
-            case FindCheckpoint():
-                io.find_checkpoint()
+                io.write_manifest(manifest, self._trusted)
+            case FindCheckpoint(newest):
+                io.find_checkpoint(newest)
             case ReportExits():
                 io.report_exits()
             case Reply(request, answer):
                 request.reply(answer)
         return []
+
+    @property
+    def _trusted(self) -> int | None:
+        """The last version that no member can have spoiled, if the run may go back to before it (verify.action)."""
+        if self._plan.settings.verify.action != "rollback":
+            return None
+        agreed = self.protocol.agreed if self._plan.job.verify_every else None
+        known = [self._verifier.trusted, self._sum_verifier.trusted, agreed]
+        return min((version for version in known if version is not None), default=None)
 
     def _spawn(self, ranks: Iterable[int], newcomers: bool) -> None:
         for rank in ranks:

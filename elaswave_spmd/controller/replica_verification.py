@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.events import Action, End, EvictWorker, Record, RunStopped
+from elaswave_spmd.controller.events import Action, End, Record, RunStopped
+from elaswave_spmd.controller.verdicts import Verdicts
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast
@@ -26,6 +27,7 @@ class ReplicaVerifier:
     Args:
         compares_at: the versions that are compared; the same function as the workers' (Job.compares_at).
         checkpoints: wait for the comparison of what they are made of.
+        verdicts: what becomes of workers that are wrong.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class ReplicaVerifier:
         protocol: ControllerProtocol,
         compares_at: Callable[[int], bool],
         checkpoints: CheckpointCoordinator,
+        verdicts: Verdicts,
     ) -> None:
         self._action = settings.verify.action
+        self._verdicts = verdicts
         self._device = settings.runtime.device
         self._protocol = protocol
         self._compares_at = compares_at
@@ -85,8 +89,8 @@ class ReplicaVerifier:
         if self._action == "report":
             return [*records, *self._protocol.repair(found.wrong)]
         self._protocol.repair({})
-        why = f"its state after step {found.version} is wrong"
-        return [*records, *(EvictWorker(rank, why) for rank in found.wrong)]
+        why, unsure = f"its state after step {found.version} is wrong", self._unsure(found.version)
+        return [*records, *self._verdicts.without(tuple(found.wrong), why, self._protocol.agreed, unsure)]
 
     def _undecided(self, found: Compared) -> list[Action]:
         """Replicas differ, and nothing shows which is wrong."""
@@ -100,7 +104,7 @@ class ReplicaVerifier:
             "message": what,
         }
         error = f"{what}; each is what its worker wrote, and nothing shows which of them is wrong"
-        return [Record("mismatch", fields), End(RunStopped(RunError(error)))]
+        return [Record("mismatch", fields), *self._verdicts.undecided(error, self._protocol.agreed)]
 
     def _where(self, pages: PageRange) -> str:
         layer, first, stop = pages

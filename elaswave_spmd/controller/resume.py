@@ -27,6 +27,7 @@ from elaswave_spmd.run_dir.checkpoints import (
     write_manifest,
 )
 from elaswave_spmd.run_dir.directory import SUMMARY
+from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.journal import next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, layout_fingerprint
@@ -261,7 +262,7 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
 
 
 def _validations(run_dir: Path) -> dict[tuple[int, int], str]:
-    events = [event for event in read_events(run_dir) if event["event"] == "validation"]
+    events = still_valid(read_events(run_dir), "validation")
     return {(event["step"], event["microbatches"]): event["loss_hex"] for event in events}
 
 

@@ -29,6 +29,7 @@ from elaswave_spmd.errors import ConfigError, RunError, UserError
 from elaswave_spmd.mesh import Topology
 from elaswave_spmd.run_dir import RunObserver
 from elaswave_spmd.run_dir.checkpoints import remove_superfluous, remove_unfinished
+from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
@@ -87,6 +88,7 @@ class _Lives:
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         self._settings = settings
         self._signals = signals
+        self._has_gone_back = False  # since nobody could tell which worker was wrong
         self.run_dir: Path | None = None
 
     def run(self, *, here: bool) -> None:
@@ -103,12 +105,15 @@ class _Lives:
                 case RestartFrom() as restart:
                     restarts.count(restart)
                     here = False  # by now this process has had threads, and must not fork
+                    self._has_gone_back |= restart.is_undecided
+                    if restart.doubted is not None:
+                        discard_after(restart.run_dir, restart.step)
                     if restart.is_begin:
                         settings, again = beginning_again(settings, restart), restart.run_dir
                         continue
                     # As if the user had resumed the run on the mesh that is left.
                     settings = replace(
-                        settings,
+                        settings if restart.doubted is None else beginning_again(settings, restart),
                         mesh=restart.mesh,
                         train=replace(settings.train, resume=str(restart.run_dir)),
                         run=replace(settings.run, dir=None),
@@ -163,7 +168,15 @@ class _Lives:
             observer = RunObserver(run_dir, board=plan.settings.run.tensorboard)
             undo.callback(observer.close)
             frequencies = undo.enter_context(Frequencies.open(plan.settings.schedule, scratch))
-            controller = make_controller(plan, launcher, observer, scratch, start=start, frequencies=frequencies)
+            controller = make_controller(
+                plan,
+                launcher,
+                observer,
+                scratch,
+                start=start,
+                frequencies=frequencies,
+                has_gone_back=self._has_gone_back,
+            )
             launcher.hold(run_dir.path / WORKERS_LOCK)
             undo.pop_all()
         before, self.run_dir = self.run_dir, run_dir.path
@@ -188,13 +201,13 @@ class _Lives:
 
 
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
-    """The settings of a run that begins as it did, on the mesh that is left.
+    """The settings of a run that begins as it did, or goes back, on the mesh that is left.
 
-    Faults are injected at the first attempt of a step: those of its first one have happened. Those with a rate may
-    happen in every step.
+    Faults are injected at the first attempt of a step: those of the steps that were begun have happened. Those with a
+    rate may happen in every step.
     """
-    chaos = settings.chaos
-    events = tuple(event for event in chaos.events if event.rate or event.step > restart.step + 1)
+    chaos, last = settings.chaos, restart.step if restart.doubted is None else restart.doubted
+    events = tuple(event for event in chaos.events if event.rate or event.step > last + 1)
     return replace(settings, mesh=restart.mesh, chaos=replace(chaos, events=events))
 
 
@@ -227,12 +240,14 @@ def make_controller(
     *,
     start: ResumePoint | None = None,
     frequencies: Frequencies | None = None,
+    has_gone_back: bool = False,
 ) -> Controller:
     """The controller of a run over real processes.
 
     Args:
         scratch: directory of the sockets.
         start: the point at which the run begins; None: with initial values.
+        has_gone_back: as in Controller.
 
     Raises:
         ConfigError: the links cannot be opened with these settings.
@@ -244,7 +259,8 @@ def make_controller(
     cells = frequencies.cells if frequencies is not None else None
     io = ProcessIO(plan, launcher, scratch, run_dir, checkpoints, frequency_cells=cells)
     model_checks = ModelChecks(plan, start.digests)
-    return Controller(plan, io, RunLog(plan, observer, start), checkpoints, frequencies, model_checks)
+    log = RunLog(plan, observer, start)
+    return Controller(plan, io, log, checkpoints, frequencies, model_checks, has_gone_back=has_gone_back)
 
 
 def data_spec(settings: Settings) -> DataSpec:

@@ -92,8 +92,16 @@ class SumVerifier:
         self._layout = protocol.layout
         self._questions: dict[PageRange, _Question] = {}
         self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
+        self._first = protocol.version  # the step at which the run begins
         self._unchecked: set[int] = set()  # steps whose checks were dropped
         self._checked: dict[int, int] = {}  # rank -> the last committed step in which sums of it were checked
+
+    @property
+    def trusted(self) -> int | None:
+        """The last step up to which sums of all members were checked; None: nothing is ever checked."""
+        if not self._draw.rate:
+            return None
+        return min((self._checked.get(rank, self._first) for rank in self._protocol.members), default=self._first)
 
     # ---- events
 

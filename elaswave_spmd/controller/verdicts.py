@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.events import Action, End, EvictWorker, Record, RunStopped
+from elaswave_spmd.controller.events import Action, End, EvictWorker, GoBack, Record, RunStopped
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery.actions import Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
@@ -44,10 +44,13 @@ class Verdicts:
 
     Args:
         settings: of the run.
+        has_gone_back: the run has gone back to a checkpoint before, since nobody could tell which worker was wrong.
     """
 
-    def __init__(self, settings: Settings, protocol: ControllerProtocol) -> None:
+    def __init__(self, settings: Settings, protocol: ControllerProtocol, *, has_gone_back: bool = False) -> None:
         self._action = settings.verify.action
+        self._has_gone_back = has_gone_back
+        self._first = protocol.version  # the workers of this life have computed nothing before
         self._device = settings.runtime.device
         self._protocol = protocol
 
@@ -63,18 +66,49 @@ class Verdicts:
         if self._action == "stop":
             what = f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} computed wrongly: {case}"
             return [*records, End(RunStopped(RunError(f"the run stops (verify.action=stop): {what}")))]
-        return [*records, *(EvictWorker(rank, f"it computed wrongly in step {case.step}") for rank in wrong)]
+        newest = min(self._checked(case, rank) for rank in wrong)
+        unsure = [newest + 1, case.step - 1] if newest + 1 < case.step else []
+        return [*records, *self.without(wrong, f"it computed wrongly in step {case.step}", newest, unsure)]
 
     def not_found(self, case: Case, disputed: Collection[int]) -> list[Action]:
-        """The end of the run: one of these workers is wrong, or more, and nothing shows which."""
+        """One of these workers is wrong, or more, and nothing shows which."""
         if not set(disputed) <= {*self._protocol.members}:
             return []  # a mesh epoch without one of them is about to begin, and with it another attempt
         what = f"workers {sorted(disputed)} computed different results in step {case.step}: {case}"
         error = f"{what}; each gives the same results again, and nothing shows which of them is wrong"
-        return [End(RunStopped(RunError(error)))]
+        return self.undecided(error, self._protocol.version)
+
+    def without(self, wrong: Collection[int], reason: str, newest: int, unsure: Sequence[int]) -> list[Action]:
+        """The run goes on without these workers; with `rollback` from before the steps that may be wrong, if any may.
+
+        Args:
+            newest: the last version that they cannot have spoiled.
+            unsure: the first and the last step that may be wrong; empty: none.
+        """
+        if self._action == "rollback" and unsure:
+            who = f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}: {reason}"
+            may = f"steps {unsure[0]} to {unsure[1]} may be wrong"
+            return [GoBack(f"{who}; {may} (verify.action=rollback)", newest, tuple(wrong))]
+        return [EvictWorker(rank, reason) for rank in wrong]
+
+    def undecided(self, error: str, newest: int) -> list[Action]:
+        """Nothing shows who is wrong: the run goes back to its checkpoint, once; the next time it ends.
+
+        Args:
+            error: in words, with the workers.
+            newest: the last version that is not in doubt.
+        """
+        if self._action == "stop" or self._has_gone_back:
+            again = ", for the second time" if self._has_gone_back else ""
+            return [End(RunStopped(RunError(f"{error}{again}")))]
+        return [GoBack(error, newest)]
+
+    def _checked(self, case: Case, rank: int) -> int:
+        """The last step up to which a worker's results count as right."""
+        return max(case.checked.get(rank, 0), self._first)
 
     def _record(self, case: Case, wrong: int) -> Record:
-        checked = case.checked.get(wrong, 0)
+        checked = self._checked(case, wrong)
         unsure = [checked + 1, case.step - 1] if checked + 1 < case.step else []
         host = "/".join(dict(self._protocol.placement.mesh.topology.domains).get(wrong, ())) or "localhost"
         exposed = f"; steps {unsure[0]} to {unsure[1]}, in which it was not checked, may be wrong" if unsure else ""

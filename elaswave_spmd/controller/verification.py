@@ -54,8 +54,16 @@ class Verifier:
         self._layer_names = [layer.name for layer in protocol.layout.layers]
         self._questions: dict[tuple[int, int], _Question] = {}  # (stage, micro-batch) ->
         self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
+        self._first = protocol.version  # the step at which the run begins
         self._unchecked: set[int] = set()  # steps whose checks were dropped
         self._checked: dict[int, int] = {}  # rank -> the last committed step in which it was checked
+
+    @property
+    def trusted(self) -> int | None:
+        """The last step up to which the results of all members were checked; None: nothing is ever checked."""
+        if not self._draw.rate:
+            return None
+        return min((self._checked.get(rank, self._first) for rank in self._protocol.members), default=self._first)
 
     # ---- events
 

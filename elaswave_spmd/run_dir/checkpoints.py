@@ -145,8 +145,16 @@ def find_checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, str]]]:
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's directory."""
+    return int(path.name.partition("_")[2])
+
+
+def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Checkpoint, list[tuple[Path, str]]]:
     """Open the newest checkpoint that is complete and matches its hashes.
+
+    Args:
+        newest: of this step or an older one; None: of any.
 
     Returns:
         The checkpoint, and (path, reason) of the newer ones that are not good.
@@ -156,6 +164,8 @@ def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, 
     """
     bad: list[tuple[Path, str]] = []
     for path in find_checkpoints(run_dir):
+        if newest is not None and step_of(path) > newest:
+            continue
         try:
             return open_checkpoint(path, verify=True), bad
         except CheckpointError as error:
@@ -168,12 +178,15 @@ def load_newest_good(run_dir: str | Path) -> tuple[Checkpoint, list[tuple[Path, 
     )
 
 
-def prune(run_dir: str | Path, keep: int) -> list[Path]:
+def prune(run_dir: str | Path, keep: int, trusted: int | None = None) -> list[Path]:
     """Remove all but the newest `keep` good checkpoints, and unfinished or bad ones between and before them.
 
     Checkpoints newer than the newest good one are left alone, since workers may be writing them. The checkpoints that
     are kept are read as a whole and compared with their hashes: a good one is removed only after `keep` newer ones were
     found to be good.
+
+    Args:
+        trusted: the newest good checkpoint of this step or an older one stays as well; None: there is no such step.
 
     Returns:
         The directories removed.
@@ -186,8 +199,11 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
     removed: list[Path] = []
     for path in find_checkpoints(run_dir):
         # Newest first. Verifying reads a whole checkpoint, so it stops when enough good ones were found.
-        if num_good < keep and _is_good(path):
+        wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
+        if wanted and _is_good(path):
             num_good += 1
+            if trusted is not None and step_of(path) <= trusted:
+                trusted = None
         elif num_good:
             removed.append(path)
     for path in removed:

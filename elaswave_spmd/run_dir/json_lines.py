@@ -32,13 +32,17 @@ class JsonLines:
         Raises:
             FilesError: the disk is full.
         """
-        line = json.dumps(plain(fields), ensure_ascii=False, allow_nan=False) + "\n"
         with writing(self._path):
-            append_whole(self._file, line.encode(), durable=False)
+            append_whole(self._file, json_text(fields).encode(), durable=False)
 
     def close(self) -> None:
         """Close the file; closing again is allowed."""
         self._file.close()
+
+
+def json_text(fields: Mapping[str, object]) -> str:
+    """The line of one JSON object; values are converted by `plain`."""
+    return json.dumps(plain(fields), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:

@@ -128,6 +128,7 @@ class SimulatedCluster:
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
         self._action = action
+        self._has_gone_back = False
         self.events: list[tuple[str, dict[str, object]]] = []  # that the run has written: kind, fields
         self._description = description
         self._model = make_model()
@@ -182,7 +183,13 @@ class SimulatedCluster:
         plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic, self._action)
         self._io = SimulatedIO(self)
         log = SimulatedLog(plan, self, checkpoint)
-        self.controller = Controller(plan, self._io, log, checkpoint_spec(plan, self._orders, checkpoint))
+        self.controller = Controller(
+            plan,
+            self._io,
+            log,
+            checkpoint_spec(plan, self._orders, checkpoint),
+            has_gone_back=self._has_gone_back,
+        )
 
     @property
     def protocol(self) -> ControllerProtocol:
@@ -547,6 +554,12 @@ class SimulatedCluster:
 
     def _restart(self, restart: RestartFrom) -> None:
         """The run begins again with new workers, as a real launcher has it do: from its newest checkpoint, if any."""
+        if restart.doubted is not None:
+            self.checkpoints.discard_after(restart.step)
+            for values in (self.result.losses, self.result.norms):
+                del values[restart.step :]
+            self.result.validation = {s: loss for s, loss in self.result.validation.items() if s <= restart.step}
+            self._has_gone_back |= restart.is_undecided
         checkpoint = self.checkpoints.newest
         assert restart.is_begin == (checkpoint is None) and restart.step == (checkpoint.step if checkpoint else 0)
         self.note("RESTART", restart.mesh, "after step", restart.step)

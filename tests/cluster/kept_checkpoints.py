@@ -47,7 +47,7 @@ class KeptCheckpoints:
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
         self._shards: dict[tuple[int, str], dict[PageRange, dict[str, Tensor]]] = {}  # (step, name of the shard) ->
-        self.newest: KeptCheckpoint | None = None
+        self._kept: dict[int, KeptCheckpoint] = {}
 
     def keep(self, step: int, shard: str, parts: list[HeldRange]) -> None:
         """A worker writes a shard. The state is copied now, since training goes on in the same memory."""
@@ -57,8 +57,19 @@ class KeptCheckpoints:
 
     def commit(self, manifest: Manifest) -> None:
         """The controller has written a manifest."""
-        if self.newest is None or manifest.step > self.newest.step:
-            self.newest = KeptCheckpoint(manifest)
+        self._kept[manifest.step] = KeptCheckpoint(manifest)
+
+    @property
+    def newest(self) -> KeptCheckpoint | None:
+        return self.newest_up_to(None)
+
+    def newest_up_to(self, step: int | None) -> KeptCheckpoint | None:
+        """The newest one of a step up to this; None: of any."""
+        return max((one for one in self._kept.values() if step is None or one.step <= step), default=None, key=_step)
+
+    def discard_after(self, step: int) -> None:
+        """Those of later steps are given up."""
+        self._kept = {at: one for at, one in self._kept.items() if at <= step}
 
     def reader(self, checkpoint: KeptCheckpoint) -> Saved:
         """The state of a checkpoint, for page ranges that may be cut in any other way."""
@@ -81,6 +92,10 @@ class KeptCheckpoints:
             return flat(layer, kind)[slice(*self._layout.layers[layer].span(first, stop))]
 
         return read
+
+
+def _step(checkpoint: KeptCheckpoint) -> int:
+    return checkpoint.step
 
 
 def _kinds(part: HeldRange) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from elaswave_spmd.conf.schema import (
     ChaosSettings,
+    CheckpointSettings,
     ElasticSettings,
     MeshSettings,
     MirrorSettings,
@@ -98,6 +99,7 @@ def run_plan(
         elastic=replace(elastic, min_workers=policy.min_workers),
         mirror=MirrorSettings(count=policy.mirror_count, scatter=scatter),
         verify=VerifySettings(action=action),
+        checkpoint=CheckpointSettings(every=job.checkpoint_every),
         timeouts=TIMEOUTS,
         chaos=ChaosSettings(random=True),  # workers may ask for new ones
     )
@@ -239,12 +241,12 @@ class SimulatedIO:
 
     def journal(self, prepare: m.Prepare) -> None: ...
 
-    def write_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: Manifest, trusted: int | None) -> None:
         self._cluster.checkpoints.commit(manifest)
         self.events.append(ManifestWritten(manifest))
 
-    def find_checkpoint(self) -> None:
-        self.events.append(CheckpointFound(self._cluster.checkpoints.newest))
+    def find_checkpoint(self, newest: int | None) -> None:
+        self.events.append(CheckpointFound(self._cluster.checkpoints.newest_up_to(newest)))
 
     def finish_writing(self) -> list[ManifestWritten]:
         return []

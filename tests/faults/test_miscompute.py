@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,3 +60,59 @@ def test_a_wrong_worker_ends_the_run(tmp_path: Path) -> None:
     done = train(tmp_path, *TINY, "mesh=dp3", "verify.rate=1", "verify.action=stop", wrong)
     assert done.code == 1 and "worker 1 computed wrongly: 1 element of the weight gradient of layer" in done.err
     assert [line.step for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+# ---- updates, and what was committed before a fault was found
+
+
+def of_kind(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(tmp_path / "run") if event["event"] == kind]
+
+
+@pytest.mark.parametrize("action", ["evict", "report"])
+@pytest.mark.parametrize(
+    ("mesh", "sharding", "rank", "step"),
+    [("mesh=dp3", "zero1", 0, 4), ("mesh=dp4", "zero3", 2, 5), ("mesh.stages=[3,1]", "zero2", 1, 10)],
+)
+def test_a_wrong_update_is_found_before_anything_comes_of_it(
+    tmp_path: Path, undisturbed: Undisturbed, mesh: str, sharding: str, rank: int, step: int, action: str
+) -> None:
+    wrong = chaos(f"step: {step}, kind: miscompute, rank: {rank}, point: apply")
+    compared = "mirror.count=2", "mirror.verify_every=1", f"verify.action={action}"
+    changes = run_with(tmp_path, mesh, f"sharding={sharding}", *compared, wrong)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    assert changes.ranks("fail") == ([[rank]] if action == "evict" else [])
+    (found,) = of_kind(tmp_path, "corrupt")
+    assert (found["ranks"], found["step"], found["tensor"]) == ([rank], step, "state")
+    assert found["checked"] == step - 1 and found["unsure_steps"] == []
+
+
+def test_of_two_copies_nobody_can_tell_and_the_run_goes_back_once(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    wrong = chaos("step: 6, kind: miscompute, rank: 1, point: apply")
+    run_with(tmp_path, "mesh=dp2", "sharding=zero1", "mirror.verify_every=1", "checkpoint.every=4", wrong)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    (found,), (back,) = of_kind(tmp_path, "mismatch"), of_kind(tmp_path, "rollback")
+    assert (found["ranks"], found["step"]) == ([0, 1], 6)
+    assert (back["given_up"], back["ranks"]) == (6, [])
+    assert back["step"] in (0, 4), "the newest checkpoint that is whole by then, or the begin"
+
+
+def test_of_two_copies_that_differ_again_the_run_ends_and_names_both(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    wrong = chaos(
+        "step: 6, kind: miscompute, rank: 1, point: apply", "step: 9, kind: miscompute, rank: 0, point: apply"
+    )
+    done = train(tmp_path, *TINY, "mesh=dp2", "sharding=zero1", "mirror.verify_every=1", "checkpoint.every=4", wrong)
+    assert done.code == 1 and "workers [0, 1] have different state after step 9" in done.err
+    assert "nothing shows which of them is wrong, for the second time" in done.err
+
+
+def test_a_rollback_makes_good_what_was_committed(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Replicas are compared at steps 4 and 8: steps 6 to 8 were computed from wrong state."""
+    wrong = chaos("step: 5, kind: miscompute, rank: 2, point: apply")
+    compared = "mirror.count=2", "mirror.verify_every=9", "verify.action=rollback", "checkpoint.every=4"
+    run_with(tmp_path, "mesh=dp3", "sharding=zero1", *compared, wrong)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    (found,), (back,) = of_kind(tmp_path, "corrupt"), of_kind(tmp_path, "rollback")
+    assert (found["ranks"], found["step"], found["checked"], found["unsure_steps"]) == ([2], 8, 4, [6, 8])
+    assert (back["given_up"], back["ranks"], back["mesh"]) == (8, [2], "dp2") and back["step"] in (0, 4)

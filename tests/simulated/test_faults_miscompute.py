@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -153,3 +154,24 @@ def test_below_rate_1_the_steps_that_may_be_wrong_are_told(seed: int) -> None:
     checked = max((s for s in concerned if s < step), default=0)
     wanted = [] if checked + 1 >= step else [f"steps {checked + 1} to {step - 1}"]
     assert re.findall(r"steps \d+ to \d+", found[0]) == wanted
+
+
+@pytest.mark.parametrize("seed", range(6))
+@one_thread()
+def test_a_rollback_is_to_a_checkpoint_from_before_the_steps_that_may_be_wrong(seed: int) -> None:
+    """Worker 2 computes every micro-batch wrongly from the fifth step on."""
+    run = Run(microbatches=6, steps=14, seed=seed)
+    faults = [miscompute("forward", 2, step, count) for step in range(5, 15) for count in range(1, 30)]
+    cluster = MirroredCluster(
+        run, "dp3", 1, faults=faults, verify_rate=0.15, seed=seed, checkpoint_every=2, action="rollback"
+    )
+    found = outcome(cluster.run())
+    said = {kind: [fields for of, fields in cluster.events if of == kind] for kind in ("corrupt", "rollback")}
+    if not said["corrupt"]:
+        return  # it was never checked
+    (event,) = said["corrupt"]
+    assert found == expected(run) and event["ranks"] == [2]
+    unsure: Any = event["unsure_steps"]
+    assert len(said["rollback"]) == len(cluster.result.restarts) == bool(unsure)
+    if unsure:
+        assert cluster.result.restarts[0] < unsure[0] and said["rollback"][0]["ranks"] == [2]

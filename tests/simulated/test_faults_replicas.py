@@ -67,14 +67,50 @@ def test_also_after_the_first_step_at_a_validation_and_after_the_last_step(step:
     assert outcome(cluster.run()) == expected(run) and [e["step"] for e in said(cluster, "corrupt")] == [step]
 
 
-@pytest.mark.parametrize(("mesh", "zero", "mirrors"), [("dp2", 0, 1), ("dp2", 1, 1), ("dp4", 2, 1)])
+TWO_COPIES = pytest.mark.parametrize(("mesh", "zero", "mirrors"), [("dp2", 0, 1), ("dp2", 1, 1), ("dp4", 2, 1)])
+UNDECIDED = r"workers \[\d, \d\] have different state after step 3.* nothing shows which of them is wrong"
+
+
+@TWO_COPIES
 @one_thread()
-def test_of_two_nobody_can_tell(mesh: str, zero: int, mirrors: int) -> None:
+def test_of_two_nobody_can_tell_and_without_checkpoints_the_run_ends(mesh: str, zero: int, mirrors: int) -> None:
     cluster = MirroredCluster(RUN, mesh, zero, faults=[update(1)], verify_every=1, policy=Policy(mirrors))
-    with pytest.raises(AssertionError, match=r"workers \[\d, \d\] have different state after step 3"):
+    with pytest.raises(AssertionError, match=f"{UNDECIDED}; the run ends, since there is no checkpoint of step 2"):
         cluster.run()
     (event,) = said(cluster, "mismatch")
     assert 1 in event["ranks"] and event["step"] == 3 and cluster.result.losses == list(expected(RUN).losses[:3])
+
+
+@pytest.mark.parametrize(("every", "back"), [(1, 2), (2, 2), (4, 0)])
+@TWO_COPIES
+@one_thread()
+def test_where_nobody_can_tell_the_run_goes_back_once(
+    mesh: str, zero: int, mirrors: int, every: int, back: int
+) -> None:
+    """To the newest checkpoint whose replicas were the same, or to its begin if there is none yet."""
+    cluster = MirroredCluster(
+        RUN, mesh, zero, faults=[update(1)], verify_every=1, policy=Policy(mirrors), checkpoint_every=every
+    )
+    assert outcome(cluster.run()) == expected(RUN) and cluster.result.restarts == [back]
+    (event,) = said(cluster, "rollback")
+    assert (event["step"], event["given_up"], event["ranks"]) == (back, 3, [])
+    faults = [update(1), update(0, step=5)]
+    cluster = MirroredCluster(
+        RUN, mesh, zero, faults=faults, verify_every=1, policy=Policy(mirrors), checkpoint_every=every
+    )
+    with pytest.raises(AssertionError, match=UNDECIDED.replace("3", "5") + ", for the second time"):
+        cluster.run()
+    assert len(cluster.result.restarts) == 1
+
+
+@one_thread()
+def test_to_stop_is_to_stop_at_once() -> None:
+    cluster = MirroredCluster(RUN, "dp2", 1, faults=[update(1)], verify_every=1, checkpoint_every=1, action="stop")
+    with pytest.raises(AssertionError, match=UNDECIDED + "$"):
+        cluster.run()
+    cluster = MirroredCluster(RUN, "dp3", 1, faults=[update(1)], verify_every=1, policy=Policy(2), action="stop")
+    with pytest.raises(AssertionError, match="worker 1 has wrong state after step 3"):
+        cluster.run()
 
 
 @one_thread()
@@ -91,7 +127,33 @@ def test_steps_between_two_comparisons_may_be_wrong_and_are_told() -> None:
     found = cluster.run()
     (event,) = said(cluster, "corrupt")
     assert (event["step"], event["checked"], event["unsure_steps"]) == (7, 3, [5, 7])
-    assert found.losses[:4] == list(expected(run).losses[:4])
+    assert found.losses[:4] == list(expected(run).losses[:4]) and outcome(found) != expected(run)
+
+
+@pytest.mark.parametrize(("saved", "back"), [(1, 4), (2, 4), (4, 4), (8, 0)])
+@one_thread()
+def test_a_rollback_is_to_before_the_steps_that_may_be_wrong(saved: int, back: int) -> None:
+    """The update of step 5 is wrong. State that is saved is compared: versions 4 and 6 or 8 show it."""
+    run = Run(microbatches=5, steps=10)
+    cluster = MirroredCluster(
+        run,
+        "dp3",
+        1,
+        faults=[update(1, step=5)],
+        verify_every=9,
+        policy=Policy(2),
+        checkpoint_every=saved,
+        action="rollback",
+    )
+    found = cluster.run()
+    assert outcome(found) == expected(run)
+    (event,) = said(cluster, "corrupt")
+    if event["unsure_steps"]:
+        (rollback,) = said(cluster, "rollback")
+        assert found.restarts == [rollback["step"]] == [back] and rollback["ranks"] == [1]
+        assert rollback["given_up"] == event["step"] == event["unsure_steps"][1]
+    else:
+        assert saved == 1 and found.restarts == [] and found.epochs[0].kinds == {1: "fail"}
 
 
 @pytest.mark.parametrize("action", ["evict", "report"])

@@ -288,6 +288,15 @@ def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     assert prune(tmp_path, 1) == []
 
 
+def test_prune_keeps_one_that_the_run_may_go_back_to(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(tmp_path, step)
+    _flip_shard(checkpoint_path(tmp_path, 3))
+    assert _names(prune(tmp_path, 2, trusted=3)) == [5, 4, 3, 1]
+    assert _names(prune(tmp_path, 2, trusted=6)) == [2]
+    assert _names(prune(tmp_path, 1, trusted=9)) == [6]
+
+
 def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         _cut_shard(save(tmp_path, step)[0])

@@ -1,0 +1,35 @@
+"""What a run gives up when it goes back: checkpoints, metrics and validations after a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
+from elaswave_spmd.run_dir.discard import discard_after, still_valid
+
+
+def test_all_after_the_step_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    for step in (4, 8, 12):
+        folder = checkpoint_path(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        (folder / "shard").write_text("x")
+    (checkpoint_path(tmp_path, 12) / "manifest.json").unlink()  # unfinished
+    lines = [{"step": step, "loss": 0.5} for step in range(1, 14)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 14')
+    discard_after(tmp_path, 8)
+    assert [checkpoint_path(tmp_path, step).exists() for step in (4, 8, 12)] == [True, True, False]
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines[:8]
+    discard_after(tmp_path, 0)
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and not checkpoint_path(tmp_path, 4).exists()
+
+
+def test_events_of_steps_that_were_given_up_do_not_count() -> None:
+    def event(kind: str, step: int, loss: str = "") -> dict[str, object]:
+        return {"event": kind, "step": step, "loss_hex": loss}
+
+    events = [event("validation", 5, "a"), event("fail", 6), event("validation", 10, "b"), event("rollback", 8)]
+    assert still_valid(events, "validation") == events[:1]
+    events.append(event("validation", 10, "c"))
+    assert still_valid(events, "validation") == [events[0], events[-1]]
