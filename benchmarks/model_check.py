@@ -72,7 +72,7 @@ def local(settings: Settings, job: Job) -> LocalModel:
         return {number: copy.deepcopy(model.layers[number]) for number in layers}
 
     programs = StagePrograms(**program_args(job, description.layout, model.loss))
-    return LocalModel(description.layout, description.inits, make, programs)
+    return LocalModel(description.layout, description.inits, make, model.layers.__getitem__, programs)
 
 
 def step_seconds(model: LocalModel, job: Job, data: Drawn) -> float:

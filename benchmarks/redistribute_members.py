@@ -201,7 +201,7 @@ class Worker:
                 raise RuntimeError(f"no link to {missing}")
             job = Job(0, 10**6, _MICROBATCHES, 1, 1, "fp32", AdamW(), LearningRate(1e-3))
             nothing = cast(Any, None)  # it computes nothing: no modules, programs or data
-            model = LocalModel(self._layout, {}, nothing, nothing)
+            model = LocalModel(self._layout, {}, nothing, nothing, nothing)
             data = Datasets(nothing, None)
             context = WorkerContext(self._rank, job, self._healthy, model, data, _HOST, self._port)
             self._commit = StepCommit(context, {}, configuration)

@@ -230,6 +230,103 @@ class Alias(Block):
         return x @ self.kept["weight"]
 
 
+class AssignedData(Block):
+    """A mask that is written into a parameter: from then on that is no view of the worker's buffer."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        weight = self.linear.weight.data
+        self.linear.weight.data = torch.where(weight.abs() < 1e-3, 0.0, weight)
+        return x
+
+
+class NewParameter(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        self.linear.weight = nn.Parameter(self.linear.weight.detach().clamp(-1, 1))
+        return x
+
+
+class Freezes(Block):
+    """Frozen when it computes: the worker goes on updating it, by weight decay."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        self.linear.requires_grad_(False)
+        return x
+
+
+class Thaws(Block):
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.more = nn.Linear(d_model, d_model).requires_grad_(False)
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        self.more.requires_grad_(True)
+        return x + self.more(x)
+
+
+class Renormalised(nn.Embedding):
+    """Its rows are scaled down where they are read."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__(vocab_size, d_model, max_norm=0.1)
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)
+
+
+class EveryOtherCall(Block):
+    """The same again after an even number of calls: a forward and a validation, say."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.flip = False
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        self.flip = not self.flip
+        return x if self.flip else -x
+
+
+class OncePerStep(Block):
+    """Decays when it sees a step for the first time, a value that only the first worker to see it has."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.last, self.scale = 0, 1.0
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if int(keys.step) > self.last:
+            self.last, self.scale = int(keys.step), self.scale * 0.9
+        return x * self.scale
+
+
+class InPlaceKeys(Block):
+    """Changes the ids of samples, by which the dropout of the layers after it is drawn."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        keys.sample_ids.add_(1_000)
+        return x
+
+
+class LateWrite(Block):
+    """Reuses the memory of the output that it returned before."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor, keys: Any) -> Tensor:
+        y = super().forward(x, keys)
+        if self.kept:
+            self.kept.pop().data.zero_()
+        self.kept.append(y)
+        return y
+
+
+class Threads(Block):
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return x
+
+
 class OfTheProcess(Block):
     """The same at all times on one worker."""
 
@@ -273,6 +370,15 @@ def weighted_loss(output: Tensor, batch: Batch) -> Tensor:
 
 
 # ---- what is right
+
+
+def loss_of_whole_microbatches(output: Tensor, batch: Batch) -> Tensor:
+    """Micro-batches have one size in a run, and it relies on that."""
+    rows = output.float().view(2, -1, output.shape[-1]).unbind()
+    return sum(
+        (functional.cross_entropy(row, own, reduction="sum") for row, own in zip(rows, batch.targets, strict=True)),
+        torch.zeros(()),
+    )
 
 
 class MixedTypes(Block):
@@ -347,6 +453,61 @@ class OrderOfADict(Block):
         return x.tanh()
 
 
+class CachedLength(Block):
+    """A table that is made anew when an input is longer than all before, and the length that it is for."""
+
+    table: Tensor
+    filled: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.length, self.is_ready = 0, False
+        self.register_buffer("table", torch.empty(0), persistent=False)
+        self.register_buffer("filled", torch.zeros(d_model))
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if x.shape[1] > self.length:
+            self.length, self.is_ready = x.shape[1], True
+            self.table = torch.cos(torch.arange(x.shape[1], dtype=x.dtype))[:, None]
+            self.filled.copy_(torch.linspace(0, 1, len(self.filled)))
+        return x * self.table + self.filled.to(x.dtype)
+
+
+class OddAttributes(Block):
+    """NaN, which is not equal to itself, and containers that contain themselves."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.fill, self.loop = float("nan"), {"d_model": d_model}
+        self.loop["loop"] = [self.loop]  # pyright: ignore[reportArgumentType]
+
+
+class Recurrent(Block):
+    """A module of torch that keeps its parameters in a list as well."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.rnn = nn.GRU(d_model, d_model, batch_first=True)
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return self.rnn(x)[0]
+
+
+class SharedInside(Block):
+    """One parameter in two modules, in a layer that has constants."""
+
+    shift: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.second = nn.Linear(d_model, d_model)
+        self.second.weight = self.linear.weight
+        self.register_buffer("shift", torch.linspace(0, 1, d_model))
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        return torch.tanh(self.second(x)) + self.shift.to(x.dtype)
+
+
 class KeyedNoise(Block):
     """Noise of a generator that is seeded by the keys, row by row."""
 
@@ -367,7 +528,7 @@ BLOCKS: dict[str, tuple[type[Block], str]] = {
     "clock": (Clock, "layer block0 gave other results for the same micro-batch: "),
     "running_mean": (RunningMean, "layer block0 changes block0.mean while it computes"),
     "remembers": (Remembers, "layer block0 changes block0.state while it computes"),
-    "first_input": (FirstInput, "layer block0 gave other results for the same micro-batch: "),
+    "first_input": (FirstInput, "layer block0 changes block0.scale while it computes"),
     "counter": (Counter, "layer block0 changes block0.calls while it computes, from 0 to "),
     "global_counter": (GlobalCounter, "layer block0 gave other results for the same micro-batch: "),
     "in_place": (InPlace, "layer block0 changes a tensor in place that its backward needs"),
@@ -377,6 +538,15 @@ BLOCKS: dict[str, tuple[type[Block], str]] = {
     "nan_backward": (NanBackward, "layer block0 gives gradients that are not finite, though its output is: of "),
     "nan_forward": (NanForward, "the output of layer block0 is not finite"),
     "noisy_validation": (NoisyValidation, "layer block0 draws from torch's generator"),
+    "assigned_data": (AssignedData, "layer block0 puts another tensor in the place of block0.linear.weight"),
+    "new_parameter": (NewParameter, "layer block0 puts another tensor in the place of block0.linear.weight"),
+    "freezes": (Freezes, "layer block0 sets requires_grad=False of block0.linear.weight while it computes"),
+    "thaws": (Thaws, "layer block0 sets requires_grad=True of block0.more.weight while it computes"),
+    "every_other_call": (EveryOtherCall, "layer block0 changes block0.flip while it computes"),
+    "once_per_step": (OncePerStep, "layer block0 changes block0.last while it computes, from 0 to "),
+    "in_place_keys": (InPlaceKeys, "layer block0 changes keys.sample_ids in place"),
+    "late_write": (LateWrite, "layer block0 changes its own output, once returned, in place"),
+    "threads": (Threads, "layer block0 changes torch.get_num_threads() while it computes, from "),
     "parameter_hook": (ParameterHook, "parameter block0.linear.weight has a hook"),
     "hidden_modules": (HiddenModules, "block0.more keeps the parameters of Linear("),
     "alias": (Alias, "block0.kept keeps a parameter in a dict"),
@@ -388,6 +558,7 @@ BUILT = ("parameter_hook", "hidden_modules", "alias")
 
 OTHERS: dict[str, str] = {
     "in_place_tokens": "layer embed changes its input in place",
+    "renormalised": "layer embed changes its parameters while it computes",
     "mean_loss": "loss() of ",
     "loss_over_samples": "loss() of ",
     "weighted_loss": "loss() of ",
@@ -402,6 +573,10 @@ RIGHT: dict[str, type[Block]] = {
     "unused": Unused,
     "second_name": SecondName,
     "order_of_a_dict": OrderOfADict,
+    "cached_length": CachedLength,
+    "odd_attributes": OddAttributes,
+    "recurrent": Recurrent,
+    "shared_inside": SharedInside,
     "keyed_noise": KeyedNoise,
     "none": Block,
 }
@@ -409,6 +584,7 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "mean_loss": mean_loss,
     "loss_over_samples": loss_over_samples,
     "weighted_loss": weighted_loss,
+    "loss_of_whole_microbatches": loss_of_whole_microbatches,
 }
 REFUSED = {name: words for name, (_, words) in BLOCKS.items()} | OTHERS
 """Name of a mistake that a worker finds alone -> how its refusal begins."""
@@ -427,7 +603,7 @@ class Head(nn.Linear):
 class Mistaken(LayeredModel):
     """Embedding, two blocks and a head; `mistake` names what is wrong with one of them, or with the loss.
 
-    `none_of_many` has a block of each kind that is right.
+    `none_of_many` has a block of each kind that is right, and a loss that is.
     """
 
     shardings = Shardings(batch=P("dp"), layers=P("pp"), grads=P("dp"), optim=P("dp"))
@@ -435,12 +611,12 @@ class Mistaken(LayeredModel):
     def __init__(self, vocab_size: int, d_model: int, mistake: str) -> None:
         blocks = {name: kind for name, (kind, _) in BLOCKS.items()} | BETWEEN_WORKERS | RIGHT
         block = OrderOfASet if mistake == "order_of_a_set" else blocks.get(mistake, Block)
-        embed = InPlaceTokens if mistake == "in_place_tokens" else Embed
+        embed = {"in_place_tokens": InPlaceTokens, "renormalised": Renormalised}.get(mistake, Embed)
         layers = {f"block{number}": block(d_model) for number in range(2)}
         if mistake == "none_of_many":
             layers = {name: kind(d_model) for name, kind in RIGHT.items()}
         super().__init__({"embed": embed(vocab_size, d_model), **layers, "head": Head(d_model, vocab_size)})
-        self._loss = LOSSES.get(mistake)
+        self._loss = LOSSES.get("loss_of_whole_microbatches" if mistake == "none_of_many" else mistake)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output, batch) if self._loss is None else self._loss(output, batch)

@@ -23,6 +23,11 @@ OWN = {
 }
 """The short names of the project's models."""
 
+_WITHOUT_MEMORY = (
+    "a run is planned with a model that has shapes and no memory: compute numbers with Python, or with "
+    'device="cpu", as in torch.linspace(0, 0.1, n, device="cpu").tolist()'
+)
+
 _LISTED = 40
 """Names of parameters that fit on a screen."""
 
@@ -60,7 +65,7 @@ def build_model(
             f"the constructor of {shown} failed ({type(error).__name__}: {error})",
             where=place,
             exists=f"it was given {given}",
-            fix="correct it, or these arguments",
+            fix="correct it, or these arguments" if "meta tensor" not in str(error).lower() else _WITHOUT_MEMORY,
         ) from error
     _check_hooks(model)
     _check_hidden(model)
@@ -87,6 +92,8 @@ def _check_hidden(model: LayeredModel) -> None:
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
+            if name == "_flat_weights" and isinstance(module, nn.RNNBase):
+                continue  # torch keeps it in step with the attributes
             for one in _inside(value):
                 # A module that is registered elsewhere as well is that one; its parameters are replaced there.
                 if isinstance(one, nn.Parameter) or (id(one) not in known and any(True for _ in one.parameters())):
@@ -99,13 +106,15 @@ def _check_hidden(model: LayeredModel) -> None:
                     )
 
 
-def _inside(value: object) -> Iterator[nn.Parameter | nn.Module]:
-    """The parameters and modules in a list, tuple or dict."""
+def _inside(value: object, around: tuple[int, ...] = ()) -> Iterator[nn.Parameter | nn.Module]:
+    """The parameters and modules in a list, tuple or dict; `around`: ids of the containers that it lies in itself."""
+    if id(value) in around:
+        return
     for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         if isinstance(one, nn.Parameter | nn.Module):
             yield one
         else:
-            yield from _inside(one)
+            yield from _inside(one, (*around, id(value)))
 
 
 def _arguments(

@@ -43,7 +43,7 @@ def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> lis
         parameter = nn.Parameter(values, requires_grad=not slot.parameter.frozen)
         for path in paths[id(old)]:
             owner, _, leaf = path.rpartition(".")
-            module.get_submodule(owner).register_parameter(leaf, parameter)
+            setattr(module.get_submodule(owner), leaf, parameter)  # recurrent modules of torch keep a list in step
         bound.append(parameter)
     return bound
 

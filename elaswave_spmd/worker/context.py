@@ -42,6 +42,7 @@ class LocalModel:
         layout: where each parameter lies in the flat state of its layer.
         inits: name of an owned parameter -> its initial distribution; empty with `made`.
         make_modules: makes the layers that this worker is about to compute.
+        prototype: layer number -> the layer without memory, only to be read.
         programs: run one layer at a time, on tensors of the worker's device.
         made: the initial values that constructors made, if the model's own count; None: they are drawn by `inits`.
     """
@@ -49,6 +50,7 @@ class LocalModel:
     layout: ModelLayout
     inits: Mapping[str, Init]
     make_modules: MakeModules
+    prototype: Callable[[int], nn.Module]
     programs: StagePrograms
     made: MadeValues | None = None
 

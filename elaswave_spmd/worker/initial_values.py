@@ -25,6 +25,9 @@ Row = tuple[str, bool, bytes]
 class MadeValues:
     """The initial values of parameters as constructors make them, layer by layer when they are asked for.
 
+    Layers that are prepared are kept, as are those that are not given as factories, which every construction makes. Of
+    the other ones the last is kept, while it is read.
+
     Args:
         make: makes the model for real; of the layers that are given as factories, those with these names.
     """
@@ -32,6 +35,7 @@ class MadeValues:
     def __init__(self, make: Callable[[Collection[str]], LayeredModel]) -> None:
         self._make = make
         self._values: dict[str, dict[str, Tensor]] = {}
+        self._borrowed: str | None = None  # a layer that is kept until another one is read
 
     def prepare(self, layers: Collection[str]) -> None:
         """Make these layers, all in one construction of the model.
@@ -39,18 +43,30 @@ class MadeValues:
         Raises:
             ModelError: a parameter has no initial value, since its constructor left it as it found it.
         """
-        if not (missing := [layer for layer in layers if layer not in self._values]):
-            return
+        if self._borrowed in layers:
+            self._borrowed = None
+        if missing := [layer for layer in layers if layer not in self._values]:
+            self._make_layers(missing)
+
+    def _make_layers(self, missing: Collection[str]) -> Collection[str]:
+        """Make these layers. Returns the names of the layers that are given as factories."""
         model = self._make(missing)
+        readers = {tie.reader for tie in model.ties}  # their owners' values count
         for layer in model.layer_names:
+            if layer in self._values:
+                continue
             own = dict(model.get_submodule(layer).named_parameters(prefix=layer))
             if layer not in missing and any(parameter.is_meta for parameter in own.values()):
                 continue  # given as a factory, and not wanted
-            self._values[layer] = {name: _checked(name, parameter) for name, parameter in own.items()}
+            self._values[layer] = {name: _checked(name, own[name]) for name in own if name not in readers}
+        return model.factories
 
     def values_of(self, layer: str) -> dict[str, Tensor]:
         """The values of a layer's parameters by name, fp32 and flat."""
-        self.prepare([layer])
+        if layer not in self._values:
+            if self._borrowed is not None:
+                del self._values[self._borrowed]
+            self._borrowed = layer if layer in self._make_layers([layer]) else None
         return self._values[layer]
 
     def part(self, name: str, first: int, stop: int) -> Tensor:
@@ -60,6 +76,7 @@ class MadeValues:
     def clear(self) -> None:
         """Forget what was made: it is in the state of the workers now."""
         self._values.clear()
+        self._borrowed = None
 
 
 def _checked(name: str, parameter: Tensor) -> Tensor:

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +33,8 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import LayerLayout
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
+from elaswave_spmd.worker.layer_kinds import kind_of
+from elaswave_spmd.worker.layer_watch import SAME_RESULT, LayerState, LayerWatch, bits_of, equal_bits, no_in_place
 from elaswave_spmd.worker.microbatches import to_batch
 from elaswave_spmd.worker.profiling import LayerMemory
 from elaswave_spmd.worker.programs.eager import Batches, StagePrograms, checked_output, naming_layer
@@ -43,18 +43,6 @@ from elaswave_spmd.worker.spec import Job
 DIGEST_BYTES = 16
 _LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums of other lengths are rounded otherwise, a mean is off by a factor
 _GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about what training has
-_IN_PLACE = ("in-place operation", "inplace operation")  # what torch says of the two mistakes below
-
-_SAME = "a micro-batch has the same result on every worker, whatever ran before, and when it is computed again"
-_STATELESS = "a layer keeps nothing from one call to the next: its calls come in another order on every mesh"
-_KEYED = (
-    "KeyedDropout(p), called drop(x, keys); other noise from a torch.Generator seeded by keys.seed, keys.step, "
-    "keys.layer and one of keys.sample_ids, row by row"
-)
-_CONSTANT = (
-    "make it a constant buffer that the constructor fills; compute in forward what depends on the input, "
-    "and train what is to be learned, as an nn.Parameter"
-)
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class Sample:
-    """One of the two micro-batches: its number, its ids of samples and the step that they are of."""
+    """One of the two micro-batches: its number, the step of its keys, and its samples with their ids."""
 
     number: int
     step: int
@@ -155,13 +143,16 @@ def check_model(
 
 
 def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Sample]:
-    """The first micro-batch of the first step, and another one: the last of that step, or the first of the next."""
+    """The first micro-batch of the first step, and another one: the last of that step, or the first of the next.
+
+    Both steps have keys of their own, so that what changes with the step is another thing, too.
+    """
     size, last = job.microbatch_size, job.num_microbatches - 1
     found = []
     for number, (step, microbatch) in enumerate(((1, 0), (1, last) if last else (2, 0))):
         slots = microbatch * size + np.arange(size)
         ids = sample_ids(job.seed, step, job.global_batch, len(data), slots)
-        found.append(Sample(number, step, ids, to_batch(data, ids, place)))
+        found.append(Sample(number, 1 + number, ids, to_batch(data, ids, place)))
     return found[0], found[1]
 
 
@@ -184,12 +175,12 @@ class _Check:
         known: dict[object, tuple[LayerCheck, dict[int, Tensor]]] = {}
         counts: dict[object, int] = {}
         for layer in self._model.layout.layers:
-            (module,) = self._model.make_modules([layer.index]).values()
             x = next(iter(self._inputs.values()))
-            kind = (kind_of(module), x.dtype, tuple(x.shape), layer.index == self._last, self._backward_of(layer))
+            form = kind_of(self._model.prototype(layer.index))
+            kind = (form, x.dtype, tuple(x.shape), layer.index == self._last, self._backward_of(layer))
             counts[kind] = counts.get(kind, 0) + 1
             if kind not in known:
-                known[kind] = self._check_layer(layer, module)
+                known[kind] = self._check_layer(layer)
                 checked(layer.name)
             self._inputs = known[kind][1]
         return tuple(
@@ -202,22 +193,23 @@ class _Check:
         first = self._model.layout.first_trained
         return (layer.index > first) - (layer.index < first) if first else 1
 
-    def _check_layer(self, layer: LayerLayout, module: nn.Module) -> tuple[LayerCheck, dict[int, Tensor]]:
+    def _check_layer(self, layer: LayerLayout) -> tuple[LayerCheck, dict[int, Tensor]]:
         """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""
         compiled = self._programs.num_compiled
         first, other = self._first, self._other
-        once = self._run_once(layer, module, first)
+        once, alone = self._run_alone(layer, first)
         ((_, kept, output),) = self._programs.memory.pop_rows()
         # A copy of its own, which has run another micro-batch: whatever the layer keeps is another thing now.
-        (again,) = self._model.make_modules([layer.index]).values()
-        values = self._values(layer, again)
+        values = self._values(layer)
+        watch = LayerWatch(values, self._place)
         with _bound(self._programs, layer, values):
-            between = self._run(layer, values, other)
+            between = self._run(layer, values, watch, other)
+            watch.refuse_difference(alone)
             digests, outputs = {other.number: between.digest()}, {other.number: between.y}
             del between  # a layer's gradients may be large
-            twice = self._run(layer, values, first)
+            twice = self._run(layer, values, watch, first, returned=outputs[other.number])
             if layer.index == self._last:
-                self._check_loss(layer, again)
+                self._check_loss(layer, values.module)
         _compare(layer.name, once, twice)
         if self._programs.num_compiled > compiled:
             raise ModelError(
@@ -229,49 +221,56 @@ class _Check:
         both = hashlib.blake2b(digests[0] + digests[1], digest_size=DIGEST_BYTES).digest()
         return LayerCheck(layer.index, 1, kept, output, both), outputs
 
-    def _run_once(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> _Result:
-        """Run one micro-batch with a copy of the layer that serves no other."""
-        values = self._values(layer, module)
+    def _run_alone(self, layer: LayerLayout, sample: Sample) -> tuple[_Result, LayerState]:
+        """Run one micro-batch with a copy of the layer that serves no other. Returns what the copy keeps as well."""
+        values = self._values(layer)
+        watch = LayerWatch(values, self._place)
         with _bound(self._programs, layer, values):
-            return self._run(layer, values, sample)
+            result = self._run(layer, values, watch, sample)
+        return result, watch.settled
 
-    def _values(self, layer: LayerLayout, module: nn.Module) -> ValueBuffer:
-        """A buffer with the layer's initial values, which the module's parameters become views of."""
+    def _values(self, layer: LayerLayout) -> ValueBuffer:
+        """A new copy of a layer, whose parameters are views of a buffer with initial values."""
+        (module,) = self._model.make_modules([layer.index]).values()
         values = ValueBuffer(layer, module, self._job.torch_dtype, self._place)
         values.flat.zero_()
         fill_initial(values, self._model, self._job.seed)
         return values
 
-    def _run(self, layer: LayerLayout, values: ValueBuffer, sample: Sample) -> _Result:
-        """Run one micro-batch forward and backward, and see that nothing else has changed and all is finite."""
+    def _run(
+        self,
+        layer: LayerLayout,
+        values: ValueBuffer,
+        watch: LayerWatch,
+        sample: Sample,
+        *,
+        returned: Tensor | None = None,
+    ) -> _Result:
+        """Run one micro-batch forward and backward, and see that nothing else has changed and all is finite.
+
+        Args:
+            returned: what the copy has returned for the micro-batch before.
+        """
         x, batch = self._inputs[sample.number], sample.batch
-        given = {"its input": x, "batch.tokens": batch.tokens, "batch.targets": batch.targets}
-        before = {name: value.clone() for name, value in given.items()}
-        state, generators = _State.of(values, copy=True), _generators(self._place)
-        into = GradientBuffer(layer, self._place)
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
-        programs, dy, dy_before = self._programs, None, None
-        with _no_in_place(layer.name):
+        into, programs = GradientBuffer(layer, self._place), self._programs
+        given = {"its input": x, "batch.tokens": batch.tokens, "batch.targets": batch.targets}
+        watch.begin(given if returned is None else {**given, "an earlier output of its own": returned}, keys)
+        dy = evaluated = None
+        with no_in_place(layer.name):
             y = programs.forward(layer.index, sample.number, x, keys, batch)
+            watch.look()
+            watch.give("its own output, once returned,", y)
             if layer.index != self._last:
                 dy = _made_up_gradient(y)
-                dy_before = dy.clone()
+                watch.give("the gradient of its output", dy)
             dx = programs.backward(layer.index, sample.number, dy, into, add=False, batch=batch)
-            evaluated = None
+            watch.look()
             if self._job.validates:
                 programs.set_training(False)
                 evaluated = programs.evaluate(layer.index, x, keys.again(), batch)
                 programs.set_training(True)
-        _refuse_draws(layer.name, generators, _generators(self._place))
-        _refuse_changes(layer.name, state, _State.of(values, copy=False))
-        if dy is not None and dy_before is not None:
-            given, before = (
-                given | {"the gradient of its output": dy},
-                before | {"the gradient of its output": dy_before},
-            )
-        for name, value in given.items():
-            if not _equal(value, before[name]):
-                raise _in_place(layer.name, f"layer {layer.name} changes {name} in place")
+        watch.end()
         result = _Result(y, dx, into.flat, evaluated)
         self._refuse_not_finite(layer, values, result, into)
         return result
@@ -303,34 +302,30 @@ class _Check:
         It is computed without the worker's programs, which are made for whole micro-batches; `loss()` alone is checked.
         Micro-batches of one sample use both samples.
         """
-        outputs, batches = [], []
-        for sample in (self._first, self._other):
-            x = self._inputs[sample.number].detach()
-            keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
-            with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
-                y = module(x, keys)
-            outputs.append(checked_output(y, self._job.torch_dtype, layer.name).float())
-            batches.append(sample.batch)
         size = self._job.microbatch_size
-        if size == 1:
-            output, batch, size = torch.cat(outputs), _joined(batches), 2
-        else:
-            output, batch = outputs[0], batches[0]
-        loss = self._programs.loss
-        with torch.no_grad(), naming_layer(layer.name, "check of the loss", output):
-            check_loss(loss, output, batch, size // 2)
+        samples = (self._first,) if size > 1 else (self._first, self._other)
+        outputs = [self._output(layer, module, sample) for sample in samples]
+        output, batch = (outputs[0], self._first.batch) if size > 1 else (torch.cat(outputs), _joined(samples))
+        del outputs  # those of a language model are large
+        cut, loss = len(output) // 2, self._programs.loss
+        with torch.no_grad():
+            check_loss(loss, output, batch, cut)
             # Initial outputs are nearly equal and nearly zero, where many a term is too small to be seen.
-            made_up = 1.0 + 0.5 * _waves(output)
-            try:
-                check_loss(loss, made_up, batch, size // 2)
-            except ModelError:
-                raise
-            except Exception:
-                return  # a loss may take nothing but what its model puts out: it has shown what it can
+            check_loss(loss, _waves(output).mul_(0.5).add_(1.0), batch, cut)
+
+    def _output(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> Tensor:
+        """The last layer's output for a micro-batch, fp32."""
+        x = self._inputs[sample.number].detach()
+        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
+            y = module(x, keys)
+        return checked_output(y, self._job.torch_dtype, layer.name).float()
 
 
 def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch, cut: int) -> None:
     """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others.
+
+    A loss that raises for one of them cannot be held to anything.
 
     Args:
         output: of the last layer, fp32 [samples, ...].
@@ -338,13 +333,18 @@ def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: B
     Raises:
         ModelError: they differ by more than rounding explains.
     """
-    whole = float(loss(output, batch))
+    try:
+        whole = float(loss(output, batch))
+        parts = [
+            float(loss(output[part].contiguous(), Batch(batch.tokens[part], batch.targets[part])))
+            for part in (slice(None, cut), slice(cut, None))
+        ]
+    except Exception:
+        # A loss may take nothing but whole micro-batches of what its model puts out, without a graph or with one. It
+        # has computed that before, in the forward.
+        return
     if not math.isfinite(whole):
         return  # with the model's own outputs that has been refused by now
-    parts = [
-        float(loss(output[part].contiguous(), Batch(batch.tokens[part], batch.targets[part])))
-        for part in (slice(None, cut), slice(cut, None))
-    ]
     if abs(whole - sum(parts)) <= _LOSS_TOLERANCE * max(abs(whole), sum(map(abs, parts))):
         return
     raise ModelError(
@@ -356,116 +356,16 @@ def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: B
     )
 
 
-# ---- kinds of layers
-
-
-def kind_of(module: nn.Module) -> object:
-    """A value that is equal for layers of the same code, parameters and settings: one of them stands for all.
-
-    What cannot be compared makes a layer a kind of its own.
-    """
-    return tuple((path, type(one), _attributes(one)) for path, one in module.named_modules())
-
-
-def _attributes(module: nn.Module) -> object:
-    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    forms = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
-    own = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
-    return forms, tuple((name, _comparable(value)) for name, value in own.items())
-
-
-def _comparable(value: Any) -> object:
-    if isinstance(value, Tensor):
-        return "tensor", tuple(value.shape), value.dtype
-    if isinstance(value, Mapping):
-        return type(value), tuple((str(name), _comparable(item)) for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_comparable, value))
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(_comparable, value))
-    try:
-        hash(value)
-    except TypeError:
-        return object()  # equal to nothing else
-    return type(value), value
-
-
-# ---- what is compared before and after
-
-
-@dataclass(frozen=True)
-class _State:
-    """Everything that a layer could change in itself.
-
-    Args:
-        tensors: parameters (the whole buffer), buffers and attributes that are tensors, by their names.
-        numbers: attributes that are numbers or texts.
-    """
-
-    tensors: Mapping[str, Tensor]
-    numbers: Mapping[str, object]
-
-    @classmethod
-    def of(cls, values: ValueBuffer, *, copy: bool) -> _State:
-        """What a bound layer has now; `copy`: it may change from now on."""
-        tensors, numbers = {"its parameters": values.flat.detach()}, {}
-        for path, module in values.module.named_modules(prefix=values.layout.name):
-            own = [(name, value) for name, value in vars(module).items() if name != "training"]
-            for name, value in [*module.named_buffers(recurse=False), *own]:
-                if isinstance(value, Tensor):
-                    tensors[f"{path}.{name}"] = value.detach()
-                elif isinstance(value, bool | int | float | str):
-                    numbers[f"{path}.{name}"] = value
-        return cls({name: value.clone() for name, value in tensors.items()} if copy else tensors, numbers)
-
-
-def _refuse_changes(layer: str, before: _State, after: _State) -> None:
-    """Refuse a layer that has changed itself. What it has made meanwhile, such as a table, it may keep."""
-    for name, old in before.tensors.items():
-        if (new := after.tensors.get(name)) is None or not _equal(old, new):
-            raise ModelError(
-                f"layer {layer} changes {name} while it computes", rule=_STATELESS, where=name, fix=_CONSTANT
-            )
-    for name, old in before.numbers.items():
-        if name in after.numbers and after.numbers[name] != old:
-            raise ModelError(
-                f"layer {layer} changes {name} while it computes, from {old!r} to {after.numbers[name]!r}",
-                rule=_STATELESS,
-                where=name,
-                fix="leave it out; keys.step is the number of the step",
-            )
-
-
-def _generators(place: torch.device) -> dict[str, object]:
-    """The states of the generators that nobody has keyed."""
-    found: dict[str, object] = {
-        "torch's generator": torch.get_rng_state().numpy().tobytes(),
-        "Python's random": random.getstate(),
-        "numpy.random": [part.tobytes() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
-    }
-    if place.type != "cpu" and (state := getattr(torch.get_device_module(place), "get_rng_state", None)) is not None:
-        found[f"torch's generator of {place}"] = state(place).cpu().numpy().tobytes()
-    return found
-
-
-def _refuse_draws(layer: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    drawn = [name for name, state in before.items() if state != after[name]]
-    if drawn:
-        raise ModelError(
-            f"layer {layer} draws from {' and '.join(drawn)}",
-            rule=f"random numbers are keyed by seed, step, sample and layer: {_SAME}",
-            where=f"layer {layer}",
-            fix=_KEYED,
-        )
+# ---- two results
 
 
 def _compare(layer: str, once: _Result, twice: _Result) -> None:
     """Refuse a layer whose two results for one micro-batch differ in a bit."""
     for (name, one), (_, other) in zip(once.named(), twice.named(), strict=True):
-        if one.shape != other.shape or not _equal(one, other):
+        if one.shape != other.shape or not equal_bits(one, other):
             raise ModelError(
                 f"layer {layer} gave other results for the same micro-batch: {_difference(name, one, other)}",
-                rule=_SAME,
+                rule=SAME_RESULT,
                 where=f"layer {layer}",
                 fix="no state that is kept between calls, no time, no random numbers but keyed ones "
                 "(KeyedDropout, keys.seed, keys.step, keys.sample_ids), no operation that torch calls nondeterministic",
@@ -475,7 +375,7 @@ def _compare(layer: str, once: _Result, twice: _Result) -> None:
 def _difference(name: str, one: Tensor, other: Tensor) -> str:
     if one.shape != other.shape:
         return f"{name} had the shape {list(one.shape)}, then {list(other.shape)}"
-    wrong = int((_bits(one) != _bits(other)).sum())
+    wrong = int((bits_of(one) != bits_of(other)).sum())
     return f"{wrong} of {one.numel()} elements of {name} differ" if one.ndim else f"{name} was {one}, then {other}"
 
 
@@ -505,18 +405,9 @@ def _waves(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), dtype=torch.float32).mul_(0.7).cos_().view(like.shape).to(like.device)
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
+def _joined(samples: Sequence[Sample]) -> Batch:
+    batches = [sample.batch for sample in samples]
     return Batch(torch.cat([b.tokens for b in batches]), torch.cat([b.targets for b in batches]))
-
-
-def _bits(value: Tensor) -> Tensor:
-    """The bits of a tensor as integers: NaN is equal to itself, and -0.0 is not 0.0."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
-    return value.detach().contiguous().view(integer) if value.dtype.is_floating_point else value.detach()
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
 
 
 def _finite(value: Tensor) -> bool:
@@ -534,29 +425,6 @@ def _bound(programs: StagePrograms, layer: LayerLayout, values: ValueBuffer) -> 
         yield
     finally:
         programs.bind({}, {})
-
-
-@contextmanager
-def _no_in_place(layer: str) -> Iterator[None]:
-    """Turn what torch says of a change in place, which names no layer, into the error of this check."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(words in str(error) for words in _IN_PLACE):
-            first = str(error).splitlines()[0]
-            raise _in_place(
-                layer, f"layer {layer} changes a tensor in place that its backward needs ({first})"
-            ) from error
-        raise
-
-
-def _in_place(layer: str, what: str) -> ModelError:
-    return ModelError(
-        what,
-        rule="a layer leaves what it is given as it is: others read it too, and a loss makes them read it again",
-        where=f"layer {layer}",
-        fix="x = x + y in place of x += y, x.relu() in place of x.relu_()",
-    )
 
 
 def _not_finite(layer: str, what: str) -> ModelError:

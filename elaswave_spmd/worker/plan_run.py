@@ -240,10 +240,9 @@ def open_datasets(plan: RunPlan) -> Datasets:
 
 def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
     """Make the model as a worker runs it, with programs as `make_programs` makes them. No layer has memory yet."""
-    made = None
-    if plan.description.has_own_values:
-        made = MadeValues(partial(_make_for_real, plan))
-    return LocalModel(plan.description.layout, plan.description.inits, _Layers(plan), programs, made)
+    made = MadeValues(partial(_make_for_real, plan)) if plan.description.has_own_values else None
+    layers = _Layers(plan)
+    return LocalModel(plan.description.layout, plan.description.inits, layers, layers.prototype, programs, made)
 
 
 def _make_for_real(plan: RunPlan, layers: Collection[str]) -> LayeredModel:
@@ -322,6 +321,17 @@ def make_programs(
     )
 
 
+def _without_memory(module: nn.Module) -> nn.Module:
+    """A layer whose parameters have lost their memory. One that has several names stays one."""
+    empty: dict[int, nn.Parameter] = {}  # id of a parameter, which `named` keeps alive -> the one in its place
+    named = [(one, name, p) for one in module.modules() for name, p in one.named_parameters(recurse=False)]
+    for one, name, parameter in named:
+        if id(parameter) not in empty:
+            empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        setattr(one, name, empty[id(parameter)])
+    return module
+
+
 class _Layers:
     """Makes modules of layers: copies of a model that is made once, without memory for its parameters.
 
@@ -340,15 +350,27 @@ class _Layers:
         wanted = sorted(set(layers))
         if lacking := self._lacking.intersection(wanted):
             self._make_constants(lacking)
-        return {number: copy.deepcopy(self._modules[number]) for number in wanted}
+        return {number: self._copy(number) for number in wanted}
+
+    def prototype(self, layer: int) -> nn.Module:
+        """The layer without memory for its parameters, only to be read; constants may have values or not."""
+        return self._modules[layer]
+
+    def _copy(self, number: int) -> nn.Module:
+        try:
+            return copy.deepcopy(self._modules[number])
+        except Exception as error:
+            raise ModelError(
+                f"layer {self._names[number]} cannot be copied ({type(error).__name__}: {error})",
+                rule="a worker makes copies of layers, when it starts and when layers move",
+                where=f"layer {self._names[number]}",
+                fix="keep no locks, files, generators or results of computations in a layer, but make them in forward; "
+                "torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm",
+            ) from error
 
     def _make_constants(self, wanted: Collection[int]) -> None:
         model = _make_for_real(self._plan, [self._names[number] for number in wanted])
         built = {n for n in self._lacking if n in wanted or self._names[n] not in model.factories}
         for number in built:
-            self._modules[number] = module = model.layers[number]
-            for one in module.modules():
-                for name, parameter in one.named_parameters(recurse=False):
-                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                    setattr(one, name, empty)
+            self._modules[number] = _without_memory(model.layers[number])
         self._lacking -= built

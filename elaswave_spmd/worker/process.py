@@ -172,7 +172,8 @@ class WorkerProcess:
 
         programs = make_programs(plan, self._rank, self._device.place, self._frequency, partial(beat, "compiling"))
         model, data = make_local_model(plan, programs), open_datasets(plan)
-        rows = digests_of(plan, self._rank, model, begins=spec.run.checkpoints.source is None)
+        begins = spec.run.checkpoints.source is None
+        rows = digests_of(plan, self._rank, model, begins=begins)
         if rows:
             self._send(m.Constructed(self._rank, rows))
         if self._settings.checks_model:
@@ -181,8 +182,9 @@ class WorkerProcess:
                 model, plan.job, data.train, place, rank=self._rank, checked=partial(beat, "checking the model")
             )
             self._send(m.Checked(self._rank, check.seconds, tuple(map(dataclasses.astuple, check.layers))))
-        if model.made is not None and self._rank not in plan.placement.mesh:
-            model.made.clear()  # a newcomer is sent its state; should it be a first worker, it makes the values again
+        if model.made is not None and not (begins and self._rank in plan.placement.mesh):
+            # Read from the checkpoint, or sent to a newcomer; should that be a first worker, it makes the values again.
+            model.made.clear()
         watched = spec.death_watch is not None
         self._send(m.Ready(self._rank, self._links.address, watched, programs.num_compiled))
         self._is_ready = True

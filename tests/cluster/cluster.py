@@ -364,7 +364,7 @@ class SimulatedCluster:
             worker.rank,
             self._job,
             self._healthy,
-            LocalModel(layout, self._description.inits, modules, programs, made),
+            LocalModel(layout, self._description.inits, modules, model.layers.__getitem__, programs, made),
             Datasets(self._train, self._validation),
             self._device,
             worker.port,

@@ -106,3 +106,17 @@ def test_a_spare_has_its_programs_before_it_takes_a_place(undisturbed: Run, tmp_
     assert (fail["ranks"], join["ranks"]) == ([1], [2]) and fail["mesh_epoch"] == join["mesh_epoch"]
     programs = read_summary(run_dir)["programs_compiled_per_worker"]
     assert programs["2"][0] > 0 and not any(later for _, later in programs.values()), programs
+
+
+def test_frozen_parameters_on_two_stages_through_a_kill(tmp_path: Path) -> None:
+    """Both layers of the first stage are frozen, and the last layer reads one: no backward there, nor late programs."""
+    frozen = ["+model.args.tied=true", 'optim.freeze="embed.* head.weight block0.* *.bias"', "model.dropout=0"]
+    plain = run(tmp_path / "plain", *frozen)
+    alone = run(tmp_path / "alone", *frozen, "runtime.compile=true", "mesh=single")
+    kill = chaos("step: 5, kind: kill, rank: 1, point: backward")
+    killed = run(tmp_path / "killed", *frozen, "runtime.compile=true", "mesh=dp2_pp2", "sharding=zero3", kill)
+    assert alone.losses == pytest.approx(plain.losses, abs=1e-4) and len(set(alone.losses)) == 12
+    assert killed.changes.ranks("fail") == [[1]] and killed.bits == alone.bits
+    for found in (alone, killed):
+        assert not any(later for _, later in found.programs.values()), found.programs
+        assert not [event for event in found.events if event["event"] == "recompile"]

@@ -78,6 +78,23 @@ def test_a_kill_on_dp2_pp2_changes_no_bit_and_compiles_nothing(undisturbed: XlaR
     found.assert_nothing_compiled_in_training(4)
 
 
+FROZEN = ("+model.args.tied=true", 'optim.freeze="embed.* head.weight block0.* *.bias"', "model.dropout=0")
+
+
+def test_frozen_parameters_have_the_losses_of_the_cpu_and_equal_bits(tmp_path: Path) -> None:
+    """The first stage is frozen, with a tie that the last layer reads: no backward there, also after a kill."""
+    alone = run(tmp_path / "alone", *FROZEN)
+    write_text(tmp_path)
+    done = train_in_new_interpreter(tmp_path, *SMALL, *FROZEN, "runtime.device=cpu")
+    assert done.code == 0, done.err
+    cpu = [line.loss for line in read_metrics(tmp_path / "run")]
+    assert len(cpu) == STEPS and all(abs(a - b) < 1e-4 for a, b in zip(cpu, alone.losses, strict=True))
+    kill = chaos("step: 8, kind: kill, rank: 1, point: backward")
+    killed = run(tmp_path / "killed", *FROZEN, "mesh=dp2_pp2", "sharding=zero3", kill)
+    assert killed.changes.ranks("fail") == [[1]] and killed.bits == alone.bits
+    killed.assert_nothing_compiled_in_training(4)
+
+
 def test_a_stage_that_is_lost_goes_to_the_other(undisturbed: XlaRun, tmp_path: Path) -> None:
     """Its layers run where they never ran: all layers were compiled there."""
     found = run(tmp_path, "mesh=pp2", "mesh.tp=2", chaos("step: 8, kind: kill, rank: 1, point: backward"))

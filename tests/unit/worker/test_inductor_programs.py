@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elaswave_spmd.determinism import KeyedDropout, Keys
 from elaswave_spmd.errors import ModelError
-from elaswave_spmd.models import Batch, LayeredModel
+from elaswave_spmd.models import Batch, LayeredModel, constructing, freeze_parameters
 from elaswave_spmd.models.gpt import GPT
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import LocalModel
@@ -75,6 +75,11 @@ class First(nn.Embedding):
         return super().forward(x)
 
 
+class Affine(nn.Linear):
+    def forward(self, x: Tensor, keys: Keys) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.tanh(super().forward(x))
+
+
 class Last(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +110,7 @@ def compiled(model: LayeredModel, *, checkpointing: bool = False, dtype: torch.d
         threads=1,
         place=CPU,
         backend="aot_eager",
+        first_trained=description.layout.first_trained,
     )
     programs.compile(model.layers, description.layout, MICROBATCH, dtype, names.append)
     return programs, names
@@ -213,7 +219,9 @@ def check(make: Callable[[], LayeredModel], *, checkpointing: bool = False) -> S
         return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
     made = MadeValues(lambda layers: model) if description.has_own_values else None
-    check_model(LocalModel(description.layout, description.inits, modules, programs, made), job, Samples(), CPU)
+    prototype = model.layers.__getitem__
+    local = LocalModel(description.layout, description.inits, modules, prototype, programs, made)
+    check_model(local, job, Samples(), CPU)
     assert programs.num_compiled == number
     return programs
 
@@ -280,3 +288,36 @@ def test_a_layer_that_is_no_graph_is_refused_with_its_name() -> None:
         compiled(layered(Branching(8, 8)))
     assert caught.value.what.startswith("torch.compile refused layer layer0 (")
     assert caught.value.where == "layer layer0" and "runtime.compile=false" in caught.value.fix
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "patterns",
+    [["first.*", "layer0.*"], ["*.bias"], ["layer1.*", "last.*"], ["layer0.*", "layer1.weight"]],
+)
+def test_frozen_parameters_have_programs_of_their_own_before_training(patterns: list[str], checkpointing: bool) -> None:
+    """Layers without a backward, layers that are frozen in part, and frozen layers that pass a gradient on."""
+
+    def make() -> LayeredModel:
+        with constructing(3):
+            model = layered(Affine(8, 8), Affine(8, 8), Affine(8, 8))
+        freeze_parameters(model, patterns)
+        return model
+
+    check(make, checkpointing=checkpointing)
+    model, description = make(), describe(make(), page_size=64)
+    programs, _ = compiled(make(), checkpointing=checkpointing)
+    plain = StagePrograms(
+        len(model.layers),
+        loss=model.loss,
+        loss_scale=0.1,
+        checkpointing=checkpointing,
+        first_trained=description.layout.first_trained,
+    )
+    number, found = programs.num_compiled, []
+    for kind in (programs, plain):
+        buffers = bound(kind, make(), description, range(len(model.layers)), torch.float32)
+        found.append([run(kind, buffers, step, add=False) for step in (1, 2)])
+    assert programs.num_compiled == number
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))

@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from elaswave_spmd.determinism import Constant, Init
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import GPT, MLP, LayeredModel, Llama, constructing
+from elaswave_spmd.sharding import tie
 from elaswave_spmd.worker.initial_values import MadeValues, digests
 from elaswave_spmd.worker.model_layout import describe
-from tests.own_values_model import Own
+from tests.own_values_model import Embed, Own
 
 
 class Made:
@@ -47,6 +49,38 @@ def test_layers_are_made_once_and_forgotten_when_they_are_used(factories: bool) 
     made.clear()
     _ = made.values_of("embed")
     assert make.asked[-1] == ["embed"]
+
+
+def test_of_the_layers_that_are_only_read_the_last_is_kept() -> None:
+    make = Made(factories=True)
+    made = MadeValues(make)
+    made.prepare(["block0"])
+    first = made.part("block1.up.weight", 0, 64)
+    _ = made.values_of("block2"), made.values_of("block2"), made.values_of("block0"), made.values_of("head")
+    assert torch.equal(made.part("block1.up.weight", 0, 64), first)
+    made.prepare(["block1", "block2"])
+    _ = made.values_of("block1"), made.values_of("block2")
+    assert make.asked == [["block0"], ["block1"], ["block2"], ["block1"], ["block2"]]
+
+
+@pytest.mark.parametrize("factories", [False, True])
+def test_a_tied_reader_may_be_left_as_it_is(factories: bool) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(11, 8))
+
+        def forward(self, x: Tensor, keys: object) -> Tensor:
+            return x @ self.weight.mT
+
+    def make(layers: Collection[str]) -> LayeredModel:
+        head = Head if factories else Head()
+        with constructing(3, layers):
+            return LayeredModel({"embed": Embed(11, 8), "head": head}, ties=[tie("head.weight", "embed.weight")])
+
+    made = MadeValues(make)
+    assert made.values_of("head") == {} and made.values_of("embed").keys() == {"embed.weight"}
+    assert describe(make([])).has_own_values and digests((), made, ["embed", "head"])
 
 
 def test_memory_that_the_constructor_left_is_refused() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import GPT, MLP, Batch, LayeredModel, Llama, build_model, constructing
 from elaswave_spmd.worker.context import LocalModel
 from elaswave_spmd.worker.initial_values import MadeValues
+from elaswave_spmd.worker.layer_kinds import kind_of
 from elaswave_spmd.worker.learning_rate import LearningRate
-from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model, kind_of
+from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
@@ -50,6 +53,14 @@ def a_job(**changes: Any) -> Job:
     return Job(seed=3, optimizer=adamw, learning_rate=rate, **given)
 
 
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The number of threads is as it was: one of the mistakes changes it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def local(model: LayeredModel, job: Job) -> LocalModel:
     """A model as a worker has it; each call makes new layers, as deepcopy does."""
     import copy
@@ -61,7 +72,7 @@ def local(model: LayeredModel, job: Job) -> LocalModel:
         return {number: copy.deepcopy(model.layers[number]) for number in layers}
 
     made = MadeValues(lambda layers: model) if description.has_own_values else None
-    return LocalModel(description.layout, description.inits, make, programs, made)
+    return LocalModel(description.layout, description.inits, make, model.layers.__getitem__, programs, made)
 
 
 def check(model: LayeredModel, *, rank: int = 0, **changes: Any) -> ModelCheck:
@@ -174,6 +185,27 @@ def test_a_loss_is_the_sum_of_its_halves() -> None:
 def test_a_loss_is_refused_for_micro_batches_of_any_size(mistake: str, microbatch_size: int) -> None:
     error = refusal(mistaken(mistake), microbatch_size=microbatch_size, global_batch=12)
     assert error.what.startswith("loss() of ") and "halves" in error.what
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_takes_whole_micro_batches_alone_passes(rank: int) -> None:
+    check(mistaken("loss_of_whole_microbatches"), rank=rank)
+
+
+def test_a_check_keeps_one_copy_of_a_layer_at_a_time() -> None:
+    job, model = a_job(), mistaken("none")
+    kept, alive, most = local(model, job), [], 0
+
+    def make(layers: Any) -> Mapping[int, nn.Module]:
+        nonlocal most
+        made = kept.make_modules(layers)
+        gc.collect()
+        alive.extend(weakref.ref(one) for one in made.values())
+        most = max(most, sum(one() is not None for one in alive))
+        return made
+
+    check_model(replace(kept, make_modules=make), job, Numbers(), CPU)
+    assert len(alive) == 6 and most == 1, "two copies of each of three kinds"
 
 
 def drawn_by_numpy() -> bytes:
