@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.events import Action, End, EvictWorker, GoBack, Record, RunStopped
 from elaswave_spmd.errors import RunError
-from elaswave_spmd.recovery.actions import Send
+from elaswave_spmd.recovery.actions import EpochBegun, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 
 
@@ -53,6 +53,11 @@ class Verdicts:
         self._first = protocol.version  # the workers of this life have computed nothing before
         self._device = settings.runtime.device
         self._protocol = protocol
+        self._joined: dict[int, int] = {}  # rank -> the version at which it came later
+
+    def begun(self, begun: EpochBegun) -> None:
+        """A mesh epoch begins: what newcomers compute counts from its version on."""
+        self._joined |= {rank: begun.version for rank, kind in begun.kinds.items() if kind == "join"}
 
     def found(self, case: Case, wrong: Collection[int]) -> list[Action]:
         """These workers have computed wrongly."""
@@ -66,7 +71,7 @@ class Verdicts:
         if self._action == "stop":
             what = f"worker{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} computed wrongly: {case}"
             return [*records, End(RunStopped(RunError(f"the run stops (verify.action=stop): {what}")))]
-        newest = min(self._checked(case, rank) for rank in wrong)
+        newest = min(self._right_until(case, rank) for rank in wrong)
         unsure = [newest + 1, case.step - 1] if newest + 1 < case.step else []
         return [*records, *self.without(wrong, f"it computed wrongly in step {case.step}", newest, unsure)]
 
@@ -103,13 +108,13 @@ class Verdicts:
             return [End(RunStopped(RunError(f"{error}{again}")))]
         return [GoBack(error, newest)]
 
-    def _checked(self, case: Case, rank: int) -> int:
-        """The last step up to which a worker's results count as right."""
-        return max(case.checked.get(rank, 0), self._first)
+    def _right_until(self, case: Case, rank: int) -> int:
+        """The last step up to which a worker's results count as right: it was checked, or was not there before."""
+        return max(case.checked.get(rank, 0), self._joined.get(rank, self._first))
 
     def _record(self, case: Case, wrong: int) -> Record:
-        checked = self._checked(case, wrong)
-        unsure = [checked + 1, case.step - 1] if checked + 1 < case.step else []
+        first = self._right_until(case, wrong) + 1
+        unsure = [first, case.step - 1] if first < case.step else []
         host = "/".join(dict(self._protocol.placement.mesh.topology.domains).get(wrong, ())) or "localhost"
         exposed = f"; steps {unsure[0]} to {unsure[1]}, in which it was not checked, may be wrong" if unsure else ""
         fields = {
@@ -120,7 +125,7 @@ class Verdicts:
             "step": case.step,
             "tensor": case.tensor,
             "elements": case.elements,
-            "checked": checked or None,
+            "checked": case.checked.get(wrong),
             "unsure_steps": unsure,
             "message": f"worker {wrong} ({host}, {self._device}) computed wrongly: {case}{exposed}",
         }

@@ -70,6 +70,7 @@ class Verifier:
     def begun(self, begun: EpochBegun) -> None:
         """A mesh epoch begins: what was open is open no more."""
         self._questions.clear()
+        self._verdicts.begun(begun)
         if self._draw.rate:
             self._placements[begun.placement.mesh.epoch] = begun.placement
             if begun.checks_dropped:
@@ -88,20 +89,11 @@ class Verifier:
 
     def differ(self, message: m.ChecksDiffer) -> list[Action]:
         """A checker has other results than the worker of a micro-batch."""
-        mesh = self._protocol.placement.mesh
-        if message.epoch != mesh.epoch or not {message.rank, message.owner} <= {*mesh.members}:
+        pair, difference = self._pair_of(message), first_difference(message.owned, message.checked)
+        if pair is None or difference is None or (pair.stage, pair.microbatch) in self._questions:
             return []
-        difference = first_difference(message.owned, message.checked)
-        stage = mesh.stage_of(message.rank)
-        if (
-            difference is None
-            or mesh.stage_of(message.owner) != stage
-            or (stage, message.microbatch) in self._questions
-        ):
-            return []
-        pair = Pair(stage, message.microbatch, message.owner, message.rank)
         first = {message.rank: message.checked, message.owner: message.owned}
-        question = _Question(message.step, pair, difference, first, judges(pair, self._members_of(stage)))
+        question = _Question(message.step, pair, difference, first, judges(pair, self._members_of(pair.stage)))
         self._protocol.suspect()
         follows = self._ask(question, question.asked) if question.asked else self._decide(question)
         return [self._record_difference(question), *follows]
@@ -113,11 +105,25 @@ class Verifier:
             return []
         at = mesh.stage_of(message.rank), message.microbatch
         question = self._questions.get(at)
-        if question is None or message.rank not in question.asked or message.step != question.step:
+        if question is None or message.step != question.step:
+            return []
+        if message.rank not in question.asked or message.rank in question.again:
             return []
         question = replace(question, again={**question.again, message.rank: message.rows})
         self._questions[at] = question
         return self._decide(question) if question.again.keys() == {*question.asked} else []
+
+    def _pair_of(self, message: m.ChecksDiffer) -> Pair | None:
+        """The pair of the step under way that these are results of; None if its sender has no such pair to check."""
+        placement = self._protocol.placement
+        if message.epoch != placement.mesh.epoch or message.rank not in placement.mesh:
+            return None
+        stage = placement.mesh.stage_of(message.rank)
+        pair = Pair(stage, message.microbatch, message.owner, message.rank)
+        layers = [layer for layer, *_ in message.checked]
+        if message.step <= self._protocol.version or layers != [*placement.layers_of_stage(stage)]:
+            return None
+        return pair if pair in self._draw.pairs(message.step, stage, placement) else None
 
     def _members_of(self, stage: int) -> list[int]:
         mesh = self._protocol.placement.mesh
@@ -134,12 +140,17 @@ class Verifier:
     # ---- verdicts
 
     def _decide(self, question: _Question) -> list[Action]:
-        wrong = verdict(question.pair, question.first, question.again)
+        pair, wrong = question.pair, verdict(question.pair, question.first, question.again)
+        if not wrong and (more := judges(pair, self._members_of(pair.stage), question.asked)):
+            return self._ask(replace(question, asked=(*question.asked, *more)), more)
+        # It is answered: where the run goes on with it (`report`), the same micro-batch may differ in a later step.
+        self._questions.pop((pair.stage, pair.microbatch), None)
         if not wrong:
-            if more := judges(question.pair, self._members_of(question.pair.stage), question.asked):
-                return self._ask(replace(question, asked=(*question.asked, *more)), more)
-            return self._verdicts.not_found(self._case(question), {question.pair.owner, question.pair.checker})
-        return self._verdicts.found(self._case(question), wrong)
+            return self._verdicts.not_found(self._case(question), {pair.owner, pair.checker})
+        follows = self._verdicts.found(self._case(question), wrong)
+        if self._questions:
+            self._protocol.suspect()  # others are still open
+        return follows
 
     def _case(self, question: _Question) -> Case:
         found, pair = question.difference, question.pair

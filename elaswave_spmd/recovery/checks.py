@@ -8,6 +8,7 @@ without a message.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -158,12 +159,13 @@ def judges(pair: Pair, members: Collection[int], asked: Collection[int] = ()) ->
 
 
 def verdict(
-    pair: Pair, first: Mapping[int, Sequence[DigestRow]], again: Mapping[int, Sequence[DigestRow]]
+    pair: Pair, first: Mapping[int, tuple[DigestRow, ...]], again: Mapping[int, tuple[DigestRow, ...]]
 ) -> tuple[int, ...]:
     """The workers that have computed wrongly; nobody if nothing tells who.
 
-    A third worker's result decides if it is that of one of the two. Else each of them is wrong whose second result is
-    another than its first: bits are a function of the input.
+    A result that two workers have made, each for itself, is the right one: all others are wrong, a third worker that was
+    asked as well. Else each of the two is wrong whose second result is another than its first: bits are a function of
+    the input.
 
     Args:
         first: rank -> its result of the pair, of the owner and the checker.
@@ -171,8 +173,8 @@ def verdict(
     """
     if pair.owner == pair.checker:
         return (pair.owner,)
-    results = [result for rank, result in again.items() if rank not in first]
-    wrong = tuple(rank for rank, result in sorted(first.items()) if result not in results)
-    if len(wrong) == 1:
-        return wrong
+    results = {**again, **first}  # one of each worker: the first
+    numbers = Counter(results.values())
+    if (right := next((result for result, number in numbers.items() if number > 1), None)) is not None:
+        return tuple(rank for rank, result in sorted(results.items()) if result != right)
     return tuple(rank for rank in sorted(first) if rank in again and again[rank] != first[rank])

@@ -170,6 +170,8 @@ class StepChecks:
 
     def received(self, sender: int, message: m.CheckDigests) -> None:
         """File the results of another worker's micro-batch."""
+        if message.step < self._step.number:
+            return  # decided
         self._came[message.step, message.microbatch, sender] = message.rows
         if message.step == self._step.number:
             self._compare(message.microbatch, sender, message.rows)
