@@ -97,7 +97,7 @@ class ValueBuffer:
         self._common_version: int | None = None
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self.dropped_at: int | None = None
-        """The version that all pages were at when the buffer was dropped last."""
+        """The version that all pages were at when the buffer was dropped, unless it was asked for again since."""
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The values of pages [first, stop): a view [elements] in the compute dtype."""
@@ -185,6 +185,10 @@ class ValueBuffer:
         """Allocates the memory of a dropped buffer again. Its content is undefined until pages are installed."""
         if self.flat.untyped_storage().nbytes() == 0:
             self.flat.untyped_storage().resize_(self._num_bytes)
+
+    def expect(self) -> None:
+        """Its pages were asked for, again if it was dropped: it is not complete before they have come."""
+        self.dropped_at = None
 
     def drop(self) -> None:
         """Frees the memory. The parameters stay bound to the empty storage, and no page has a version."""

@@ -271,6 +271,8 @@ class Parameters:
 
     def refresh(self, layers: Collection[int], version: int) -> None:
         """Bring the compute buffers of these layers to a version: from the pages held here, and from the primaries."""
+        for layer in layers:
+            self._values[layer].expect()
         self._publisher.refresh(layers)
         self._ask_for(layers, version)
 

@@ -114,7 +114,6 @@ class StepRunner:
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
         self._order: _Order | None = None  # of this mesh epoch, worked out once
         self._validated = -1
-        self._asked_in = 0  # the step in which parameters were asked for that a check needs
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
 
@@ -274,15 +273,12 @@ class StepRunner:
 
     def _ask_for_dropped(self, step: int) -> None:
         """Ask for sharded parameters that were dropped after this worker's last action: a check needs them again."""
-        dropped = [layer for layer in self._layers if self._values[layer].dropped_at == step - 1]
-        if dropped and self._asked_in != step:
-            self._asked_in = step
+        if dropped := [layer for layer in self._layers if self._values[layer].dropped_at == step - 1]:
             self._replica.parameters.refresh(dropped, step - 1)
 
     def _drop_parameters(self, step: int) -> None:
         """Drop sharded parameters again that were kept, or asked for, for a check."""
         if self._replica.drops_params and not self.checks.pending(step):
-            self._asked_in = 0
             self._microbatches.drop_parameters(step - 1)
 
     def check_again(self, message: m.CheckAgain) -> None:
@@ -443,7 +439,6 @@ class StepRunner:
         """
         lines, step = configuration.recovery_plan, configuration.version + 1
         self._order = None
-        self._asked_in = 0
         self._plan = RecoveryPlan(step, lines) if lines is not None else None
         # What was computed of the step in an older epoch was checked there, or is not checked any more.
         self._unchecked = step if lines is not None and configuration.attempt != configuration.epoch else 0

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from elaswave_spmd.recovery.checks import CheckDraw
 from elaswave_spmd.recovery.controller_protocol import Policy
-from tests.cluster.faults import Fault
+from tests.cluster import schedules
+from tests.cluster.faults import RECEIVER, SENDER, Fault, MessageFault
 from tests.cluster.processes import LostStateError
 from tests.simulated.bits_cases import MirroredCluster, Run, expected, mirrored_placement, one_thread, outcome
 
@@ -69,6 +70,25 @@ def test_the_worker_that_computes_wrongly_is_found_in_the_same_step(
             lost = [r for begun in found.epochs for r, kind in begun.kinds.items() if kind == "fail"]
             assert lost == [rank], found.epochs
             assert found.epochs[0].version == 2 and "computed wrongly in step 3" in found.epochs[0].reasons[rank]
+
+
+@one_thread()
+def test_sharded_parameters_that_were_dropped_twice_in_a_step_are_asked_for_twice() -> None:
+    """In the second attempt of step 1 worker 1 drops its parameters, and is asked for a check after that.
+
+    It had dropped them in the first attempt as well, which must not look as if they had been asked for since.
+    """
+    faults = (
+        MessageFault("kill", "Applied", SENDER, False, 1, 20),
+        MessageFault("kill", "Applied", SENDER, True, 2, 20),
+        MessageFault("kill", "Activation", RECEIVER, True, 4, 400),
+        Fault(1, "miscompute", 1, "reduce", 5),
+        Fault(3, "miscompute", 0, "reduce", 4),
+    )
+    run = schedules.TinyRun(microbatches=3, steps=3)
+    placed = {"mesh": "dp2_pp2", "zero": 3, "scatter": 1, "planned": False}
+    ended = schedules.run(schedules.Schedule(501096, run, faults=faults, verify_rate=1.0, **placed))
+    assert ended.failure == "", ended.detail
 
 
 def events_of(cluster: MirroredCluster, kind: str) -> list[str]:
