@@ -178,10 +178,15 @@ class SumVerifier:
 
     def _decide(self, question: _Question) -> list[Action]:
         found = question.finding
-        if found is not None and found.wrong:
-            return self._verdicts.found(self._case(question, found), found.wrong)
-        if more := self._more(question):
+        if not (found is not None and found.wrong) and (more := self._more(question)):
             return self._ask(question, more)
+        # It is answered: where the run goes on with it (`report`), the same sum may differ in a later step.
+        self._questions.pop(question.pages.key, None)
+        if found is not None and found.wrong:
+            follows = self._verdicts.found(self._case(question, found), found.wrong)
+            if self._questions:
+                self._protocol.suspect()  # others are still open
+            return follows
         disputed = found.disputed if found is not None else (question.pages.primary, question.checker)
         return self._verdicts.not_found(self._case(question, found), disputed)
 

@@ -163,9 +163,9 @@ def verdict(
 ) -> tuple[int, ...]:
     """The workers that have computed wrongly; nobody if nothing tells who.
 
-    A result that two workers have made, each for itself, is the right one: all others are wrong, a third worker too that
-    was asked. Else each of the two is wrong whose second result is another than its first: bits are a function of the
-    input.
+    A result that two workers have made, each for itself, is the right one: all others are wrong, also a third worker
+    that was asked. Else each of the two is wrong whose second result is another than its first: bits are a function of
+    the input.
 
     Args:
         first: rank -> its result of the pair, of the owner and the checker.

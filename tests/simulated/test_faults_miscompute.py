@@ -91,6 +91,17 @@ def test_sharded_parameters_that_were_dropped_twice_in_a_step_are_asked_for_twic
     assert ended.failure == "", ended.detail
 
 
+@pytest.mark.parametrize("place", PLACES[:5])
+@pytest.mark.parametrize("mesh", ["dp3", "dp4"])
+@one_thread()
+def test_what_is_only_reported_in_step_after_step_keeps_nobody_waiting(mesh: str, place: str) -> None:
+    faults = [miscompute(place, 1, step) for step in range(2, 7)]
+    cluster = MirroredCluster(RUN, mesh, 1, faults=faults, verify_rate=1.0, action="report")
+    assert len(cluster.run().losses) == RUN.steps and cluster.result.epochs == []
+    found = [about["ranks"] for kind, about in cluster.events if kind == "corrupt"]
+    assert len(found) == cluster.plan.num_injected >= 5 and all(ranks == [1] for ranks in found)
+
+
 def events_of(cluster: MirroredCluster, kind: str) -> list[str]:
     """The messages of all events of a kind that the run writes."""
     lines: list[str] = []
