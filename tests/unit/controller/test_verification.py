@@ -121,8 +121,8 @@ def test_a_third_worker_that_is_wrong_itself_is_evicted_too() -> None:
     assert sorted(evicted(run.answers(1, pair, second, RIGHT))) == sorted([pair.owner, judge])
 
 
-def test_where_each_repeats_its_result_the_run_ends() -> None:
-    run = Checked(2)
+def test_where_each_repeats_its_result_nothing_shows_who_is_wrong() -> None:
+    run = Checked(2, action="stop")
     pair = run.pair(1)
     run.differ(1, pair)
     run.answers(1, pair, pair.owner, WRONG)
