@@ -120,9 +120,11 @@ class SumVerifier:
         placement = self._placements.get(applied.epoch, self._protocol.placement)
         if not self._draw.rate or placement.mesh.epoch != applied.epoch or applied.step in self._unchecked:
             return
+        uses: set[int] = set()
         for pages, checker in drawn_ranges(self._draw, applied.step, self._layout, placement.replica_map(self._layout)):
-            adders = adders_of(placement, self._layout.uses_of(pages.layer, pages.first))
-            self._checked.update((rank, applied.step) for rank in (*adders, pages.primary, checker))
+            self._checked[pages.primary] = self._checked[checker] = applied.step
+            uses.update(self._layout.uses_of(pages.layer, pages.first))
+        self._checked.update((rank, applied.step) for rank in adders_of(placement, uses))
 
     def differ(self, message: m.SumsDiffer) -> list[Action]:
         """A checker has another reduced gradient than the primary, or other norms of it."""

@@ -60,7 +60,11 @@ def sums_of(placement: Placement, use: int) -> Iterator[tuple[int, tuple[int, in
 
 def adders_of(placement: Placement, uses: Iterable[int]) -> frozenset[int]:
     """The workers that make sums of their own micro-batches' gradients of these layers."""
-    return frozenset(rank for use in uses for rank, _ in sums_of(placement, use))
+    found: set[int] = set()
+    for stage in {placement.stage_of_layer(use) for use in uses}:
+        counts = zip(placement.mesh.stages[stage], placement.microbatch_counts[stage], strict=True)
+        found.update(rank for rank, count in counts if count)
+    return frozenset(found)
 
 
 # ---- a difference

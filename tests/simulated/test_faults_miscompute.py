@@ -151,6 +151,18 @@ def test_a_worker_that_repeats_its_wrong_sums_is_found_by_a_third(mesh: str, fou
                 cluster.run()
 
 
+@pytest.mark.parametrize("place", SUMS)
+@one_thread()
+def test_wrong_sums_are_only_reported(place: str) -> None:
+    """With `verify.action=report` the checker votes all the same: nobody is lost, and the bits are others."""
+    fault = miscompute(place, 1, count=3)
+    cluster = MirroredCluster(RUN, "dp3", 1, faults=[fault], verify_rate=1.0, action="report")
+    (event,) = events_of(cluster, "corrupt")
+    assert "worker 1 " in event and not cluster.result.epochs
+    if place == "sum":  # else it was worker 1's result as a checker, of which nothing is applied
+        assert outcome(cluster.result) != expected(RUN)
+
+
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])
 @one_thread()
 def test_pages_without_a_mirror_are_added_up_again_by_their_primary(mesh: str) -> None:
