@@ -107,9 +107,6 @@ class Executor:
                 if self._is_between_steps and self._may_not_begin:
                     # It answered a Prepare here: the next step begins in the next configuration, as that has it.
                     yield from self._until_prepare("the mesh epoch after step")
-                elif self.version == self._context.job.steps and not self._steps.is_compared(self.version):
-                    compared = lambda: self._steps.is_compared(self.version) or self._prepare is not None  # noqa: E731
-                    yield from self.until(compared, "the comparison of replicas at step", self.version)
                 elif self.version == self._context.job.steps:
                     self._send_weights()
                     yield from self._until_prepare("the end of the run, after step")
@@ -171,7 +168,10 @@ class Executor:
                 self._answer(self._prepare)
 
     def _send_weights(self) -> None:
-        """Send the final values of all primary pages to the controller, once in every configuration."""
+        """Send the final values of all primary pages to the controller, once in every configuration.
+
+        The hashes of the last version went before them, so that they are compared before the run is done (H1).
+        """
         epoch = self.configuration.epoch
         if self._weights_sent >= epoch:
             return

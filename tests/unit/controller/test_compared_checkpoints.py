@@ -1,0 +1,63 @@
+"""A checkpoint is complete when all of its pages are on the disk, and their replicas were found to be the same."""
+
+from __future__ import annotations
+
+from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
+from elaswave_spmd.controller.events import Action, Record, WriteManifest
+from elaswave_spmd.recovery.actions import Save
+from elaswave_spmd.recovery.messages import ShardWritten
+from elaswave_spmd.run_dir.manifest import layout_fingerprint
+from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
+from tests.unit.runtime.runtime_cases import small_layout
+
+LAYOUT = small_layout(64)
+RANGES = tuple(
+    (number, 0, layer.num_state_pages) for number, layer in enumerate(LAYOUT.layers) if layer.num_state_pages
+)
+PAGES = sum(stop for _, _, stop in RANGES)
+
+
+def coordinator(*, compares: bool = True) -> CheckpointCoordinator:
+    orders = CheckpointOrders("run", "made up", 1, 5, 20)
+    spec = CheckpointSpec("made up", 1, 0, 0, {}, layout_fingerprint(LAYOUT), ("master",), PAGES, orders)
+    return CheckpointCoordinator(spec, compares=compares)
+
+
+def write(found: CheckpointCoordinator, step: int, *, epoch: int = 0) -> list[Action]:
+    """Two workers report their shards of a step."""
+    actions: list[Action] = []
+    for rank, ranges in enumerate((RANGES[:1], RANGES[1:])):
+        name = f"shard_{rank}_1-{epoch}.safetensors"
+        actions += found.wrote(ShardWritten(step, rank, epoch, name, 1, "0" * 64, ranges), 0.0)
+    return actions
+
+
+def manifests(actions: list[Action]) -> list[int]:
+    return [action.manifest.step for action in actions if isinstance(action, WriteManifest)]
+
+
+def test_it_waits_for_the_comparison_and_without_comparisons_for_nothing() -> None:
+    assert manifests(write(coordinator(compares=False), 5)) == [5]
+    found = coordinator()
+    assert write(found, 5) == [] and found.compared(4) == []
+    assert manifests(found.compared(5)) == [5]
+    assert found.compared(6) == [], "once"
+    found.compared(10)
+    assert manifests(write(found, 10)) == [10], "the comparison may be the first"
+
+
+def test_shards_of_replicas_that_differed_make_none_whenever_they_come() -> None:
+    found = coordinator()
+    write(found, 5)
+    (lost,) = found.distrust(5, 0)
+    assert isinstance(lost, Record) and lost.kind == "checkpoint_lost"
+    assert found.compared(5) == [], "of the others, in the mesh epoch after it"
+    late = coordinator()
+    assert late.distrust(5, 0) == [] and late.compared(5) == [] and write(late, 5) == []
+
+
+def test_the_run_may_stop_with_that_state_once_it_is_right() -> None:
+    found = coordinator()
+    found.distrust(5, 0)
+    found.stop_and_save(Save(5, 1, "too few workers"))
+    assert write(found, 5, epoch=1) == [] and manifests(found.compared(5)) == [5]
