@@ -378,6 +378,8 @@ class RunLog:
         match action:
             case Broadcast(message=m.Prepare()):
                 self._epochs.preparing(now)
+            case Broadcast(message=m.ReplicasAgree(step=version)):
+                self._record.versions_compared.add(version)
             # The first step is timed from the first Reconfigure: before it, workers import and compile.
             case Broadcast(ranks=ranks, message=m.Reconfigure() as first) if not self._placed:
                 self._placed = True
@@ -400,6 +402,8 @@ class RunLog:
             case Record(kind, fields):
                 if kind == MODEL_CHECK:
                     self._record.model_check = {"done": True, "seconds": fields["seconds"], "layers": fields["layers"]}
+                if kind == "corrupt" and fields["tensor"] == "state":
+                    self._record.replicas_wrong += 1
                 if kind == "fail":
                     self._record.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 self.observer.on_event(kind, **fields)

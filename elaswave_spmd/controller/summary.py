@@ -18,6 +18,7 @@ from elaswave_spmd.recovery.messages import FinalPages, Finished
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.run_dir import MetricsLine
 from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.replicas import all_replica_sets
 from elaswave_spmd.worker.channel import tensor_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class RunRecord:
         """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
         self.checks_dropped = 0
         """Pairs that were drawn to be checked and were not, as a loss met their step."""
+        self.versions_compared: set[int] = set()
+        """The versions at which all replicas of state were found to be the same (mirror.verify_every)."""
+        self.replicas_wrong = 0
+        """How often a worker's replicas were wrong."""
         self._tokens = 0
         self._seconds = 0.0
 
@@ -94,6 +99,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "programs_compiled_per_worker": compiled,
         "model_check": record.model_check or {"done": False, "why": _why_unchecked(plan.settings)},
         **({"checks": _checks(plan, record)} if plan.job.verify_rate else {}),
+        **({"replicas": _replicas(plan, record)} if plan.job.verify_every else {}),
         **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
         "corpus": {
             "name": data.corpus,
@@ -130,6 +136,17 @@ def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:
         "transient_only_stages": alone,
         "sums": sum(checks[2] for checks in made),
         "transient_only_pages": sum(not pages.mirrors for pages, _ in ranges),
+    }
+
+
+def _replicas(plan: RunPlan, record: RunRecord) -> dict[str, object]:
+    """The comparisons of replicas. Of fewer than three that differ nobody can tell which is wrong."""
+    ranges = all_replica_sets(plan.placement.replica_map(plan.description.layout))
+    return {
+        "every": plan.job.verify_every,
+        "compared": len(record.versions_compared),
+        "wrong": record.replicas_wrong,
+        "fewest": min(len(pages.replicas) for pages in ranges),
     }
 
 

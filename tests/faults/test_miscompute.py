@@ -85,6 +85,8 @@ def test_a_wrong_update_is_found_before_anything_comes_of_it(
     (found,) = of_kind(tmp_path, "corrupt")
     assert (found["ranks"], found["step"], found["tensor"]) == ([rank], step, "state")
     assert found["checked"] == step - 1 and found["unsure_steps"] == []
+    summary = read_summary(tmp_path / "run")["replicas"]
+    assert summary == {"every": 1, "compared": STEPS + 1, "wrong": 1, "fewest": 3}
 
 
 def test_of_two_copies_nobody_can_tell_and_the_run_goes_back_once(tmp_path: Path, undisturbed: Undisturbed) -> None:
