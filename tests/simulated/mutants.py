@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from elaswave_spmd.controller import verification
 from elaswave_spmd.controller.replacements import Replacements
 from elaswave_spmd.recovery import controller_protocol
 from elaswave_spmd.recovery.actions import RemoveMember
@@ -247,6 +248,16 @@ def _votes_before_sums() -> Patches:
     return {(SumChecks, "is_settled"): property(lambda self: True)}  # type: ignore[dict-item]
 
 
+def _recovers_what_was_not_checked() -> Patches:
+    """At rate 1 a step is recovered in part that a loss meets, and what was not checked of it by then never is."""
+    return {(controller_protocol, "begins_anew"): lambda rate, *, is_begun, is_suspect: is_begun and is_suspect}
+
+
+def _blames_the_checker() -> Patches:
+    """Of two workers that differ the checker is wrong, whatever others have computed."""
+    return {(verification, "verdict"): lambda pair, first, again: (pair.checker,)}
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "updates in an epoch after its Prepare was answered": _applies_after_prepare,
     "takes a StepReport for an answer to every later Prepare": _reuses_a_report,
@@ -268,10 +279,12 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "keeps parameters of a wrong replica": _keeps_wrong_parameters,
     "keeps state learned from a wrong replica": _learns_wrong_state,
     "votes before its sums have agreed": _votes_before_sums,
+    "recovers a step in part that a loss has met at rate 1": _recovers_what_was_not_checked,
+    "blames the checker": _blames_the_checker,
 }
-STARTING = frozenset(list(MUTANTS)[-10:-7])
+STARTING = frozenset(list(MUTANTS)[-12:-9])
 """Mutants that show where workers are lost while they start, and are replaced: schedules with `starting`."""
-CHECKING = frozenset(list(MUTANTS)[-7:])
+CHECKING = frozenset(list(MUTANTS)[-9:])
 """Mutants that show where workers compute wrongly: schedules with `miscompute`."""
 
 FROZEN = frozenset({"leaves frozen pages at the version at which they came"})

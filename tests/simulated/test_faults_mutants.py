@@ -33,6 +33,8 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "keeps parameters of a wrong replica": (8, 14, 15),
     "keeps state learned from a wrong replica": (14, 15, 20),
     "votes before its sums have agreed": (119,),
+    "recovers a step in part that a loss has met at rate 1": (1, 27, 48),
+    "blames the checker": (21, 33, 44),
 }
 
 
