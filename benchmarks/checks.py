@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def run(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
     return json.loads((where / "summary.json").read_text(encoding="utf-8"))
 
 
+@cache
 def mib_sent(folder: Path, mesh: str, rate: float, steps: int) -> float:
     """Payloads that all workers send in a step, in MiB."""
     name = f"traced_{mesh}_{rate}"
