@@ -67,12 +67,16 @@ def test_constructors_that_differ_between_workers_are_refused(tmp_path: Path, wr
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "before the first step"
 
 
-def test_factories_are_built_where_they_are_needed_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", ["false", "true"])
+def test_factories_are_built_where_they_are_needed_alone(tmp_path: Path, check: str) -> None:
+    """The check of the model needs one block for all of its kind."""
     words = settings(tmp_path, "model.layers=6", "+model.args.factories=true", f"+model.args.log={tmp_path}/built")
-    trained(tmp_path, *words, "mesh=pp4", "elastic.enabled=false", "runtime.check_model=false")
+    trained(tmp_path, *words, "mesh=pp4", "elastic.enabled=false", f"runtime.check_model={check}")
     built = defaultdict(set)
     for line in (tmp_path / "built").read_text().splitlines():
         process, number = map(int, line.split())
         built[process].add(number)
-    assert sorted(number for numbers in built.values() for number in numbers) == list(range(6))
-    assert len(built) > 1 and max(map(len, built.values())) < 6
+    assert sum(0 in numbers for numbers in built.values()) == (4 if check == "true" else 1)
+    owned = [numbers - {0} for numbers in built.values()]
+    assert sorted(number for numbers in owned for number in numbers) == list(range(1, 6))
+    assert len(built) > 1, "on the workers of several stages"
