@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -327,6 +328,14 @@ class Threads(Block):
         return x
 
 
+class Lock(Block):
+    """An object that cannot be copied."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.lock = threading.Lock()
+
+
 class OfTheProcess(Block):
     """The same at all times on one worker."""
 
@@ -563,6 +572,9 @@ OTHERS: dict[str, str] = {
     "loss_over_samples": "loss() of ",
     "weighted_loss": "loss() of ",
 }
+UNCOPIED: dict[str, tuple[type[Block], str]] = {"lock": (Lock, "layer block0 cannot be copied (TypeError: ")}
+"""Refused where a worker makes its copies of layers."""
+
 BETWEEN_WORKERS: dict[str, type[Block]] = {"of_the_process": OfTheProcess, "first_of_all": FirstOfAll}
 """Mistakes that one worker alone cannot see."""
 
@@ -610,6 +622,7 @@ class Mistaken(LayeredModel):
 
     def __init__(self, vocab_size: int, d_model: int, mistake: str) -> None:
         blocks = {name: kind for name, (kind, _) in BLOCKS.items()} | BETWEEN_WORKERS | RIGHT
+        blocks |= {name: kind for name, (kind, _) in UNCOPIED.items()}
         block = OrderOfASet if mistake == "order_of_a_set" else blocks.get(mistake, Block)
         embed = {"in_place_tokens": InPlaceTokens, "renormalised": Renormalised}.get(mistake, Embed)
         layers = {f"block{number}": block(d_model) for number in range(2)}

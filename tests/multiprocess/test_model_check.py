@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
-from tests.mistaken_model import BETWEEN_WORKERS, REFUSED, write
+from tests.mistaken_model import BETWEEN_WORKERS, REFUSED, UNCOPIED, write
 from tests.multiprocess.real_runs import SMALL, TRAIN, train, write_text
 from tests.waiting import PATIENCE_S
 
@@ -41,12 +41,15 @@ def refused(folder: Path, *arguments: str) -> str:
         ("nan_backward", ["mesh=pp2", "elastic.spares=1"]),
         ("in_place", ["mesh=dp2", "runtime.activation_checkpointing=true"]),
         ("parameter_hook", ["mesh=dp2"]),
+        ("lock", ["mesh=pp2"]),
+        ("assigned_data", ["mesh=dp2", "train.microbatch_size=1"]),
     ],
 )
 def test_a_mistake_is_refused_before_the_first_step(tmp_path: Path, mistake: str, arguments: list[str]) -> None:
     write_text(tmp_path)
     told = refused(tmp_path, *write(tmp_path, mistake), *arguments)
-    assert told.startswith(REFUSED[mistake]) or (mistake == "in_place" and "changes its input in place" in told), told
+    words = UNCOPIED[mistake][1] if mistake in UNCOPIED else REFUSED[mistake]
+    assert told.startswith(words) or (mistake == "in_place" and "changes its input in place" in told), told
 
 
 @pytest.mark.parametrize("mistake", BETWEEN_WORKERS)

@@ -80,3 +80,40 @@ def test_factories_are_built_where_they_are_needed_alone(tmp_path: Path, check: 
     owned = [numbers - {0} for numbers in built.values()]
     assert sorted(number for numbers in owned for number in numbers) == list(range(1, 6))
     assert len(built) > 1, "on the workers of several stages"
+
+
+COUNTS = """
+import gc
+import torch
+import own_values_model
+
+class Block(own_values_model.Block):
+    def __init__(self, d_model, wrong):
+        super().__init__(d_model, wrong)
+        self.odd = torch.nn.Parameter(torch.ones(7, 11))
+
+    def forward(self, x, keys):
+        if int(keys.step) >= 4:  # not the check of the model, which is of the first steps
+            flat = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.ndim == 1]
+            made = sum(one.numel() == self.odd.numel() for one in flat)
+            with open("kept", "a") as file:
+                print(made, file=file)
+        return super().forward(x, keys)
+
+own_values_model.Block = Block
+Own = own_values_model.Own
+"""
+
+
+def test_a_resumed_run_keeps_no_values_of_constructors(tmp_path: Path) -> None:
+    """It begins with its checkpoint; the check of the model has read the constructors' values."""
+    words = settings(tmp_path)
+    (tmp_path / "counting_model.py").write_text(COUNTS)
+    words[words.index("model.target=own_values_model.Own")] = "model.target=counting_model.Own"
+    saved = ("elastic.enabled=false", "chaos.events=[{step: 4, kind: term, rank: 0, point: forward}]")
+    stopped = train(tmp_path, *words, "mesh=dp2", *saved)
+    assert stopped.code == 1 and "resume with: " in stopped.err, stopped
+    (tmp_path / "kept").unlink()
+    trained(tmp_path, "train.resume=run")
+    counted = (tmp_path / "kept").read_text().split()
+    assert len(counted) > 8 and set(counted) == {"0"}

@@ -10,6 +10,7 @@ import torch
 
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import GPT, MLP, Llama, build_model
+from tests.mistaken_model import RIGHT, Mistaken
 
 SIZES: dict[str, Any] = {
     "vocab_size": 17, "seq_len": 8, "layers": 1, "d_model": 8, "heads": 2, "dropout": 0.0,
@@ -104,3 +105,22 @@ def test_a_file_that_fails_is_shown_with_its_line(here: Path, text: str, shown: 
     with pytest.raises(ModelError, match=shown) as caught:
         build_model("km_broken.MyModel", SIZES)
     assert f"km_broken.py:{line}" in str(caught.value)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_models_that_only_look_like_mistakes_are_built_without_memory(right: str) -> None:
+    """Recurrent modules of torch keep their parameters in a list, and a container may contain itself."""
+    with torch.device("meta"):
+        build_model(Mistaken, {"vocab_size": 11, "d_model": 8}, {"mistake": right})
+
+
+class Rates(MLP):
+    def __init__(self, vocab_size: int, layers: int, d_model: int) -> None:
+        super().__init__(vocab_size, layers, d_model)
+        self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 3)]
+
+
+def test_a_constructor_that_reads_values_is_told_that_there_are_none() -> None:
+    with pytest.raises(ModelError) as caught, torch.device("meta"):
+        build_model(Rates, {"vocab_size": 11, "layers": 1, "d_model": 8})
+    assert "the constructor of Rates failed" in caught.value.what and 'device="cpu"' in caught.value.fix
