@@ -376,8 +376,8 @@ class MirrorSettings(Section, group="mirror"):
 class VerifySettings(Section, group="verify"):
     """Checks of devices: a second worker computes some micro-batches, and some sums, as well, before a step commits.
 
-    The rate is 0 while the costs are being measured. A step in which anything is checked is computed again as a whole
-    after a loss (docs/protocol.md, V1 to V9).
+    At rate 1 a step that a loss meets begins anew, as nothing unchecked is committed. Below it is recovered in part as
+    ever, without the rest of its checks (docs/protocol.md, V1 to V9).
     """
 
     rate: float = setting(
