@@ -43,8 +43,11 @@ class ReplicaHashes:
 
     def __init__(self, epoch: int, replicas: Iterable[ReplicaSet]) -> None:
         self.epoch = epoch
-        self._replicas = {pages.key: pages.replicas for pages in replicas}
-        self._holders = frozenset(rank for held in self._replicas.values() for rank in held)
+        sets = tuple(replicas)
+        self._replicas = {pages.key: pages.replicas for pages in sets}
+        # A learner that has its state computes with it: it is compared as well. One that has none sends no hash of it.
+        self._learners = {pages.key: pages.learners for pages in sets}
+        self._holders = frozenset(rank for pages in sets for rank in pages.replicas | pages.learners)
         self._hashes: dict[int, dict[int, dict[PageRange, bytes]]] = {}  # version -> rank -> its rows
 
     def add(self, message: Fingerprints) -> Compared | None:
@@ -62,10 +65,18 @@ class ReplicaHashes:
         known = {
             pages: {rank: of_version[rank][pages] for rank in sorted(held)} for pages, held in self._replicas.items()
         }
-        return compared(message.step, known)
+        learned = {
+            pages: {rank: of_version[rank][pages] for rank in sorted(ranks) if pages in of_version[rank]}
+            for pages, ranks in self._learners.items()
+        }
+        return compared(message.step, known, learned)
 
 
-def compared(version: int, known: Mapping[PageRange, Mapping[int, bytes]]) -> Compared:
+def compared(
+    version: int,
+    known: Mapping[PageRange, Mapping[int, bytes]],
+    learned: Mapping[PageRange, Mapping[int, bytes]] | None = None,
+) -> Compared:
     """Which replicas are wrong: those that the majority of a page range contradicts.
 
     A worker that is wrong about one page range is not believed about others: so two replicas that differ tell which is
@@ -73,6 +84,7 @@ def compared(version: int, known: Mapping[PageRange, Mapping[int, bytes]]) -> Co
 
     Args:
         known: page range -> rank -> hash of its replica.
+        learned: the same of learners that have the state. They have it from a replica, and so are no witnesses.
     """
     different = {pages: hashes for pages, hashes in known.items() if len(set(hashes.values())) > 1}
     wrong = {rank for hashes in different.values() for rank in _minority(hashes)}
@@ -85,6 +97,11 @@ def compared(version: int, known: Mapping[PageRange, Mapping[int, bytes]]) -> Co
             continue
         for rank, digest in hashes.items():
             if digest not in believed:
+                of_wrong.setdefault(rank, []).append(pages)
+    for pages, hashes in sorted((learned or {}).items()):
+        believed = {digest for rank, digest in known[pages].items() if pages not in of_wrong.get(rank, ())}
+        for rank, digest in hashes.items():
+            if pages not in undecided and digest not in believed:
                 of_wrong.setdefault(rank, []).append(pages)
     return Compared(version, {rank: tuple(ranges) for rank, ranges in sorted(of_wrong.items())}, undecided)
 

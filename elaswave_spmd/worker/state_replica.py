@@ -383,8 +383,9 @@ class StateReplica:
             return
         is_due = self._job.compares_at(version) or (saves and self._job.compares_at(0))
         self._written = self.state.fingerprints() if is_due else {}
-        mine = {part.pages.key for part in self.state if self.rank in part.pages.replicas and part.version == version}
-        if rows := tuple((*key, digest) for key, digest in sorted(self._written.items()) if key in mine):
+        mine = {part.pages.key for part in self.state if part.version == version}
+        if is_due and any(part.pages.key in mine or self.rank in part.pages.learners for part in self.state):
+            rows = tuple((*key, digest) for key, digest in sorted(self._written.items()) if key in mine)
             self._compared = self.protocol.epoch, version
             self._send(CONTROLLER, m.Fingerprints(self.rank, self.protocol.epoch, version, rows), None)
 

@@ -136,7 +136,9 @@ class Schedule:
         if not checkpoints:
             return drawn
         more = random.Random(f"checkpoints {seed}")  # with fewer mirrors, so that more losses need a checkpoint
-        return replace(drawn, checkpoint_every=more.choice((1, 1, 2)), mirror_count=more.choice((0, 0, 1)))
+        every, mirrors = more.choice((1, 1, 2)), more.choice((0, 0, 1))
+        # A wrong update shows where there are others to compare it with.
+        return replace(drawn, checkpoint_every=every, mirror_count=2 if drawn.verify_every else mirrors)
 
     def _with_miscomputes(self, draw: random.Random, workers: int) -> Schedule:
         rate = draw.choice((1.0, 1.0, 1.0, 0.4))

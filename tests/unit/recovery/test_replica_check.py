@@ -27,6 +27,16 @@ def test_a_worker_that_is_wrong_elsewhere_is_not_believed() -> None:
     assert found == Compared(4, {2: (P, Q)})
 
 
+def test_a_learner_is_compared_and_is_no_witness() -> None:
+    assert compared(4, {P: {0: b"a", 1: b"a"}}, {P: {2: b"b"}}) == Compared(4, {2: (P,)})
+    assert compared(4, {P: {0: b"a", 1: b"b"}}, {P: {2: b"b"}}) == Compared(4, {}, {P: (0, 1)})
+    assert compared(4, {P: {0: b"a"}}, {P: {2: b"a"}}) == Compared(4)
+    known = hashes()
+    known.add(hashes_of(1, (P, b"a"), (Q, b"x")))
+    known.add(hashes_of(2, (P, b"a"), (Q, b"x")))
+    assert known.add(hashes_of(0, (P, b"a"), (Q, b"y"))) == Compared(4, {0: (Q,)})
+
+
 def hashes_of(rank: int, *rows: tuple[PageRange, bytes], step: int = 4, epoch: int = 3) -> Fingerprints:
     return Fingerprints(rank, epoch, step, tuple((*pages, digest) for pages, digest in rows))
 
