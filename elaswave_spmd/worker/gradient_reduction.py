@@ -248,6 +248,8 @@ class GradientReducer:
         in_place = self._add_in_place and leaf not in self._final and not own_leaf
         sibling = buffers.get(above[1]) if above and in_place else None
         buffer = buffers[leaf] = sibling or pool.acquire()
+        if own_leaf:  # a wrong sum may have left something between its parameters, where nothing is ever written
+            buffer.flat.zero_()
         return buffer, sibling is not None
 
     def end_microbatch(self, step: int, layer: int, microbatch: int, *, alone: bool = False) -> None:

@@ -150,6 +150,17 @@ def test_nodes_of_a_decided_step_are_ignored() -> None:
     assert len(cluster.entries) == before
 
 
+def test_a_gradient_that_is_checked_has_nothing_of_a_wrong_sum_between_its_parameters() -> None:
+    """A backward writes the gradients of parameters alone: what else is in a buffer stays, and would be compared."""
+    layout, placement = small_layout(), placed((2,), (0, 3), ((1, 1),), 1)
+    cluster = Cluster(layout, placement, random.Random(0), in_place=False)
+    leaves = {(layer.index, u): torch.ones(layer.num_gradient_elements) for layer in layout.layers for u in range(2)}
+    cluster.run_step(1, leaves)  # wrong ones: padding has values as well
+    cluster.reducers[0].begin_step(2, placement.microbatches_of(0))
+    buffer, add = cluster.reducers[0].begin_microbatch(0, placement.microbatches_of(0)[0], own_leaf=True)
+    assert not add and not buffer.flat.any()
+
+
 def test_a_worker_without_microbatches_may_complete_an_entry_of_a_step_that_it_has_not_begun() -> None:
     layout, placement = small_layout(), placed((2,), (0, 3), ((1, 0),), 1)
     cluster = Cluster(layout, placement, random.Random(0), in_place=False)
