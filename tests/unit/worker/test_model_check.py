@@ -224,7 +224,7 @@ def test_nothing_is_left_behind() -> None:
     tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
     check_model(made, job, Numbers(), CPU)
     gc.collect()
-    assert sum(issubclass(type(one), Tensor) for one in gc.get_objects()) == tensors
+    assert sum(issubclass(type(one), Tensor) for one in gc.get_objects()) <= tensors  # others may go: of tests before
     assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
     assert drawn_by_numpy() == generators[2]
     now = [*model.parameters(), *model.buffers()]
