@@ -22,6 +22,8 @@ _OfAttempt: TypeAlias = (
     m.Activation | m.ActivationGradient | m.PartialSum | m.ReducedGradient | m.CheckDigests | m.Addend
 )
 _OfState: TypeAlias = m.Publish | m.PageState | m.Need
+_CONTENT = frozenset({"shape", "norms", "rows", "attempt"})
+"""Fields that say what a message brings. The others are its id, which does not depend on what a peer has computed."""
 
 
 class Attempts:
@@ -36,7 +38,7 @@ class Attempts:
         self.number = 0
         self.repair = 0
         self._since = 0  # the version at which it began: steps up to it are decided
-        self._later: dict[tuple[int, m.Message], Incoming] = {}  # of attempts that begin with an epoch still to come
+        self._later: dict[tuple[object, ...], Incoming] = {}  # of attempts that begin with an epoch still to come
 
     def begin(self, number: int, version: int, repair: int = 0) -> list[Incoming]:
         """Begin another attempt at a version. Returns what has come for it already."""
@@ -49,15 +51,23 @@ class Attempts:
         return self.number if isinstance(message, _OfAttempt) else self.repair if isinstance(message, _OfState) else 0
 
     def admits(self, incoming: Incoming) -> bool:
-        """True if a message is to be handled now. It is dropped if it is of an older attempt of a step, and kept if it
-        is of a later one, whose mesh epoch its sender has entered first."""
+        """True if a message is to be handled now.
+
+        It is dropped if it is of an older attempt of a step, and kept if it is of a later one, whose mesh epoch its
+        sender has entered first. Of one id and sender the newest is kept, so that no peer can send more than there is.
+        """
         message = incoming.message
         if not isinstance(message, _OfAttempt | _OfState) or message.attempt == self.of(message):
             return True
         if message.attempt > self.of(message):
-            self._later[incoming.sender, message] = incoming
+            self._later[(incoming.sender, *_id(message))] = incoming
             return False
         return isinstance(message, _OfAttempt) and message.step <= self._since
+
+
+def _id(message: m.Message) -> tuple[object, ...]:
+    fields = (getattr(message, name) for name in message.__struct_fields__ if name not in _CONTENT)
+    return type(message), *fields
 
 
 class AttemptChannel:

@@ -100,6 +100,19 @@ def test_of_a_later_attempt_it_is_kept_once_until_that_begins() -> None:
     assert found.message == early.message and attempts.begin(5, version=8) == []
 
 
+def test_a_peer_cannot_fill_a_worker_with_messages_of_attempts_to_come() -> None:
+    """A member is authenticated, and may send what it likes: of each id the newest is kept, whatever is in it."""
+    attempts, sent = Attempts(), ()
+    for number in range(1, 200):
+        sent = (
+            m.CheckDigests(9, 1, ((0, number.to_bytes(8, "little"), b"", b""),), attempt=number),
+            m.ReducedGradient(9, 0, 0, 1, number.to_bytes(4, "little"), attempt=number),
+            m.Activation(9, 1, 1, (number, 2), attempt=number),
+        )
+        assert not any(attempts.admits(Incoming(2, message)) for message in sent)
+    assert tuple(incoming.message for incoming in attempts.begin(199, version=8)) == sent
+
+
 def test_messages_that_are_not_computed_have_no_attempt() -> None:
     attempts = Attempts()
     attempts.begin(3, version=8)
