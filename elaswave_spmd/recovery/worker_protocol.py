@@ -150,6 +150,11 @@ class WorkerProtocol:
         """Norm values of a held range's reduced gradient. Empty for the loss page, and before the first step."""
         return self._norms.get(step, {}).get(pages, ())
 
+    @property
+    def newest_version(self) -> int:
+        """The newest version of any member that is known here: this worker's own, or that at which the epoch began."""
+        return max(self.version, self._entered_at)
+
     def loss_at(self, step: int) -> float | None:
         """The loss of a step whose loss page is held here; None if it is not known."""
         return self._losses.get(step)

@@ -109,7 +109,7 @@ class StateReplica:
         # the gradients in between did not come here.
         self._since: dict[PageRange, int] = {}
         self._loss_range: PageRange | None = None
-        self._loss_received = False  # as a learner of the loss page, this worker was sent the loss
+        self._loss_received = -1  # the version of the loss that this worker was sent as a learner of the loss page
 
     # ---- configurations
 
@@ -133,7 +133,8 @@ class StateReplica:
         self._written.clear()  # hashes by ranges that may be cut now; `compare` writes new ones
         before = self._held
         self._loss_range = next((r.key for r in held if self.is_loss(r)), None)
-        self._loss_received = self._loss_received and self._loss_range is not None
+        if self._loss_range is None:
+            self._loss_received = -1
         self._held = {r.key: r for r in held}
         self._since = {key: self._since_when(key, highest_version) for key in self._held}
         # If this worker missed an epoch it does not know who was a learner in it: they may have to begin again.
@@ -451,7 +452,7 @@ class StateReplica:
         if (layer, first, stop) == self._loss_range:
             known, loss = payload.tolist()
             self.protocol.state_received(message.step, (layer, first, stop), (), loss if known else None)
-            self._loss_received = True
+            self._loss_received = max(message.step, self._loss_received)
             self.report_caught_up()
             return
         self.background.add(receive_state(self.state, message, payload, self.protocol, self.report_caught_up))
@@ -466,6 +467,11 @@ class StateReplica:
             self._send(CONTROLLER, m.CaughtUp(self.rank, epoch), None)
 
     def _lacks_loss(self) -> bool:
-        """True if this worker could not vote with the loss of its version, as primary of the loss page."""
-        learns = self._loss_range is not None and self.rank in self._held[self._loss_range].learners
-        return learns and not self._loss_received and self.protocol.loss_at(self.protocol.version) is None
+        """True if this worker could not vote with the newest loss, as primary of the loss page.
+
+        That is the loss of the newest version of any member: a worker that is behind still has to vote for it.
+        """
+        if self._loss_range is None or self.rank not in self._held[self._loss_range].learners:
+            return False
+        newest = self.protocol.newest_version
+        return self._loss_received < newest and self.protocol.loss_at(newest) is None

@@ -95,7 +95,8 @@ def test_of_two_copies_nobody_can_tell_and_the_run_goes_back_once(tmp_path: Path
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
     (found,), (back,) = of_kind(tmp_path, "mismatch"), of_kind(tmp_path, "rollback")
     assert (found["ranks"], found["step"]) == ([0, 1], 6)
-    assert (back["given_up"], back["ranks"]) == (6, [])
+    assert back["given_up"] in (5, 6), "hashes may come before the first word that the step is committed"
+    assert back["ranks"] == []
     assert back["step"] in (0, 4), "the newest checkpoint that is whole by then, or the begin"
 
 
