@@ -118,4 +118,5 @@ def test_a_rollback_makes_good_what_was_committed(tmp_path: Path, undisturbed: U
     assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
     (found,), (back,) = of_kind(tmp_path, "corrupt"), of_kind(tmp_path, "rollback")
     assert (found["ranks"], found["step"], found["checked"], found["unsure_steps"]) == ([2], 8, 4, [6, 8])
-    assert (back["given_up"], back["ranks"], back["mesh"]) == (8, [2], "dp2") and back["step"] in (0, 4)
+    assert back["given_up"] in (7, 8), "hashes may come before the first word that the step is committed"
+    assert (back["ranks"], back["mesh"]) == ([2], "dp2") and back["step"] in (0, 4)
