@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elaswave_spmd.controller.checked_steps import CheckedSteps
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.verdicts import Case, Verdicts
 from elaswave_spmd.recovery import messages as m
@@ -30,7 +31,6 @@ from elaswave_spmd.recovery.sum_checks import (
     items_of_result,
     items_of_sums,
 )
-from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 
 
@@ -91,40 +91,29 @@ class SumVerifier:
         self._protocol = protocol
         self._layout = protocol.layout
         self._questions: dict[PageRange, _Question] = {}
-        self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
-        self._first = protocol.version  # the step at which the run begins
-        self._unchecked: set[int] = set()  # steps whose checks were dropped
-        self._checked: dict[int, int] = {}  # rank -> the last committed step in which sums of it were checked
+        self._checked = CheckedSteps(draw, protocol)
 
     @property
     def trusted(self) -> int | None:
         """The last step up to which sums of all members were checked; None: nothing is ever checked."""
-        if not self._draw.rate:
-            return None
-        return min((self._checked.get(rank, self._first) for rank in self._protocol.members), default=self._first)
+        return self._checked.trusted
 
     # ---- events
 
     def begun(self, begun: EpochBegun) -> None:
         """A mesh epoch begins: what was open is open no more."""
         self._questions.clear()
-        if self._draw.rate:
-            self._placements[begun.placement.mesh.epoch] = begun.placement
-            if begun.checks_dropped:
-                self._unchecked.add(begun.version + 1)
-            for old in sorted(self._placements)[:-2]:
-                del self._placements[old]
+        self._checked.begun(begun)
 
     def committed(self, applied: m.Applied) -> None:
         """A step is committed: all of its checks have agreed."""
-        placement = self._placements.get(applied.epoch, self._protocol.placement)
-        if not self._draw.rate or placement.mesh.epoch != applied.epoch or applied.step in self._unchecked:
+        if (placement := self._checked.placement_of(applied)) is None:
             return
         uses: set[int] = set()
         for pages, checker in drawn_ranges(self._draw, applied.step, self._layout, placement.replica_map(self._layout)):
-            self._checked[pages.primary] = self._checked[checker] = applied.step
+            self._checked.note(applied.step, (pages.primary, checker))
             uses.update(self._layout.uses_of(pages.layer, pages.first))
-        self._checked.update((rank, applied.step) for rank in adders_of(placement, uses))
+        self._checked.note(applied.step, adders_of(placement, uses))
 
     def differ(self, message: m.SumsDiffer) -> list[Action]:
         """A checker has another reduced gradient than the primary, or other norms of it."""
@@ -202,7 +191,7 @@ class SumVerifier:
             where = f"micro-batches {found.item.lo} to {last}, {where}"
         accepted = m.SumAccepted(self._protocol.placement.mesh.epoch, question.step, *pages.key)
         name, accept = self._layout.layers[layer].name, Send(question.checker, accepted)
-        return Case(question.step, name, kind, elements, where, self._checked, accept)
+        return Case(question.step, name, kind, elements, where, self._checked.by_rank, accept)
 
     def _record_difference(self, question: _Question) -> Record:
         pages, case = question.pages, self._case(question, None)

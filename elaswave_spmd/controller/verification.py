@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elaswave_spmd.controller.checked_steps import CheckedSteps
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.controller.verdicts import Case, Verdicts
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Send
 from elaswave_spmd.recovery.checks import CheckDraw, Difference, Pair, first_difference, judges, verdict
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
-from elaswave_spmd.scheduling.placement import Placement
 
 Rows = tuple[m.DigestRow, ...]
 
@@ -53,17 +53,12 @@ class Verifier:
         self._protocol = protocol
         self._layer_names = [layer.name for layer in protocol.layout.layers]
         self._questions: dict[tuple[int, int], _Question] = {}  # (stage, micro-batch) ->
-        self._placements: dict[int, Placement] = {}  # of the newest mesh epochs
-        self._first = protocol.version  # the step at which the run begins
-        self._unchecked: set[int] = set()  # steps whose checks were dropped
-        self._checked: dict[int, int] = {}  # rank -> the last committed step in which it was checked
+        self._checked = CheckedSteps(draw, protocol)
 
     @property
     def trusted(self) -> int | None:
         """The last step up to which the results of all members were checked; None: nothing is ever checked."""
-        if not self._draw.rate:
-            return None
-        return min((self._checked.get(rank, self._first) for rank in self._protocol.members), default=self._first)
+        return self._checked.trusted
 
     # ---- events
 
@@ -71,21 +66,15 @@ class Verifier:
         """A mesh epoch begins: what was open is open no more."""
         self._questions.clear()
         self._verdicts.begun(begun)
-        if self._draw.rate:
-            self._placements[begun.placement.mesh.epoch] = begun.placement
-            if begun.checks_dropped:
-                self._unchecked.add(begun.version + 1)
-            for old in sorted(self._placements)[:-2]:
-                del self._placements[old]
+        self._checked.begun(begun)
 
     def committed(self, applied: m.Applied) -> None:
         """A step is committed: all of its checks have agreed."""
-        placement = self._placements.get(applied.epoch, self._protocol.placement)
-        if not self._draw.rate or placement.mesh.epoch != applied.epoch or applied.step in self._unchecked:
+        if (placement := self._checked.placement_of(applied)) is None:
             return
         for stage in range(placement.num_stages):
             for pair in self._draw.pairs(applied.step, stage, placement):
-                self._checked[pair.owner] = self._checked[pair.checker] = applied.step
+                self._checked.note(applied.step, (pair.owner, pair.checker))
 
     def differ(self, message: m.ChecksDiffer) -> list[Action]:
         """A checker has other results than the worker of a micro-batch."""
@@ -161,7 +150,7 @@ class Verifier:
             found.kind,
             found.elements,
             f"micro-batch {pair.microbatch}, stage {pair.stage}",
-            self._checked,
+            self._checked.by_rank,
             Send(pair.checker, accepted),
         )
 
