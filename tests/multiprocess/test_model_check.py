@@ -49,6 +49,7 @@ def test_a_mistake_is_refused_before_the_first_step(tmp_path: Path, mistake: str
     write_text(tmp_path)
     told = refused(tmp_path, *write(tmp_path, mistake), *arguments)
     words = UNCOPIED[mistake][1] if mistake in UNCOPIED else REFUSED[mistake]
+    told = told.replace("block1", "block0")  # Both have it, and the workers of either stage may be the first to say so.
     assert told.startswith(words) or (mistake == "in_place" and "changes its input in place" in told), told
 
 
