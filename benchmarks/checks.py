@@ -1,14 +1,18 @@
 """The cost of checking micro-batches and sums by a second worker (`verify.rate`), against the same run without checks.
 
-    python -m benchmarks.checks [--meshes dp4,dp2_pp2] [--rates 0.01,0.1,1] [--pairs 5] [--steps 60] [--quick]
+    python -m benchmarks.checks [--meshes dp4,dp2_pp2] [--rates 0.01,0.1,1] [--launches 4] [--pairs 6] [--quick]
         [--json PATH]
 
-A pair is two whole runs of `train.py`, one after the other, every other pair with the checks first: tokens/s of
-summary.json (without the first step), with checks over without. Bytes are payloads sent by all workers in a step, by a
-traced run of each kind that is not timed; gradients that checkers of sums add up are among them. Results of checks of
-micro-batches have no payload, and are 1.5 kB a layer and check. Checks of sums are counted by page range. The share of
-idle checks is of those of micro-batches that a worker made while its next action had no input. All runs of a mesh must
-end with the same weights.
+Both sides are the whole product, alive at the same time; a gate lets one train while the other one's workers wait
+(benchmarks/steady_state.py). A pair is a block of each, every other pair with the checks first. A block has steps
+enough for some checks at the lowest rate, and a launch gives one ratio, of the sums over its blocks: a median of blocks
+would leave out checks that few blocks have. Beside tokens/s stands the processor time of all workers, without over
+with, which a busy machine disturbs less.
+
+Bytes are payloads sent by all workers in a step, by a traced run of each kind that is not timed; gradients that
+checkers of sums add up are among them. Results of checks of micro-batches have no payload, and are 1.5 kB a layer and
+check. Checks of sums are counted by page range. The share of idle checks is of those of micro-batches that a worker
+made while its next action had no input. The traced runs must end with the same weights.
 """
 
 from __future__ import annotations
@@ -22,16 +26,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Result, estimate, parser, say
+from benchmarks.steady_launch import OURS, Case, Side, SideSpec, settings_of, started
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _SETTINGS = (
-    *("model=gpt_tiny", "sharding=zero1", "train.validate_every=0", "run.tensorboard=false"),
+    *("model=gpt_tiny", "sharding=zero1", "train.validate_every=0", "run.tensorboard=false", "run.trace=true"),
     *("schedule.microbatches=false", "schedule.layers=false", "timeouts.suspect=4"),
 )
+_MESHES = {"dp4": {"dp": 4}, "dp3": {"dp": 3}, "dp2": {"dp": 2}, "dp2_pp2": {"dp": 2, "pp": 2}}
+_WITH, _WITHOUT = "with", "without"
+_ENDLESS = 1_000_000
+_MICROBATCHES = 8
+_WARM_UP = 3
+_TRACED_STEPS = 60
 _COLUMNS = (
     "mesh",
     "rate",
     "tok/s, with / without [95 %]",
+    "processor time, without / with [95 %]",
     "MiB sent a step",
     "without",
     "checks a step",
@@ -40,71 +52,90 @@ _COLUMNS = (
 )
 
 
-def run(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    """One run: its summary."""
-    where = folder / name
-    command = [
-        sys.executable,
-        str(_TRAIN),
-        *_SETTINGS,
-        *overrides,
-        f"data.cache={folder / 'cache'}",
-        f"run.dir={where}",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    return json.loads((where / "summary.json").read_text(encoding="utf-8"))
+def launch(mesh: str, rate: float, pairs: int, steps: int) -> tuple[float, float]:
+    """One launch of both sides: speed, and processor time, with checks in relation to without; below 1 is a cost."""
+    case = Case("1M", mesh, _MESHES[mesh], "zero1", OURS)
+
+    def side_of(name: str, directory: Path) -> SideSpec:
+        settings = settings_of(case, _MICROBATCHES, _ENDLESS, directory)
+        settings["mirror"] = {"count": 1}
+        settings["verify"] = {"rate": rate if name == _WITH else 0.0}
+        settings["schedule"] = {"microbatches": False, "layers": False}
+        return SideSpec(OURS, settings, case.workers)
+
+    seconds, processor = dict.fromkeys((_WITH, _WITHOUT), 0.0), dict.fromkeys((_WITH, _WITHOUT), 0.0)
+    with started(f"{mesh} at rate {rate:g}", (_WITH, _WITHOUT), side_of) as sides:
+        for side in sides.values():
+            side.team.block(_WARM_UP)
+        for pair in range(pairs):
+            for name in (_WITH, _WITHOUT) if pair % 2 else (_WITHOUT, _WITH):
+                before = processor_time(sides[name])
+                seconds[name] += sides[name].team.block(steps)
+                processor[name] += processor_time(sides[name]) - before
+        losses = {side.team.members[0].loss for side in sides.values()}
+    if len(losses) > 1:
+        raise SystemExit(f"{mesh} at rate {rate}: checks have changed the loss: {losses}")
+    return seconds[_WITHOUT] / seconds[_WITH], processor[_WITHOUT] / processor[_WITH]
+
+
+def processor_time(side: Side) -> float:
+    """Seconds of processor time of a side's workers, when their last block ended."""
+    return sum(member.processor for member in side.team.members)
 
 
 @cache
-def mib_sent(folder: Path, mesh: str, rate: float, steps: int) -> float:
-    """Payloads that all workers send in a step, in MiB."""
-    name = f"traced_{mesh}_{rate}"
-    run(folder, name, f"mesh={mesh}", f"verify.rate={rate}", f"train.steps={steps}", "run.trace=true")
-    events = json.loads((folder / name / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    return sum(event.get("args", {}).get("bytes", 0) for event in events) / steps / 2**20
+def traced(folder: Path, mesh: str, rate: float) -> tuple[float, dict[str, Any]]:
+    """MiB of payloads that all workers send in a step, and the summary, of a run that is not timed."""
+    where = folder / f"traced_{mesh}_{rate}"
+    given = (f"mesh={mesh}", f"verify.rate={rate}", f"train.steps={_TRACED_STEPS}")
+    command = [sys.executable, str(_TRAIN), *_SETTINGS, *given, f"data.cache={folder / 'cache'}", f"run.dir={where}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    events = json.loads((where / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    sent = sum(event.get("args", {}).get("bytes", 0) for event in events)
+    return sent / _TRACED_STEPS / 2**20, json.loads((where / "summary.json").read_text(encoding="utf-8"))
 
 
-def row(folder: Path, mesh: str, rate: float, pairs: int, steps: int) -> tuple[list[str], list[float]]:
-    """A line of the table, and the ratios that its first number is the median of."""
-    ratios: list[float] = []
-    checked: dict[str, Any] = {}
-    for pair in range(pairs):
-        speed, weights = {}, set()
-        for with_checks in (pair % 2 == 0, pair % 2 == 1):
-            name = f"{mesh}_{rate}_{pair}_{with_checks}"
-            rate_now = rate if with_checks else 0
-            summary = run(folder, name, f"mesh={mesh}", f"train.steps={steps}", f"verify.rate={rate_now}")
-            speed[with_checks] = summary["tokens_per_second"]
-            weights.add(summary["weights_sha256"])
-            checked = summary["checks"] if with_checks else checked
-        if len(weights) > 1:
-            raise SystemExit(f"{mesh} at rate {rate}: checks have changed the weights")
-        ratios.append(speed[True] / speed[False])
-        say(f"{mesh} at rate {rate}: {ratios[-1]:.3f}")
-    idle = checked["idle_share"]
-    sent = [f"{mib_sent(folder, mesh, some, steps=10):.2f}" for some in (rate, 0)]
-    shown = [str(estimate([[ratio] for ratio in ratios])), *sent, f"{checked['made'] / steps:.2f}"]
-    idle_share = "-" if idle is None else f"{100 * idle:.0f} %"
-    return [mesh, f"{rate:g}", *shown, idle_share, f"{checked['sums'] / steps:.2f}"], ratios
+def row(folder: Path, mesh: str, rate: float, ratios: list[tuple[float, float]]) -> list[str]:
+    """A line of the table, from the ratios of all launches."""
+    (sent, summary), (sent_without, summary_without) = traced(folder, mesh, rate), traced(folder, mesh, 0.0)
+    if summary["weights_sha256"] != summary_without["weights_sha256"]:
+        raise SystemExit(f"{mesh} at rate {rate}: checks have changed the weights")
+    checks = summary["checks"]
+    idle = checks["idle_share"]
+    return [
+        mesh,
+        f"{rate:g}",
+        *(str(estimate([[ratio[number]] for ratio in ratios])) for number in (0, 1)),
+        f"{sent:.2f}",
+        f"{sent_without:.2f}",
+        f"{checks['made'] / _TRACED_STEPS:.2f}",
+        "-" if idle is None else f"{100 * idle:.0f} %",
+        f"{checks['sums'] / _TRACED_STEPS:.2f}",
+    ]
 
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--meshes", default="dp4,dp2_pp2")
+    options.add_argument("--meshes", default="dp4,dp2_pp2", help=f"of {', '.join(_MESHES)}")
     options.add_argument("--rates", default="0.01,0.1,1")
-    options.add_argument("--pairs", type=int, default=5)
-    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--launches", type=int)
+    options.add_argument("--pairs", type=int, help="per launch")
+    options.add_argument("--steps", type=int, help="per block")
     given = options.parse_args()
-    pairs, steps = (1, 10) if given.quick else (given.pairs, given.steps)
-    result = Result("checks", {"pairs": pairs, "steps": steps, "settings": _SETTINGS})
+    launches = given.launches or (1 if given.quick else 4)
+    pairs, steps = given.pairs or (2 if given.quick else 6), given.steps or (5 if given.quick else 50)
+    result = Result("checks", {"launches": launches, "pairs": pairs, "steps": steps, "settings": _SETTINGS})
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for mesh in given.meshes.split(","):
             for rate in map(float, given.rates.split(",")):
-                line, ratios = row(Path(folder), mesh, rate, pairs, steps)
-                rows.append(line)
+                ratios = []
+                for number in range(launches):
+                    ratios.append(launch(mesh, rate, pairs, steps))
+                    say(f"{mesh} at rate {rate:g}, launch {number + 1}: {ratios[-1][0]:.3f}, {ratios[-1][1]:.3f}")
+                rows.append(row(Path(folder), mesh, rate, ratios))
                 result.data[f"{mesh} at {rate:g}"] = ratios
     result.table("Cost of checks, gpt_tiny, zero1", _COLUMNS, rows)
     return result.finish(given.json)

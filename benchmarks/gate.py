@@ -65,7 +65,7 @@ class Gate:
         """
         self._left -= 1
         if self._left == 0:
-            self._send({"loss": loss, "peak_rss": peak_rss(), "more": dict(more())})
+            self._send({"loss": loss, "peak_rss": peak_rss(), "processor": time.process_time(), "more": dict(more())})
             self._wait()
 
     def _wait(self) -> None:
@@ -90,6 +90,7 @@ class Member:
     stream: BinaryIO
     loss: float = 0.0
     peak_rss: int = 0
+    processor: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -149,7 +150,8 @@ class Team:
             if not line:
                 raise RuntimeError(f"{self.name}: worker {member.rank} (pid {member.pid}) has ended")
             answer = json.loads(line)
-            member.loss, member.peak_rss, member.more = answer["loss"], answer["peak_rss"], answer["more"]
+            member.loss, member.peak_rss = answer["loss"], answer["peak_rss"]
+            member.processor, member.more = answer["processor"], answer["more"]
         return time.perf_counter() - began
 
     def go(self, steps: int) -> None:

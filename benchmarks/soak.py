@@ -1,6 +1,7 @@
 """Many small runs under fire: workers and controllers are killed, stopped and asked to leave, at awkward moments.
 
-    python -m benchmarks.soak [--kills N] [--seed N] [--per-run N] [--minutes N] [--keep DIR] [--json PATH]
+    python -m benchmarks.soak [--kills N] [--seed N] [--per-run N] [--minutes N] [--set WORD ...] [--keep DIR]
+        [--json PATH]
     python -m benchmarks.soak --seed N --run K [--per-run N]          one run again, as the line of a failure says
     python -m benchmarks.soak --hosts       agents in network namespaces: links cut, hosts stopped, agents killed
 
@@ -54,6 +55,9 @@ def main() -> int:
     options.add_argument("--run", type=int, help="only the run of this number")
     options.add_argument("--per-run", type=int, help=f"faults of a plan ({_PER_RUN}; with --quick {_QUICK_PER_RUN})")
     options.add_argument("--hosts", action="store_true", help="faults of hosts instead: agents in network namespaces")
+    options.add_argument(
+        "--set", nargs="+", default=[], metavar="WORD", help="more settings of all runs, as of train.py"
+    )
     options.add_argument("--keep", type=Path, help="where to keep the files of runs with problems")
     args = options.parse_args()
     stop_on_signals()
@@ -63,10 +67,10 @@ def main() -> int:
     per_run = args.per_run or (_QUICK_PER_RUN if args.quick else _PER_RUN)
     steps = _STEPS_PER_FAULT * per_run + _STEPS_MORE
     settings = {"commit": _commit(), "seed": args.seed, "kills": kills, "per_run": per_run, "steps": steps}
-    result = Result("soak", settings | {"settings": SETTINGS})
+    result = Result("soak", settings | {"settings": (*SETTINGS, *args.set)})
     reports: list[Report] = []
     with new_directory("k-") as directory:
-        place = Place(directory, steps)
+        place = Place(directory, steps, tuple(args.set))
         say(f"the undisturbed run of {steps} steps on one worker")
         standard = place.undisturbed()
         number = args.run or 0

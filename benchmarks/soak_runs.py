@@ -167,13 +167,19 @@ class Watch:
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are started: directories with short paths, and the words that all of them share."""
+    """Where runs are started: directories with short paths, and the words that all of them share.
+
+    Args:
+        more: words beside SETTINGS.
+    """
 
     directory: Path
     steps: int
+    more: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
-        return [*SETTINGS, f"train.steps={self.steps}", f"data.cache={self.directory / 'cache'}"]
+        cache = f"data.cache={self.directory / 'cache'}"
+        return [*SETTINGS, *self.more, f"train.steps={self.steps}", cache]
 
     @contextlib.contextmanager
     def start(self, folder: Path, name: str, *words: str) -> Iterator[Program]:

@@ -381,7 +381,7 @@ class VerifySettings(Section, group="verify"):
     """
 
     rate: float = setting(
-        0.0,
+        0.01,
         "share of (micro-batch, stage) pairs, and of layers' sums, that are checked; 0: none",
         at_least=0,
         at_most=1,

@@ -85,8 +85,8 @@ class CheckDraw:
         drawn = words(key, 0, num_microbatches + 1).astype(np.uint64)
         below = np.uint64(round(self.rate * (1 << 32)))
         # In the order of their words: neighbours have one worker, and who comes last may find all others busy.
-        order = np.argsort(drawn[:-1], kind="stable")
-        return order[drawn[order] < below].tolist(), int(drawn[-1])
+        chosen = np.flatnonzero(drawn[:-1] < below)
+        return chosen[np.argsort(drawn[chosen], kind="stable")].tolist(), int(drawn[-1])
 
 
 def begins_anew(rate: float, *, is_begun: bool, is_suspect: bool) -> bool:

@@ -69,7 +69,7 @@ def test_events_tell_the_start_the_validations_and_the_finish(run: Run) -> None:
 
 
 def test_the_summary_has_the_documented_fields(run: Run) -> None:
-    only_if_any = {"rejected", "checks", "replicas"}  # connections and messages of strangers; options that check
+    only_if_any = {"rejected", "replicas"}  # connections and messages of strangers; an option
     assert documented("summary.json") - {"sha256", "bytes"} - only_if_any <= set(run.summary) | {
         *run.summary["corpus"],
         *run.summary["state_bytes_per_worker"]["0"],
