@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -322,6 +323,15 @@ class LateWrite(Block):
         return y
 
 
+class Reentrant(Block):
+    """A parameter inside and outside of a backward of its own: autograd adds its gradient in two parts."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if not x.requires_grad:  # torch warns of a checkpoint that serves nothing
+            return self.linear(x)
+        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=True)
+
+
 class Threads(Block):
     def change(self, x: Tensor, keys: Any) -> Tensor:
         torch.set_num_threads(torch.get_num_threads() + 1)
@@ -555,6 +565,7 @@ BLOCKS: dict[str, tuple[type[Block], str]] = {
     "once_per_step": (OncePerStep, "layer block0 changes block0.last while it computes, from 0 to "),
     "in_place_keys": (InPlaceKeys, "layer block0 changes keys.sample_ids in place"),
     "late_write": (LateWrite, "layer block0 changes its own output, once returned, in place"),
+    "reentrant": (Reentrant, "layer block0 adds to the gradient of block0.linear."),
     "threads": (Threads, "layer block0 changes torch.get_num_threads() while it computes, from "),
     "parameter_hook": (ParameterHook, "parameter block0.linear.weight has a hook"),
     "hidden_modules": (HiddenModules, "block0.more keeps the parameters of Linear("),

@@ -208,9 +208,10 @@ class _Check:
             digests, outputs = {other.number: between.digest()}, {other.number: between.y}
             del between  # a layer's gradients may be large
             twice = self._run(layer, values, watch, first, returned=outputs[other.number])
+            _compare(layer.name, once, twice)
+            self._check_addition(layer, values, watch, twice)
             if layer.index == self._last:
                 self._check_loss(layer, values.module)
-        _compare(layer.name, once, twice)
         if self._programs.num_compiled > compiled:
             raise ModelError(
                 f"layer {layer.name} was compiled again for a micro-batch like the one before",
@@ -245,15 +246,17 @@ class _Check:
         sample: Sample,
         *,
         returned: Tensor | None = None,
+        sums: GradientBuffer | None = None,
     ) -> _Result:
         """Run one micro-batch forward and backward, and see that nothing else has changed and all is finite.
 
         Args:
             returned: what the copy has returned for the micro-batch before.
+            sums: add the gradients to what is in it.
         """
         x, batch = self._inputs[sample.number], sample.batch
         keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
-        into, programs = GradientBuffer(layer, self._place), self._programs
+        into, programs = sums or GradientBuffer(layer, self._place), self._programs
         given = {"its input": x, "batch.tokens": batch.tokens, "batch.targets": batch.targets}
         watch.begin(given if returned is None else {**given, "an earlier output of its own": returned}, keys)
         dy = evaluated = None
@@ -264,7 +267,7 @@ class _Check:
             if layer.index != self._last:
                 dy = _made_up_gradient(y)
                 watch.give("the gradient of its output", dy)
-            dx = programs.backward(layer.index, sample.number, dy, into, add=False, batch=batch)
+            dx = programs.backward(layer.index, sample.number, dy, into, add=sums is not None, batch=batch)
             watch.look()
             if self._job.validates:
                 programs.set_training(False)
@@ -274,6 +277,37 @@ class _Check:
         result = _Result(y, dx, into.flat, evaluated)
         self._refuse_not_finite(layer, values, result, into)
         return result
+
+    def _check_addition(self, layer: LayerLayout, values: ValueBuffer, watch: LayerWatch, result: _Result) -> None:
+        """Refuse a layer whose gradient, added to that of another micro-batch, is not the sum of the two.
+
+        Workers let autograd add to the buffer of another micro-batch (`gradient_reduction`), and which ones are added
+        so depends on the mesh. Autograd adds a gradient that it makes in two parts part by part.
+
+        Args:
+            result: of the first micro-batch, in a buffer of its own.
+        """
+        if self._job.torch_dtype is not torch.float32 or layer.index < self._model.layout.first_trained:
+            return  # there autograd adds to nothing
+        sums = GradientBuffer(layer, self._place)
+        alone = [result.gradient[slot.start : slot.stop] for slot in layer.gradient_slots]
+        # In place of another micro-batch's gradient: numbers of about this size, none of them the one that is added.
+        others = [gradient.roll(1) for gradient in alone]
+        sums.set([other.view(view.shape) for other, view in zip(others, sums.views, strict=True)])
+        if layer.loss_block is not None:
+            sums.loss.zero_()
+        self._run(layer, values, watch, self._first, sums=sums)
+        for slot, view, gradient, other in zip(layer.gradient_slots, sums.views, alone, others, strict=True):
+            if not equal_bits(view.reshape(-1), other + gradient):
+                name, wrong = slot.parameter.name, int((view.reshape(-1) != other + gradient).sum())
+                raise ModelError(
+                    f"layer {layer.name} adds to the gradient of {name} more than once in a backward: {wrong} of "
+                    f"{view.numel()} elements of a sum of two micro-batches differ",
+                    rule="the gradient of a micro-batch is added as a whole: to which others a worker adds it depends "
+                    "on the mesh",
+                    where=name,
+                    fix="use_reentrant=False for torch.utils.checkpoint.checkpoint; no backward() within a layer",
+                )
 
     def _refuse_not_finite(
         self, layer: LayerLayout, values: ValueBuffer, result: _Result, into: GradientBuffer
