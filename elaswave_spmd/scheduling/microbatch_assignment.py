@@ -243,6 +243,10 @@ def assign_microbatches(
     """
     counts = _assign_blocks(num_microbatches, speeds, starts, fewest_nodes) if microbatch_order == CONTIGUOUS else None
     counts = counts or _assign_stages(num_microbatches, speeds, microbatch_order, fewest_nodes)
+    return _described(counts, speeds, microbatch_order)
+
+
+def _described(counts: tuple[Counts, ...], speeds: Sequence[np.ndarray], microbatch_order: str) -> MicrobatchAssignment:
     nodes_of = {counts_of_stage: _count_nodes(counts_of_stage, microbatch_order) for counts_of_stage in set(counts)}
     loads = tuple(float((np.array(some) / v).max()) for some, v in zip(counts, speeds, strict=True))
     return MicrobatchAssignment(counts, loads, sum(nodes_of[some] for some in counts))
@@ -255,16 +259,59 @@ def candidate_assignments(
     microbatch_order: str = CONTIGUOUS,
     starts: Sequence[np.ndarray] | None = None,
 ) -> tuple[MicrobatchAssignment, ...]:
-    """The assignment by both aims and, if it is another one, that by the first aim alone.
+    """The assignments to choose from, without doubles: the caller times them, and prefers the first of equal ones.
 
-    Fewer tree nodes sometimes make the pipeline wait longer, so the caller times both. Arguments as for
-    `assign_microbatches`.
+    They are the one by both aims; the one by the first aim alone, since fewer tree nodes sometimes make the pipeline
+    wait longer; and `level_assignments`, which park workers. Arguments as for `assign_microbatches`.
     """
-    found = assign_microbatches(num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts)
-    plain = assign_microbatches(
-        num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, fewest_nodes=False
-    )
-    return (found,) if plain.counts == found.counts else (found, plain)
+    found = [
+        assign_microbatches(
+            num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, fewest_nodes=fewest
+        )
+        for fewest in (True, False)
+    ]
+    found += level_assignments(num_microbatches, speeds, microbatch_order=microbatch_order)
+    return tuple({each.counts: each for each in found}.values())
+
+
+def level_assignments(
+    num_microbatches: int, speeds: Sequence[np.ndarray], *, microbatch_order: str = CONTIGUOUS
+) -> list[MicrobatchAssignment]:
+    """Assignments in which larger stages use no more workers than a smaller one has: the others are parked.
+
+    A parked worker has no micro-batch. It keeps its place in the stage, with its share of the state, and works again in
+    the next plan that needs it. Stages with the same number of workers can cut the micro-batches at the same places;
+    then no worker waits for those of two others, which may be worth more than the parked ones.
+    """
+    sizes, found = [len(v) for v in speeds], []
+    for level in sorted(set(sizes))[:-1]:
+        active = [fastest(v, level) for v in speeds]
+        used = [v[at] for v, at in zip(speeds, active, strict=True)]
+        ways = [used]
+        if len(set(map(len, used))) == 1 and any((v != used[0]).any() for v in used[1:]):
+            # The same counts in all stages: a column of workers is as fast as its slowest.
+            ways.append([np.min(used, axis=0)] * len(used))
+        for some in ways:
+            counts = assign_microbatches(num_microbatches, some, microbatch_order=microbatch_order).counts
+            found.append(with_parked(counts, active, speeds, microbatch_order))
+    return found
+
+
+def fastest(speeds: np.ndarray, number: int) -> np.ndarray:
+    """The positions of so many of the fastest workers of a stage, ascending; all, if there are no more."""
+    return np.sort(np.argsort(-speeds, kind="stable")[:number])
+
+
+def with_parked(
+    counts: Sequence[Counts], active: Sequence[np.ndarray], speeds: Sequence[np.ndarray], microbatch_order: str
+) -> MicrobatchAssignment:
+    """The assignment with these counts at these positions, by stage, and no micro-batch elsewhere."""
+    whole: list[Counts] = []
+    for of_stage, at, v in zip(counts, active, speeds, strict=True):
+        row = np.zeros(len(v), np.int64)
+        row[at] = of_stage
+        whole.append(tuple(row.tolist()))
+    return _described(tuple(whole), speeds, microbatch_order)
 
 
 def first_microbatches(

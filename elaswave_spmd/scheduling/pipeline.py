@@ -2,8 +2,9 @@
 
 The rule is that of 1F1B (Narayanan et al., 2019): a worker runs a backward as soon as one is ready, else a forward,
 with a bounded number of micro-batches in flight (`in_flight_limits`); of several ready ones it takes the one whose turn
-it is (`turns`). Workers follow it while they run (`worker.ready_order`). `schedule` follows it in modelled time, for
-plans: the actions of each worker, in order, such as `1F4` (stage 1, forward, 4). `check` proves that lists can be run.
+it is (`turns`). Workers follow it while they run (`worker.ready_order`). `execute` simulates a step of them, by which
+plans are judged, and `schedule` lists each worker's actions in such a step, in order, such as `1F4` (stage 1, forward,
+4). `check` proves that lists can be run.
 """
 
 from __future__ import annotations
@@ -80,15 +81,43 @@ def _duration(microbatches: int) -> int:
     return max(1, _STEP // max(1, microbatches))
 
 
-def schedule(placement: Placement, *, limits: Sequence[int] | None = None) -> Schedule:
-    """The actions of every worker in a step: rank -> list. They are the same in every step of the mesh epoch.
+def schedule(
+    placement: Placement,
+    *,
+    limits: Sequence[int] | None = None,
+    seconds: tuple[Mapping[int, float], Mapping[int, float]] | None = None,
+    delays: Sequence[float] | None = None,
+) -> Schedule:
+    """The actions of every worker in a step, in the order in which it executes them: rank -> list.
 
     Args:
         limits: per stage, the most micro-batches in flight; None: `in_flight_limits` of this mesh.
+        seconds: by rank, those of one forward and of one backward; None: as the counts have it (`_duration`).
+        delays: per boundary between stages, seconds from the end of an action to the arrival of its result; None: 0.
     """
+    mesh, counts = placement.mesh, placement.microbatch_counts
     if not limits:
-        limits = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
-    return _simulate(placement, placement.mesh.members, range(placement.num_microbatches), limits)
+        limits = in_flight_limits([len(members) for members in mesh.stages], counts)
+    if seconds is None:
+        takes = {
+            rank: _duration(count)
+            for members, of_stage in zip(mesh.stages, counts, strict=True)
+            for rank, count in zip(members, of_stage, strict=True)
+        }
+        seconds = takes, {rank: _BACKWARD * each for rank, each in takes.items()}
+    row = {rank: i for i, rank in enumerate(mesh.members)}
+    order = turns(placement, range(placement.num_microbatches))
+    owners = [
+        [row[placement.worker_of_microbatch(s, u)] for u in range(placement.num_microbatches)]
+        for s in range(placement.num_stages)
+    ]
+    forward_s, backward_s = ([of_kind[rank] for rank in mesh.members] for of_kind in seconds)
+    _, done = execute(owners, order, limits, forward_s, backward_s, delays or [0] * (placement.num_stages - 1))
+    stage_of = [mesh.stage_of(rank) for rank in mesh.members]
+    return {
+        rank: tuple(PipelineAction(stage, BACKWARD if u < 0 else FORWARD, ~u if u < 0 else u) for u in todo)
+        for rank, stage, todo in zip(mesh.members, stage_of, done, strict=True)
+    }
 
 
 def turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float]:
@@ -101,70 +130,101 @@ def turns(placement: Placement, microbatches: Iterable[int]) -> dict[int, float]
     Args:
         microbatches: all of a step, or all that one worker has: no others take the same path as these.
     """
-    ways: dict[tuple[int, ...], list[int]] = {}
-    for microbatch in sorted(microbatches):
-        way = tuple(placement.worker_of_microbatch(stage, microbatch) for stage in range(placement.num_stages))
-        ways.setdefault(way, []).append(microbatch)
-    return {microbatch: (2 * i + 1) / (2 * len(same)) for same in ways.values() for i, microbatch in enumerate(same)}
+    return turns_of_ways(
+        {u: tuple(placement.worker_of_microbatch(s, u) for s in range(placement.num_stages)) for u in microbatches}
+    )
 
 
-def _simulate(
-    placement: Placement, ranks: Sequence[int], microbatches: Iterable[int], limits: Sequence[int]
-) -> dict[int, tuple[PipelineAction, ...]]:
-    """Simulates the step on these workers, which do these micro-batches on all stages; returns what each one did."""
-    last_stage = placement.num_stages - 1
-    ready: dict[int, tuple[list[tuple[float, int]], list[tuple[float, int]]]] = {rank: ([], []) for rank in ranks}
-    in_flight = dict.fromkeys(ranks, 0)
-    busy: set[int] = set()
-    plan: dict[int, list[PipelineAction]] = {rank: [] for rank in ranks}
-    ends: list[tuple[int, int, PipelineAction]] = []
-    turn = turns(placement, microbatches)
-    places = {rank: placement.mesh.coordinate(rank) for rank in ranks}
-    duration = {rank: _duration(placement.microbatch_counts[stage][at]) for rank, (stage, at) in places.items()}
+def turns_of_ways(ways: Mapping[int, tuple[int, ...]]) -> dict[int, float]:
+    """`turns`, of micro-batches whose ways are known: micro-batch -> its worker of each stage."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for microbatch in sorted(ways):
+        alike.setdefault(ways[microbatch], []).append(microbatch)
+    return {microbatch: (2 * i + 1) / (2 * len(same)) for same in alike.values() for i, microbatch in enumerate(same)}
 
-    def make_ready(action: PipelineAction) -> int:
-        rank = placement.worker_of_microbatch(action.stage, action.microbatch)
-        heapq.heappush(ready[rank][action.kind == BACKWARD], (turn[action.microbatch], action.microbatch))
-        return rank
 
-    def start(rank: int, now: int) -> None:
-        stage, (forwards, backwards) = placement.mesh.stage_of(rank), ready[rank]
-        if rank in busy:
-            return
-        # Backward first, as in 1F1B: it frees the activations of a micro-batch.
-        if backwards:
-            action, cost = PipelineAction(stage, BACKWARD, heapq.heappop(backwards)[1]), _BACKWARD * duration[rank]
-        elif forwards and in_flight[rank] < limits[stage]:
-            action, cost = PipelineAction(stage, FORWARD, heapq.heappop(forwards)[1]), duration[rank]
-            in_flight[rank] += 1
-        else:
-            return
-        busy.add(rank)
-        plan[rank].append(action)
-        heapq.heappush(ends, (now + cost, rank, action))
+def execute(
+    owners: Sequence[Sequence[int]],
+    turn: Mapping[int, float],
+    limits: Sequence[int],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    delays: Sequence[float],
+) -> tuple[float, list[list[int]]]:
+    """Simulates a step as workers execute it (`worker.ready_order`).
 
-    def finish(rank: int, action: PipelineAction) -> int:
-        """Returns the worker that may have an action to start now."""
-        busy.discard(rank)
-        if action.kind == FORWARD and action.stage < last_stage:
-            return make_ready(PipelineAction(action.stage + 1, FORWARD, action.microbatch))
-        if action.kind == FORWARD:
-            return make_ready(PipelineAction(action.stage, BACKWARD, action.microbatch))
-        in_flight[rank] -= 1
-        return make_ready(PipelineAction(action.stage - 1, BACKWARD, action.microbatch)) if action.stage else rank
+    Plans are judged by this, thousands of times, so workers and actions are numbers here.
 
-    for rank in {make_ready(PipelineAction(0, FORWARD, microbatch)) for microbatch in turn}:
-        start(rank, 0)
-    while ends:
-        now, touched = ends[0][0], set()
-        # All actions that end at one time are finished before any starts, so that the lists do not depend on the
-        # order of equal times.
-        while ends and ends[0][0] == now:
-            _, rank, action = heapq.heappop(ends)
-            touched |= {rank, finish(rank, action)}
-        for rank in sorted(touched):
-            start(rank, now)
-    return {rank: tuple(actions) for rank, actions in plan.items()}
+    Args:
+        owners: per stage, the worker of each micro-batch. A worker, a number from 0 on, is in one stage.
+        turn: of each micro-batch.
+        limits: per stage, the most micro-batches that a worker has in flight.
+        forward_s, backward_s: by worker, of one micro-batch.
+        delays: per boundary between stages, from the end of an action to the arrival of its result.
+
+    Returns: the time at which the last action ends, and what each worker did: u for the forward of micro-batch u, and
+        ~u for its backward.
+    """
+    by_turn = sorted(turn, key=lambda u: (turn[u], u))
+    owner = [[of_stage[u] for u in by_turn] for of_stage in owners]
+    last, size = len(owners) - 1, len(forward_s)
+    stage_of = [0] * size
+    for s, of_stage in enumerate(owner):
+        for row in set(of_stage):
+            stage_of[row] = s
+    forwards: list[list[int]] = [[] for _ in range(size)]  # ready, as places in `by_turn`
+    backwards: list[list[int]] = [[] for _ in range(size)]
+    room = [limits[s] for s in stage_of]
+    idle = [True] * size
+    done: list[list[int]] = [[] for _ in range(size)]
+    # (time, has it arrived or ended, backward, stage, place)
+    events: list[tuple[float, bool, bool, int, int]] = []
+    push, pop = heapq.heappush, heapq.heappop
+    for place, row in enumerate(owner[0]):
+        forwards[row].append(place)
+    now, touched = 0, set(owner[0])
+    while True:
+        for row in touched:
+            if not idle[row]:
+                continue
+            # Backward first, as in 1F1B: it frees the activations of a micro-batch.
+            if backwards[row]:
+                place = pop(backwards[row])
+                room[row] += 1
+                done[row].append(~by_turn[place])
+                push(events, (now + backward_s[row], False, True, stage_of[row], place))
+            elif forwards[row] and room[row]:
+                place = pop(forwards[row])
+                room[row] -= 1
+                done[row].append(by_turn[place])
+                push(events, (now + forward_s[row], False, False, stage_of[row], place))
+            else:
+                continue
+            idle[row] = False
+        if not events:
+            return now, done
+        now = events[0][0]
+        touched = set()
+        # All that ends or arrives at one time counts before any action starts: the order of equal times is no matter.
+        while events and events[0][0] == now:
+            _, arrived, is_backward, s, place = pop(events)
+            if not arrived:
+                row = owner[s][place]
+                idle[row] = True
+                touched.add(row)
+                to = s - is_backward if is_backward or s == last else s + 1
+                if to < 0:
+                    continue
+                if to != s:
+                    if delay := delays[min(s, to)]:
+                        push(events, (now + delay, True, is_backward, to, place))
+                        continue
+                else:
+                    is_backward = True
+                s = to
+            row = owner[s][place]
+            push((backwards if is_backward else forwards)[row], place)
+            touched.add(row)
 
 
 def check(actions: Schedule, num_stages: int) -> None:

@@ -8,9 +8,9 @@ each later axis starts from what the one before chose.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, pairwise, product
 
 import numpy as np
 
@@ -18,9 +18,13 @@ from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel, plan_frequencies
 from elaswave_spmd.scheduling.microbatch_assignment import (
+    Counts,
     MicrobatchAssignment,
+    assign_by_speed,
     candidate_assignments,
+    fastest,
     first_microbatches,
+    with_parked,
 )
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
 from elaswave_spmd.scheduling.placement import Placement
@@ -28,6 +32,7 @@ from elaswave_spmd.scheduling.stage_search import (
     Groupings,
     MoveEstimate,
     MoveEstimates,
+    StageChoice,
     Stages,
     old_stages_of,
     stage_workers,
@@ -42,6 +47,7 @@ from elaswave_spmd.scheduling.step_time import (
     memory_of,
     stage_seconds,
     step_time,
+    step_time_below,
     timed_graph,
 )
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -56,6 +62,11 @@ _EXACT_ACTIONS, _EXACT_WORKERS = 1024, 32
 """Up to this size frequencies are chosen on the action lists; beyond it by class of workers, on the lower bound."""
 
 _MOST_SHIFTS = 16
+
+_UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
+_MOST_OF_A_NUMBER = 8  # groupings into the same number of stages that are timed
+_MOST_PARKED = 3  # of the best candidates, workers are parked to see whether that is faster
+_MOST_CHOICES, _MOST_SIMULATED, _PARKED_ACTIONS = 4096, 48, 32_768  # that are looked at and simulated for each of these
 
 
 @dataclass(frozen=True)
@@ -263,11 +274,11 @@ class _Planner:
         if len(crew.stages) == self.old.num_stages:
             kept = self.candidate(crew, self.old.layer_cuts)
             if self.fits(kept):
-                return kept, ""
+                return self.parked(crew, kept), ""
             why = "the layers where they are do not fit in memory any more"
         else:
             why = f"{len(crew.stages)} of {self.old.num_stages} stages are left"
-        return self.recut(crew, 0.0), why
+        return self.parked(crew, self.recut(crew, 0.0)), why
 
     def later(self, crew: _Crew, now: Candidate, stage_counts: Collection[int] | None) -> tuple[Variant | None, str]:
         """The variant with other cuts or another number of stages whose gain over the remaining steps exceeds its move.
@@ -280,24 +291,27 @@ class _Planner:
         candidates = {found.key: found for found in (self.recut(crew, tolerance) for tolerance in TOLERANCES)}
         refined = self.refined(crew, min(candidates.values(), key=self.total))
         candidates[refined.key] = refined
+        crews = dict.fromkeys(candidates, crew)
         if stage_counts is None or stage_counts:
-            for found in self.regrouped(crew, stage_counts):
-                candidates[found.key] = found
+            least = min(self.total(found) for found in (now, *candidates.values()))
+            for theirs, found in self.regrouped(crew, stage_counts, least):
+                candidates[found.key], crews[found.key] = found, theirs
+        for found in sorted(candidates.values(), key=self.total)[:_MOST_PARKED]:
+            candidates[found.key] = self.parked(crews[found.key], found)
         # What runs now is no change. Its time is compared with the best of the others below.
         candidates.pop(now.key, None)
         if not candidates:
             return None, "layers stay: no partition is better"
-        # A time on action lists must not be compared with a lower bound: if they are mixed, bounds decide.
-        exact = all(found.time.how == now.time.how for found in candidates.values())
-        best = min(candidates.values(), key=lambda found: self.total(found, exact))
-        gain = (_seconds(now, exact) - _seconds(best, exact)) * self.remaining_steps
+        best = min(candidates.values(), key=self.total)
+        now_s, best_s = now.time.seconds, best.time.seconds
+        gain = (now_s - best_s) * self.remaining_steps
         # On a large mesh a plan takes seconds, and no move is shorter than the latency of a link.
         worth_planning = gain > self.costs.latency_s
         move = self.moves.afterwards(now.key, best.key) if worth_planning else None
         move_s = best.estimate.seconds if move is None else move.seconds
         shown = (
-            f"{_seconds(now, exact):.4g} -> {_seconds(best, exact):.4g} s a step gain {gain:.4g} s over "
-            f"{self.remaining_steps} steps, the move takes {move_s:.4g} s"
+            f"{now_s:.4g} -> {best_s:.4g} s a step gain {gain:.4g} s over {self.remaining_steps} steps, the move takes "
+            f"{move_s:.4g} s"
         )
         if move is None or gain <= move.seconds:
             return None, f"layers stay: the best other plan does not pay for its move: {shown}"
@@ -305,9 +319,14 @@ class _Planner:
         what = "layers move" if number == len(crew.stages) else f"{number} stages instead of {len(crew.stages)}"
         return best.planned(move), f"{what}: {shown}"
 
-    def regrouped(self, crew: _Crew, stage_counts: Collection[int] | None) -> list[Candidate]:
-        """Other groupings of the workers into stages. On small meshes several are timed, and the best is refined."""
-        small = sum(map(len, crew.stages)) <= _EXACT_WORKERS
+    def regrouped(
+        self, crew: _Crew, stage_counts: Collection[int] | None, total: float
+    ) -> list[tuple[_Crew, Candidate]]:
+        """Other groupings of the workers into stages. On small meshes several are timed, and the best is refined.
+
+        Args:
+            total: seconds until the end that the best candidate so far takes.
+        """
         old = self.old
         groupings = Groupings(
             self.costs,
@@ -319,13 +338,29 @@ class _Planner:
             self.rule,
             self.memory_limit,
         )
-        choices = groupings.good(stage_counts) if small else [groupings.best(stage_counts)]
-        # Assigning micro-batches is the expensive part, so each grouping of workers is assigned once.
-        crews = {choice.stages: self.crew(choice.stages) for choice in choices if choice.stages != crew.stages}
-        found = [self.candidate(crews[c.stages], c.partition.cuts) for c in choices if c.stages in crews]
-        if small and found:
-            best = min(found, key=self.total)
-            found.append(self.refined(crews[best.assignment.stages], best))
+        found: list[tuple[_Crew, Candidate]] = []
+
+        def look_at(choice: StageChoice) -> None:
+            theirs = self.crew(choice.stages)
+            found.append((theirs, self.candidate(theirs, choice.partition.cuts)))
+
+        if sum(map(len, crew.stages)) > _EXACT_WORKERS:
+            choice = groupings.best(stage_counts)
+            if choice.stages != crew.stages:
+                look_at(choice)
+            return found
+        for least, choices in groupings.by_number(stage_counts):
+            if least * self.remaining_steps >= _UNEVEN * total:
+                break
+            # Their lower bounds come in ascending order: from some one on none can be better.
+            for choice in [choice for choice in choices if choice.stages != crew.stages][:_MOST_OF_A_NUMBER]:
+                if groupings.total(choice) >= total:
+                    break
+                look_at(choice)
+                total = min(total, self.total(found[-1][1]))
+        if found:
+            theirs, best = min(found, key=lambda each: self.total(each[1]))
+            found.append((theirs, self.refined(theirs, best)))
         return found
 
     def recut(self, crew: _Crew, tolerance: float) -> Candidate:
@@ -339,7 +374,6 @@ class _Planner:
 
         The partition minimizes the bottleneck, which does not include the time to fill the pipeline.
         """
-        # A lower bound does not see the filling of the pipeline, so there is nothing to refine on it.
         if start.time.how != EXACT or sum(map(len, crew.stages)) > _EXACT_WORKERS:
             return start
         best, last = start, None
@@ -356,25 +390,97 @@ class _Planner:
 
     def fits(self, candidate: Candidate) -> bool:
         """True if no worker needs more memory than it has."""
-        needed = max(memory_of(candidate.assignment, self.costs, self.rule))
+        return self.has_room(candidate.assignment)
+
+    def has_room(self, assignment: Assignment) -> bool:
+        """True if no worker needs more memory than it has for this."""
+        needed = max(memory_of(assignment, self.costs, self.rule))
         return needed <= self.memory_limit and needed < math.inf
 
-    def total(self, candidate: Candidate, exact: bool = True) -> float:
+    def total(self, candidate: Candidate) -> float:
         """Seconds until the end, the move included."""
-        return _seconds(candidate, exact) * self.remaining_steps + candidate.estimate.seconds
+        return candidate.time.seconds * self.remaining_steps + candidate.estimate.seconds
 
     def candidate(self, crew: _Crew, cuts: Sequence[int]) -> Candidate:
-        """These cuts, with the candidate assignment of micro-batches whose step is fastest."""
-        found, estimate = [], crew.estimates.to(cuts, self.rule)
-        for microbatches in crew.candidates:
+        """These cuts, with the candidate assignment of micro-batches whose step is fastest.
+
+        Of those that fit in memory, if any does: a worker beside parked ones has more micro-batches.
+        """
+        estimate = crew.estimates.to(cuts, self.rule)
+        best = self.fastest(crew, cuts, estimate, crew.candidates, None)
+        assert best is not None, "the first candidate has a time"
+        return best
+
+    def fastest(
+        self,
+        crew: _Crew,
+        cuts: Sequence[int],
+        estimate: MoveEstimate,
+        choices: Iterable[MicrobatchAssignment],
+        best: Candidate | None,
+    ) -> Candidate | None:
+        """The fastest of these and `best`, the first of equal ones. Those that cannot be it are not simulated."""
+        best_fits = best is not None and self.fits(best)
+        for microbatches in choices:
             assignment = Assignment(crew.stages, tuple(cuts), microbatches.counts, self.old.microbatch_order)
-            found.append(Candidate(assignment, microbatches, step_time(assignment, self.costs, self.rule), estimate))
-        return min(found, key=lambda v: v.time.seconds)
+            fits = self.has_room(assignment)
+            if best_fits and not fits:
+                continue
+            below = math.inf if best is None or fits > best_fits else best.time.seconds
+            time = step_time_below(below, assignment, self.costs, self.rule)
+            if time is not None and time.seconds < below:
+                best, best_fits = Candidate(assignment, microbatches, time, estimate), fits
+        return best
+
+    def parked(self, crew: _Crew, start: Candidate) -> Candidate:
+        """On small meshes, the same layers with some workers of any stages parked, if that is faster.
+
+        Fewer workers are never faster in themselves. But the micro-batches of their stages may then be cut at places
+        that suit the other stages better.
+        """
+        if start.time.how != EXACT or sum(map(len, crew.stages)) > _EXACT_WORKERS:
+            return start
+        actions = 2 * start.assignment.num_stages * start.assignment.num_microbatches
+        choices = parked_assignments(crew, start, self.costs)
+        best = self.fastest(
+            crew, start.assignment.layer_cuts, start.estimate, choices[: max(1, _PARKED_ACTIONS // actions)], start
+        )
+        return best or start
 
 
-def _seconds(candidate: Candidate, exact: bool) -> float:
-    """Seconds of a step; by the lower bound if the candidates were not all timed in the same way."""
-    return candidate.time.seconds if exact else max(candidate.time.bound_s, candidate.time.traffic_s)
+def parked_assignments(crew: _Crew, start: Candidate, costs: CostModel) -> list[MicrobatchAssignment]:
+    """Assignments to some of the workers that may take less than `start`, those with the least raggedness first.
+
+    The slowest workers of a stage are parked. A stage uses no fewer workers than it takes to compute everything in less
+    time than `start` takes.
+    """
+    number, order = start.assignment.num_microbatches, start.assignment.microbatch_order
+    speeds = [costs.speeds_of(members) for members in crew.stages]
+    spans = [sum(costs.stage_s(a, b)) for a, b in pairwise(start.assignment.layer_cuts)]
+    # Before and after its part, a micro-batch passes the other stages, at best on their fastest workers.
+    path = [each / v.max() for each, v in zip(spans, speeds, strict=True)]
+    options: list[list[tuple[np.ndarray, Counts]]] = []
+    for s, v in enumerate(speeds):
+        some: list[tuple[np.ndarray, Counts]] = []
+        for size in range(len(v), 0, -1):
+            at = fastest(v, size)
+            counts = assign_by_speed(number, v[at], microbatch_order=order)
+            if max(c / each for c, each in zip(counts, v[at], strict=True)) * spans[s] + sum(path[:s]) >= (
+                start.time.seconds
+            ):
+                break
+            some.append((at, counts))
+        options.append(some or [(np.arange(len(v)), start.assignment.microbatch_counts[s])])
+    found = []
+    for chosen in islice(product(*options), _MOST_CHOICES):
+        ragged = len({counts for _, counts in chosen})
+        idle = sum(len(v) - len(at) for v, (at, _) in zip(speeds, chosen, strict=True))
+        found.append((ragged, idle, len(found), chosen))
+    found.sort(key=lambda each: each[:3])
+    return [
+        with_parked([counts for _, counts in chosen], [at for at, _ in chosen], speeds, order)
+        for *_, chosen in found[:_MOST_SIMULATED]
+    ]
 
 
 def _indented(assignment: Assignment) -> list[str]:

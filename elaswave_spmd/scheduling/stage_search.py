@@ -8,7 +8,7 @@ that the search ends with is planned page by page (`state_moves`) before it is a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, permutations
@@ -27,6 +27,8 @@ MOST_NUMBERS = 24
 
 MOST_GROUPINGS = 300
 """The local search ends after this many groupings, of about a millisecond each."""
+
+_MOST_OF_A_NUMBER = 60  # of these
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -253,14 +255,31 @@ class Groupings:
             raise error or PlanError(f"no number of stages is allowed ({stage_counts})")
         return best
 
-    def good(self, stage_counts: Collection[int] | None = None, most: int = 12) -> list[StageChoice]:
-        """Up to `most` groupings into stages of any sizes, the best by lower bound first.
+    def by_number(self, stage_counts: Collection[int] | None = None) -> Iterator[tuple[float, list[StageChoice]]]:
+        """For each number of stages, the least seconds of a step of even ones, and groupings into stages of any sizes.
 
-        Local search, for small meshes: for each number of stages, starting from the even and from the present grouping,
-        one worker is moved to another stage as long as that helps. The caller times the results. `stage_counts`: as for
-        `best`.
+        Numbers come in the order of their least seconds, groupings with the best lower bound first. The caller times
+        them, and ends the search by what it has found: execution may exceed the bound of one number by more than that
+        of another.
+
+        Local search, for small meshes: starting from the even and from the present grouping, one worker is moved to
+        another stage as long as that helps. `stage_counts`: as for `best`.
         """
-        known: dict[tuple[int, ...], StageChoice | None] = {}
+        looked_at = 0
+        for least, number in self.numbers(stage_counts):
+            if looked_at >= MOST_GROUPINGS:
+                return
+            known: dict[tuple[int, ...], StageChoice | None] = {}
+            starts = {self.evenly(number)}
+            if number == len(self.stages):
+                starts.add(tuple(map(len, self.stages)))
+            for sizes in sorted(starts):
+                self._descend(sizes, known)
+            looked_at += len(known)
+            yield least, sorted(filter(None, known.values()), key=self.total)
+
+    def _descend(self, sizes: tuple[int, ...], known: dict[tuple[int, ...], StageChoice | None]) -> None:
+        """Moves one worker after another as long as that helps. Adds all sizes of stages looked at to `known`."""
 
         def total(sizes: tuple[int, ...]) -> float:
             if sizes not in known:
@@ -271,21 +290,11 @@ class Groupings:
             found = known[sizes]
             return math.inf if found is None else self.total(found)
 
-        best = math.inf
-        for least, number in self.numbers(stage_counts):
-            if least * self.remaining_steps >= best or len(known) >= MOST_GROUPINGS:
-                break
-            starts = {self.evenly(number)}
-            if number == len(self.stages):
-                starts.add(tuple(map(len, self.stages)))
-            for sizes in sorted(starts):
-                while len(known) < MOST_GROUPINGS:
-                    found = min(_one_moved(sizes), key=total, default=sizes)
-                    if total(found) >= total(sizes):
-                        break
-                    sizes = found
-                best = min(best, total(sizes))
-        return sorted(filter(None, known.values()), key=self.total)[:most]
+        while len(known) < _MOST_OF_A_NUMBER:
+            found = min(_one_moved(sizes), key=total, default=sizes)
+            if total(found) >= total(sizes):
+                return
+            sizes = found
 
     @cached_property
     def order(self) -> tuple[int, ...]:

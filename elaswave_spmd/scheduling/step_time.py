@@ -1,9 +1,9 @@
 """The time of a step of an assignment under a cost model.
 
-`pipeline.schedule` fixes the order in which each worker does its actions, so the time of a step is the longest path
-through these lists (`ActionGraph`). On large meshes, groups of workers that share micro-batches with nobody else are
-timed once for each kind of group. Where even that would take too long, `bound` gives a lower bound for every order of
-the actions; `StepTime.how` says which was used.
+Workers run whatever is ready (`worker.ready_order`), so a step is simulated as they execute it: `pipeline.execute` with
+the seconds of each worker. On large meshes, groups of workers that share micro-batches with nobody else are simulated
+once for each kind of group; and where that too would take long, those groups with the most to compute, or a section of
+one. `StepTime.how` says which it was.
 
 Not modelled here: messages that share a link at the same time, the optimizer update, and reduction that later work
 waits for. The bytes of the reduction are assumed to overlap with compute, so that they count only where they take
@@ -12,6 +12,7 @@ longer (a roofline). The simulator's engine models these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,14 +23,22 @@ import numpy as np
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
-from elaswave_spmd.scheduling.pipeline import FORWARD, PipelineAction, Schedule, in_flight_limits, schedule
-from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement
+from elaswave_spmd.scheduling.pipeline import (
+    FORWARD,
+    PipelineAction,
+    Schedule,
+    execute,
+    in_flight_limits,
+    schedule,
+    turns_of_ways,
+)
+from elaswave_spmd.scheduling.placement import CONTIGUOUS, TIME_MAJOR, Placement, workers_of_microbatches
 from elaswave_spmd.sharding import P, Shardings
 
 MOST_ACTIONS = 8192
-"""Up to this many actions are timed exactly; more would make planning slow."""
+"""Up to this many actions are simulated; more would make planning slow."""
 
-EXACT, ESTIMATE = "action lists", "lower bound"
+EXACT, PART, ESTIMATE = "executed order", "executed order of a part", "lower bound"
 
 CLASSES = ("fill", "forward", "backward", "drain")
 """The classes of a worker's actions: forwards before its first backward, other forwards, other backwards, and backwards
@@ -101,7 +110,7 @@ class StepTime:
         bound_s: a lower bound for every order of the actions: the bottleneck and the filling and draining around it.
         traffic_s: seconds for which reduction and publication occupy the busiest link.
         worker: the rank with the longest compute.
-        how: EXACT or ESTIMATE.
+        how: EXACT, PART if not all actions were simulated, or ESTIMATE if none were.
     """
 
     seconds: float
@@ -260,7 +269,24 @@ def step_time(
 
     Args:
         rule: the specs and mirrors, which decide the bytes of reduction and publication.
-        most_actions: the most actions that are timed exactly; beyond, `bound` is the estimate.
+        most_actions: the most actions that are simulated; 0: `bound` is the estimate.
+    """
+    found = step_time_below(math.inf, assignment, costs, rule, most_actions=most_actions)
+    assert found is not None
+    return found
+
+
+def step_time_below(
+    seconds: float,
+    assignment: Assignment,
+    costs: CostModel,
+    rule: MemoryRule = REPLICATED,
+    *,
+    most_actions: int = MOST_ACTIONS,
+) -> StepTime | None:
+    """The time of a step; None, without a simulation, if no order of its actions takes less than so many seconds.
+
+    Further arguments as for `step_time`.
     """
     cuts = assignment.layer_cuts
     speeds = [costs.speeds_of(members) for members in assignment.stages]
@@ -272,9 +298,12 @@ def step_time(
     slowest = int(np.argmax([of_stage.max() for of_stage in compute]))
     position = int(compute[slowest].argmax())
     bound_s = bound(forward_s, backward_s, counts, delays, assignment.limits)
-    timed = _timed(assignment, costs, counts, speeds, most_actions)
-    pipeline_s = bound_s if timed is None else timed
     traffic_s = max(_traffic_s(assignment, costs, rule, s) for s in range(assignment.num_stages))
+    if max(bound_s, traffic_s) >= seconds:
+        return None
+    pipeline_s, how = _simulated(assignment, costs, counts, speeds, most_actions) if most_actions else (0.0, ESTIMATE)
+    if how != EXACT:
+        pipeline_s = max(pipeline_s, bound_s)
     return StepTime(
         seconds=max(pipeline_s, traffic_s),
         pipeline_s=pipeline_s,
@@ -282,7 +311,7 @@ def step_time(
         bound_s=bound_s,
         traffic_s=traffic_s,
         worker=assignment.stages[slowest][position],
-        how=ESTIMATE if timed is None else EXACT,
+        how=how,
     )
 
 
@@ -328,23 +357,33 @@ def _traffic_s(assignment: Assignment, costs: CostModel, rule: MemoryRule, stage
     return traffic_bytes(costs, rule, first, stop, len(counts), nodes) / costs.bandwidth
 
 
-def _timed(
+def _simulated(
     assignment: Assignment,
     costs: CostModel,
     counts: Sequence[np.ndarray],
     speeds: Sequence[np.ndarray],
     most_actions: int,
-) -> float | None:
-    """The longest path through the action lists; None if there are too many actions."""
+) -> tuple[float, str]:
+    """The end of the last action, and EXACT or PART."""
     pieces: dict[object, list[slice]] = {}
-    total = 0
     for key, piece in _pieces(assignment, counts, speeds):
-        if key not in pieces:
-            total += 2 * assignment.num_stages * int(counts[0][piece[0]].sum())
-            if total > most_actions:
-                return None
-            pieces[key] = piece
-    return max(_piece_s(assignment, costs, piece) for piece in pieces.values())
+        pieces.setdefault(key, piece)
+    sizes = [2 * assignment.num_stages * int(counts[0][piece[0]].sum()) for piece in pieces.values()]
+    if sum(sizes) <= most_actions:
+        return max(_piece_s(assignment, costs, piece) for piece in pieces.values()), EXACT
+    layer_s = [sum(costs.stage_s(a, b)) for a, b in pairwise(assignment.layer_cuts)]
+    busy = [c * each / v for c, each, v in zip(counts, layer_s, speeds, strict=True)]
+    longest = [max(float(b[where].max()) for b, where in zip(busy, piece, strict=True)) for piece in pieces.values()]
+    found, left = 0.0, most_actions
+    for _, size, piece in sorted(zip(longest, sizes, pieces.values(), strict=True), key=lambda of: of[0], reverse=True):
+        if size <= left:
+            found = max(found, _piece_s(assignment, costs, piece))
+        elif left == most_actions:  # one that is too large by itself
+            found = _section_s(assignment, costs, piece, busy, left)
+        left -= size
+        if left <= 0:
+            break
+    return found, PART
 
 
 def _pieces(
@@ -380,30 +419,111 @@ def _pieces(
 
 
 def _piece_s(assignment: Assignment, costs: CostModel, piece: Sequence[slice]) -> float:
-    """The step time of one group of workers, in the order of the action lists of the whole mesh."""
-    microbatch_counts = tuple(counts[where] for counts, where in zip(assignment.microbatch_counts, piece, strict=True))
-    graph = _graph(microbatch_counts, assignment.microbatch_order, assignment.limits)
+    """The step time of one group of workers."""
+    counts = tuple(of_stage[where] for of_stage, where in zip(assignment.microbatch_counts, piece, strict=True))
+    return _counts_s(assignment, costs, piece, counts)
+
+
+def _section_s(
+    assignment: Assignment, costs: CostModel, piece: Sequence[slice], busy: Sequence[np.ndarray], most_actions: int
+) -> float:
+    """The step time of a group of workers, by so many of its actions.
+
+    Contiguous micro-batches: those around the first worker with the most to compute. Its neighbours have all of their
+    micro-batches in such a section, those at its ends fewer. In time-major order every worker has its share of any
+    section, so the first ones are simulated, and what half of them take less is what as many more take.
+
+    Args:
+        busy: per stage, seconds that each worker computes.
+    """
+    counts = [np.array(of_stage[where]) for of_stage, where in zip(assignment.microbatch_counts, piece, strict=True)]
+    number, length = int(counts[0].sum()), max(1, most_actions // (2 * assignment.num_stages))
+    if assignment.microbatch_order == CONTIGUOUS:
+        s = max(range(len(piece)), key=lambda s: float(busy[s][piece[s]].max()))
+        position = int(busy[s][piece[s]].argmax())
+        middle = int(counts[s][:position].sum()) + int(counts[s][position]) // 2
+        first = min(max(0, middle - length // 2), number - length)
+        return _counts_s(assignment, costs, piece, _within(counts, first, first + length))
+    half = max(1, length // 2)
+    part_s, half_s = (
+        _counts_s(assignment, costs, piece, _first_turns(counts, some)) for some in (max(length, half + 1), half)
+    )
+    return part_s + max(0.0, part_s - half_s) * (number - length) / max(1, length - half)
+
+
+def _within(counts: Sequence[np.ndarray], first: int, stop: int) -> tuple[tuple[int, ...], ...]:
+    """Per stage, how many micro-batches from `first` to before `stop` each worker has, of contiguous ones."""
+    ends = [np.cumsum(of_stage) for of_stage in counts]
+    found = [
+        np.clip(end, first, stop) - np.clip(end - of_stage, first, stop)
+        for end, of_stage in zip(ends, counts, strict=True)
+    ]
+    return tuple(tuple(of_stage.tolist()) for of_stage in found)
+
+
+def _first_turns(counts: Sequence[np.ndarray], number: int) -> tuple[tuple[int, ...], ...]:
+    """Per stage, how many of the first micro-batches each worker has, in time-major order."""
+    found = []
+    for of_stage in counts:
+        owners = workers_of_microbatches(range(len(of_stage)), of_stage.tolist(), TIME_MAJOR)[:number]
+        found.append(tuple(np.bincount(owners, minlength=len(of_stage)).tolist()))
+    return tuple(found)
+
+
+def _counts_s(
+    assignment: Assignment, costs: CostModel, piece: Sequence[slice], counts: tuple[tuple[int, ...], ...]
+) -> float:
+    """The end of the last action of these workers with so many micro-batches each."""
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     members = [of_stage[where] for of_stage, where in zip(assignment.stages, piece, strict=True)]
     speeds = costs.speeds_of([rank for of_stage in members for rank in of_stage])
     stage = np.repeat(np.arange(len(members)), [len(of_stage) for of_stage in members])
-    return graph.makespan(graph.microbatch_seconds(forward[stage] / speeds, backward[stage] / speeds), delays)
+    of_kind = (tuple((seconds[stage] / speeds).tolist()) for seconds in (forward, backward))
+    return _executed_s(counts, assignment.microbatch_order, assignment.limits, *of_kind, tuple(delays))
 
 
-@lru_cache(maxsize=32)
-def _graph(
-    microbatch_counts: tuple[tuple[int, ...], ...], microbatch_order: str, limits: tuple[int, ...]
-) -> ActionGraph:
-    """The action lists of workers 0, 1, ..., stage by stage. They depend neither on the ranks nor on the layers."""
-    ranks = iter(range(sum(map(len, microbatch_counts))))
-    stages = tuple(tuple(islice(ranks, len(counts))) for counts in microbatch_counts)
-    placement = Assignment(stages, tuple(range(len(stages) + 1)), microbatch_counts, microbatch_order).placement()
-    return ActionGraph(schedule(placement, limits=limits))
+@lru_cache(maxsize=1024)
+def _executed_s(
+    counts: tuple[tuple[int, ...], ...],
+    microbatch_order: str,
+    limits: tuple[int, ...],
+    forward_s: tuple[float, ...],
+    backward_s: tuple[float, ...],
+    delays: tuple[float, ...],
+) -> float:
+    owners, order = _owners(counts, microbatch_order)
+    return execute(owners, order, limits, forward_s, backward_s, delays)[0]
+
+
+@lru_cache(maxsize=64)
+def _owners(
+    counts: tuple[tuple[int, ...], ...], microbatch_order: str
+) -> tuple[tuple[tuple[int, ...], ...], dict[int, float]]:
+    """Per stage the worker of each micro-batch, as a number over all stages; and the turns of the micro-batches."""
+    rows = iter(range(sum(map(len, counts))))
+    owners = tuple(
+        workers_of_microbatches(tuple(islice(rows, len(of_stage))), of_stage, microbatch_order) for of_stage in counts
+    )
+    return owners, turns_of_ways(dict(enumerate(zip(*owners, strict=True))))
+
+
+def executed_lists(assignment: Assignment, costs: CostModel) -> Schedule:
+    """The actions of every worker, in the order in which these costs make it execute them."""
+    forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
+    forward_s, backward_s = (
+        {
+            rank: float(seconds[s] / speed)
+            for s, members in enumerate(assignment.stages)
+            for rank, speed in zip(members, costs.speeds_of(members).tolist(), strict=True)
+        }
+        for seconds in (forward, backward)
+    )
+    return schedule(assignment.placement(), seconds=(forward_s, backward_s), delays=delays)
 
 
 def timed_graph(assignment: Assignment, costs: CostModel) -> tuple[ActionGraph, np.ndarray, list[float]]:
-    """The action graph of an assignment, the seconds of one action on each of its rows, and the boundary delays."""
-    graph = ActionGraph(schedule(assignment.placement()))
+    """The graph of `executed_lists`, the seconds of one action on each of its rows, and the boundary delays."""
+    graph = ActionGraph(executed_lists(assignment, costs))
     forward, backward, delays = stage_seconds(assignment.layer_cuts, costs)
     stage = np.repeat(np.arange(assignment.num_stages), [len(members) for members in assignment.stages])
     speeds = costs.speeds_of(graph.ranks)

@@ -1,8 +1,8 @@
 """The virtual-time engine with costs: a step's actions on workers, links and mirrors, in virtual seconds.
 
-Where nothing but actions and free wires count, its times are those of `step_time.ActionGraph`. Beyond that it models
-messages that share a worker's wire, the reduction message by message, votes, publication and its overlap with the next
-step, work without lists (a worker runs whatever is ready), split backwards, and steps that overlap by stages.
+A worker runs whatever is ready, as real ones do. Where nothing but actions and free wires count, times are those of
+`pipeline.execute`. Beyond that it models messages that share a worker's wire, the reduction message by message, votes,
+publication and its overlap with the next step, split backwards, and steps that overlap by stages.
 
 Not modelled: a receiver's own wire, switches, and compute that links slow down.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
-from elaswave_spmd.scheduling.step_time import action_classes
+from elaswave_spmd.scheduling.step_time import CLASSES
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.sums import Sums
-from elaswave_spmd.simulator.work import WEIGHTS, ListOrder, Order, ReadyOrder, Span, Work
+from elaswave_spmd.simulator.work import WEIGHTS, ReadyOrder, Span, Work
 
 Frequencies = Mapping[int, Sequence[float]]
 """Rank -> relative frequency by `step_time.CLASSES`. Workers that are not named run at 1."""
@@ -84,7 +84,7 @@ def execute(
         microbatch_order: Placement.microbatch_order, which decides what is added up before it is sent.
         by_stage: a worker begins the next step when all of its stage have finished this one (staggered optimizer:
             Gandhi et al., 2024), not when all workers have. Without `rule` only.
-        frequencies: relative frequencies of workers whose actions are listed.
+        frequencies: relative frequencies of workers, by class of actions.
     """
     assert steps >= 1 and not (by_stage and rule), (steps, by_stage, rule)
     return _Engine(work, costs, wires, rule, microbatch_order, steps, by_stage, frequencies or {}).run()
@@ -100,7 +100,9 @@ class _Worker:
         self.busy = False
         self.step = -1
         self.left = 0
-        self.orders: dict[int, Order] = {}
+        self.orders: dict[int, ReadyOrder] = {}
+        self.forwards = 0  # that it has still to begin in this step
+        self.is_filling = True  # it has begun no backward yet
 
 
 class _Engine:
@@ -144,10 +146,8 @@ class _Engine:
             for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"))
         }
         self._stage_s = [costs.stage_s(*work.layer_cuts[s : s + 2]) for s in range(work.num_stages)]
-        self._frequency: dict[PipelineAction, float] = {}
-        for rank, by_class in frequencies.items():
-            todo = (work.lists or {}).get(rank, ())
-            self._frequency |= {a: by_class[c] for a, c in zip(todo, action_classes(todo), strict=True)}
+        self._frequencies = frequencies
+        self._forwards_of = work.left(FORWARD)
 
     def run(self) -> Run:
         for worker in self._workers.values():
@@ -161,15 +161,11 @@ class _Engine:
 
     # ---- steps
 
-    def _order(self, worker: _Worker, step: int) -> Order:
+    def _order(self, worker: _Worker, step: int) -> ReadyOrder:
         """The order of a worker's actions in a step; made on first use, with the actions that wait for nothing."""
         if step not in worker.orders:
             work = self._work
-            order: Order
-            if work.lists is not None:
-                order = ListOrder(work.lists[worker.rank])
-            else:
-                order = ReadyOrder(work.limits[worker.stage], work.turns, WEIGHTS if work.weight_share else BACKWARD)
+            order = ReadyOrder(work.limits[worker.stage], work.turns, WEIGHTS if work.weight_share else BACKWARD)
             worker.orders[step] = order
             for microbatch, rank in enumerate(work.owners[worker.stage]):
                 if rank == worker.rank:
@@ -194,6 +190,7 @@ class _Engine:
     def _begin(self, worker: _Worker, step: int) -> None:
         worker.step = step
         worker.left = self._left_of[worker.rank]
+        worker.forwards, worker.is_filling = self._forwards_of[worker.rank], True
         # An order may be made before its step begins (`_result`), so it is kept by step, and dropped when that is over.
         worker.orders.pop(step - 1, None)
         self._order(worker, step)
@@ -248,7 +245,7 @@ class _Engine:
 
     def _start(self, worker: _Worker, action: PipelineAction) -> None:
         now, layers = self._clock.now, range(*self._work.layer_cuts[action.stage : action.stage + 2])
-        speed = worker.speed * self._frequency.get(action, 1.0)
+        speed = worker.speed * self._frequency(worker, action)
         if action.kind == FORWARD:
             stop = now
             # Parameters of the step before may still be on their way: each layer starts when its own are there.
@@ -268,6 +265,17 @@ class _Engine:
         worker.busy = True
         self._spans.append(Span(worker.rank, action, now, stop, worker.step))
         self._clock.at(stop, self._finish, worker, worker.step, action)
+
+    def _frequency(self, worker: _Worker, action: PipelineAction) -> float:
+        """The relative frequency of an action that begins now: that of its class (`step_time.CLASSES`)."""
+        if action.kind == FORWARD:
+            of_class = "fill" if worker.is_filling else "forward"
+            worker.forwards -= 1
+        else:
+            of_class = "backward" if worker.forwards else "drain"
+            worker.is_filling = False
+        by_class = self._frequencies.get(worker.rank)
+        return by_class[CLASSES.index(of_class)] if by_class else 1.0
 
     def _report_backward(self, worker: _Worker, action: PipelineAction, now: float, factor: float) -> None:
         assert self._sums is not None

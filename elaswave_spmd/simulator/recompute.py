@@ -58,8 +58,8 @@ def recompute_step(
         _reassign(stage, of_stage, members, done, costs)
         for stage, (of_stage, members) in enumerate(zip(work.owners, stages, strict=True))
     )
-    limits = (assignment.num_microbatches,) * len(stages)
-    left = replace(work, stages=stages, owners=owners, lists=None, done=done, limits=limits)
+    limits, turns = (assignment.num_microbatches,) * len(stages), ()
+    left = replace(work, stages=stages, owners=owners, done=done, limits=limits, turns=turns)
     if not any(left.left().values()):
         return RecomputedStep(whole.step_s, kept, (), max(at, whole.step_s))
     run = execute(left, costs, wires=FREE)

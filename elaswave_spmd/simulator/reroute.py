@@ -75,7 +75,7 @@ def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Wo
         owners.append(tuple(found))
         stages.append(tuple(left))
     limits = tuple(limit + 1 for limit in healthy.limits)
-    return Work(tuple(stages), healthy.layer_cuts, tuple(owners), None, limits, _turns(healthy))
+    return Work(tuple(stages), healthy.layer_cuts, tuple(owners), limits, _turns(healthy))
 
 
 def _room(case: Case, work: Work) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from elaswave_spmd.scheduling.dvfs import FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches, least_load
 from elaswave_spmd.scheduling.rebalance import Decision, frequency_hints, plan_change
 from elaswave_spmd.scheduling.state_moves import layout_of_costs
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of, state_of, step_time
+from elaswave_spmd.scheduling.step_time import EXACT, Assignment, memory_of, state_of, step_time
 from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed, rule_of, stages_of
 
 UNIT = 64 * 12
@@ -28,15 +28,19 @@ def without(stages, *lost: int) -> tuple[tuple[int, ...], ...]:
 
 
 def sound(decision: Decision, costs: CostModel, num_microbatches: int, num_layers: int) -> None:
-    """Every variant runs every layer and micro-batch once, with the least load there is."""
+    """Every variant runs every layer and micro-batch once, with the least load there is, or faster with more."""
     for variant in filter(None, (decision.now, decision.later)):
         found = variant.assignment
         assert found.layer_cuts[0] == 0 and found.layer_cuts[-1] == num_layers
         assert all(a < b for a, b in zip(found.layer_cuts, found.layer_cuts[1:], strict=False))
         for members, counts in zip(found.stages, found.microbatch_counts, strict=True):
             assert sum(counts) == num_microbatches and len(counts) == len(members)
-            speeds = costs.speeds_of(members)
-            assert (np.array(counts) / speeds).max() == least_load(num_microbatches, speeds)
+        speeds = [costs.speeds_of(members) for members in found.stages]
+        pairs = list(zip(found.microbatch_counts, speeds, strict=True))
+        if any((np.array(c) / v).max() != least_load(num_microbatches, v) for c, v in pairs):
+            even = assign_microbatches(num_microbatches, speeds, microbatch_order=found.microbatch_order).counts
+            least = Assignment(found.stages, found.layer_cuts, even, found.microbatch_order)
+            assert variant.time.pipeline_s < step_time(least, costs).pipeline_s
     assert all(reason in str(decision) for reason in decision.reasons)
 
 
@@ -80,7 +84,7 @@ def test_fewer_tree_nodes_never_cost_time(sizes, per_worker):
         counts = assign_microbatches(num_microbatches, speeds, fewest_nodes=fewest_nodes).counts
         found = Assignment(stages_of(sizes), decision.now.assignment.layer_cuts, counts)
         times.append(step_time(found, costs).seconds)
-    assert decision.now.time.seconds == min(times)
+    assert decision.now.time.seconds <= min(times)
 
 
 def test_without_remaining_steps_nothing_moves():
@@ -233,7 +237,7 @@ def test_large_meshes_are_planned_by_class():
     decision = plan_change(
         placement, costs_of([1.0] * 8), 10, stages=present, stage_counts=(), frequencies=FrequencyRange(0.5, 1.0)
     )
-    assert decision.now.time.how == "action lists" and len(decision.hints) <= 6
+    assert decision.now.time.how == EXACT and len(decision.hints) <= 6
     assert sum(len(hint.ranks) for hint in decision.hints) == 999
     assert "500 of them" in str(decision)
 

@@ -178,7 +178,7 @@ def test_each_action_may_take_a_little_more():
 @settings(max_examples=60)
 def test_without_lists_workers_take_what_is_ready(case, split):
     assignment, costs = case
-    work = replace(Work.from_assignment(assignment), lists=None, weight_share=0.5 if split else 0.0)
+    work = replace(Work.from_assignment(assignment), weight_share=0.5 if split else 0.0)
     run = execute(work, costs, wires=FREE)
     kinds = Counter(span.action.kind for span in run.spans)
     every = work.num_stages * work.num_microbatches
