@@ -12,7 +12,7 @@ are medians of the healthy steps and of the last ones, when nothing had changed 
 
 beside the modelled ratio of the run's last placement with the costs that it measured ("modelled"), the ratio that
 plan_change predicts, and the best ratio over all cuts of the layers (all are tried; workers stay in their stages,
-micro-batches are assigned by the planner, steps last as their action lists do): the optimum over whole layers and
+micro-batches are assigned by the planner, steps last as workers execute them): the optimum over whole layers and
 micro-batches. "No order" is a lower bound of the step over all cuts, whatever the order of actions. "Any grouping" is
 elaswave_spmd.simulator.optimum: workers may change their stage, too (same number of stages; cut off after 400).
 Reroute (ReCycle's policy) and drop replica (TorchFT's) are modelled on the same costs, not run. The ablation leaves
@@ -144,7 +144,7 @@ def times_of(done: Run, steps: tuple[int, int, int]) -> Times:
 
 
 def least(case: Case) -> tuple[float, float]:
-    """Seconds of the fastest step over all cuts, with workers in these stages: by action lists, and a lower bound."""
+    """Seconds of the fastest step over all cuts, with workers in these stages: as executed, and a lower bound."""
     stages = case.change.stages(case.placement.mesh)
     speeds = [case.after.speeds_of(members) for members in stages]
     microbatches = case.healthy.num_microbatches

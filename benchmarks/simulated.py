@@ -5,7 +5,7 @@
 Ten meshes, healthy and ragged, one with a worker at half speed; on each one run of `python train.py` on the emulated
 accelerator (benchmarks/emulated_runs.py: real processes, links and bytes; layer programs sleep), whose placement stays
 as it is. Emulated: the median of the means of five blocks of steps, from metrics.jsonl. Simulated:
-elaswave_spmd.simulator on the same placement and action lists, with reduction, mirrors, votes and publication, once
+elaswave_spmd.simulator on the same placement, with reduction, mirrors, votes and publication, once
 with the configured times of programs, which are known in advance, and once with those that the run measured for its
 layers (costs.json; a sleep lasts a little longer than configured) and its links; "as configured", links have 1 GB/s
 and 0.1 ms. The simulation leaves out what processes compute beside their programs' sleep: 16 processes share two cores

@@ -259,7 +259,7 @@ def worker_frequencies(
 ) -> tuple[FrequencyPlan, dict[int, float]]:
     """Choose one frequency for each worker, with which a step takes no longer than the plan's makespan.
 
-    On the action lists of small meshes; beyond, the largest of a worker's hints by class of actions.
+    On small meshes by the order of their actions; beyond, the largest of a worker's hints by class of actions.
 
     Returns: the plan, and rank -> frequency, rounded up.
     """

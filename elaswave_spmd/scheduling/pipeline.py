@@ -66,7 +66,8 @@ def in_flight_limits(
         occurring = [set(counts) for counts in microbatch_counts]
         longest = [_duration(min(some - {0})) for some in occurring]
         shortest = [_duration(max(some)) for some in occurring]
-        ragged = len({tuple(counts) for counts in microbatch_counts}) > 1
+        # Parked workers are in nobody's way: the others are columns if they have equal micro-batches.
+        ragged = len({tuple(filter(None, counts)) for counts in microbatch_counts}) > 1
     if not ragged:
         return tuple(range(len(stage_sizes), 0, -1))
     return tuple(1 + -(-sum(longest[s + 1 :]) // own) + _MORE for s, own in enumerate(shortest))

@@ -59,10 +59,11 @@ TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
 this part."""
 
 _EXACT_ACTIONS, _EXACT_WORKERS = 1024, 32
-"""Up to this size frequencies are chosen on the action lists; beyond it by class of workers, on the lower bound."""
+"""Up to this size frequencies are chosen by the order of actions; beyond it by class of workers, on the lower bound."""
 
 _MOST_SHIFTS = 16
 
+_TIMED_WORKERS = 256  # up to this number, even groupings into all numbers of stages are timed
 _UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
 _MOST_OF_A_NUMBER = 8  # groupings into the same number of stages that are timed
 _MOST_PARKED = 3  # of the best candidates, workers are parked to see whether that is faster
@@ -322,7 +323,10 @@ class _Planner:
     def regrouped(
         self, crew: _Crew, stage_counts: Collection[int] | None, total: float
     ) -> list[tuple[_Crew, Candidate]]:
-        """Other groupings of the workers into stages. On small meshes several are timed, and the best is refined.
+        """Other groupings of the workers into stages.
+
+        On small meshes several of each number of stages are timed, and the best is refined; on larger ones even
+        groupings are timed, and on the largest only the one with the best lower bound.
 
         Args:
             total: seconds until the end that the best candidate so far takes.
@@ -344,21 +348,28 @@ class _Planner:
             theirs = self.crew(choice.stages)
             found.append((theirs, self.candidate(theirs, choice.partition.cuts)))
 
-        if sum(map(len, crew.stages)) > _EXACT_WORKERS:
+        num_workers = sum(map(len, crew.stages))
+        small = num_workers <= _EXACT_WORKERS
+        if num_workers > _TIMED_WORKERS:
             choice = groupings.best(stage_counts)
             if choice.stages != crew.stages:
                 look_at(choice)
             return found
-        for least, choices in groupings.by_number(stage_counts):
-            if least * self.remaining_steps >= _UNEVEN * total:
+        for least, number in groupings.numbers(stage_counts):
+            if least * self.remaining_steps >= (_UNEVEN if small else 1.0) * total:
                 break
             # Their lower bounds come in ascending order: from some one on none can be better.
-            for choice in [choice for choice in choices if choice.stages != crew.stages][:_MOST_OF_A_NUMBER]:
+            choices = [
+                choice
+                for choice in groupings.of_number(number, total if small else 0.0)
+                if choice.stages != crew.stages
+            ]
+            for choice in choices[:_MOST_OF_A_NUMBER]:
                 if groupings.total(choice) >= total:
                     break
                 look_at(choice)
                 total = min(total, self.total(found[-1][1]))
-        if found:
+        if found and small:
             theirs, best = min(found, key=lambda each: self.total(each[1]))
             found.append((theirs, self.refined(theirs, best)))
         return found
@@ -495,7 +506,7 @@ def frequency_hints(
     power: PowerModel,
     goal_s: float | None = None,
 ) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """The frequencies of all workers: by the action lists on small meshes, by class of workers on large ones."""
+    """The frequencies of all workers: by the order of actions on small meshes, by class of workers on large ones."""
     num_workers = sum(map(len, assignment.stages))
     if num_workers <= _EXACT_WORKERS and 2 * assignment.num_stages * assignment.num_microbatches <= _EXACT_ACTIONS:
         graph, seconds, delays = timed_graph(assignment, costs)

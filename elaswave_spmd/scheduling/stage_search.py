@@ -8,7 +8,7 @@ that the search ends with is planned page by page (`state_moves`) before it is a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, permutations
@@ -25,10 +25,11 @@ from elaswave_spmd.scheduling.step_time import bound, stage_seconds, traffic_byt
 MOST_NUMBERS = 24
 """The most numbers of stages that are tried: those with the smallest lower bounds."""
 
-MOST_GROUPINGS = 300
-"""The local search ends after this many groupings, of about a millisecond each."""
+MOST_GROUPINGS = 100
+"""The local search for a number of stages ends after this many groupings, of about a millisecond each."""
 
-_MOST_OF_A_NUMBER = 60  # of these
+_NEAR = 1.25  # the local search makes a bound better by less than this, but for rare cases
+_ALL_PAIRS = 5  # with more stages, workers are moved between neighbours only
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -255,31 +256,16 @@ class Groupings:
             raise error or PlanError(f"no number of stages is allowed ({stage_counts})")
         return best
 
-    def by_number(self, stage_counts: Collection[int] | None = None) -> Iterator[tuple[float, list[StageChoice]]]:
-        """For each number of stages, the least seconds of a step of even ones, and groupings into stages of any sizes.
-
-        Numbers come in the order of their least seconds, groupings with the best lower bound first. The caller times
-        them, and ends the search by what it has found: execution may exceed the bound of one number by more than that
-        of another.
+    def of_number(self, number: int, below: float = math.inf) -> list[StageChoice]:
+        """Groupings into so many stages of any sizes, the best lower bound first; none, if nothing fits in memory.
 
         Local search, for small meshes: starting from the even and from the present grouping, one worker is moved to
-        another stage as long as that helps. `stage_counts`: as for `best`.
-        """
-        looked_at = 0
-        for least, number in self.numbers(stage_counts):
-            if looked_at >= MOST_GROUPINGS:
-                return
-            known: dict[tuple[int, ...], StageChoice | None] = {}
-            starts = {self.evenly(number)}
-            if number == len(self.stages):
-                starts.add(tuple(map(len, self.stages)))
-            for sizes in sorted(starts):
-                self._descend(sizes, known)
-            looked_at += len(known)
-            yield least, sorted(filter(None, known.values()), key=self.total)
+        another stage as long as that helps.
 
-    def _descend(self, sizes: tuple[int, ...], known: dict[tuple[int, ...], StageChoice | None]) -> None:
-        """Moves one worker after another as long as that helps. Adds all sizes of stages looked at to `known`."""
+        Args:
+            below: seconds until the end; where not even a start is near these there is no search.
+        """
+        known: dict[tuple[int, ...], StageChoice | None] = {}
 
         def total(sizes: tuple[int, ...]) -> float:
             if sizes not in known:
@@ -290,11 +276,16 @@ class Groupings:
             found = known[sizes]
             return math.inf if found is None else self.total(found)
 
-        while len(known) < _MOST_OF_A_NUMBER:
-            found = min(_one_moved(sizes), key=total, default=sizes)
-            if total(found) >= total(sizes):
-                return
-            sizes = found
+        starts = {self.evenly(number)}
+        if number == len(self.stages):
+            starts.add(tuple(map(len, self.stages)))
+        for sizes in sorted(starts):
+            while total(sizes) < _NEAR * below and len(known) < MOST_GROUPINGS:
+                found = min(_one_moved(sizes), key=total, default=sizes)
+                if total(found) >= total(sizes):
+                    break
+                sizes = found
+        return sorted(filter(None, known.values()), key=self.total)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -374,9 +365,9 @@ class Groupings:
 
 
 def _one_moved(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All sizes of stages that result from moving one worker to another stage."""
+    """Sizes of stages that result from moving one worker to another stage; of many stages, to a neighbour."""
     return [
         tuple(size - (s == a) + (s == b) for s, size in enumerate(sizes))
         for a, b in permutations(range(len(sizes)), 2)
-        if sizes[a] > 1
+        if sizes[a] > 1 and (len(sizes) <= _ALL_PAIRS or abs(a - b) == 1)
     ]

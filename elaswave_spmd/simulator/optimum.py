@@ -1,7 +1,7 @@
 """The least seconds of a step over all ways to group workers, cut layers and assign whole micro-batches.
 
 Workers of equal speed are alike. Two figures: `bound_s`, which no grouping and no order of actions falls below, and
-`best_s`, the least that the action lists of any grouping take, found by looking at groupings in the order of their
+`best_s`, the least that a simulated step of any grouping takes, found by looking at groupings in the order of their
 bounds until none that is left can be better.
 """
 
@@ -30,10 +30,10 @@ class Optimum:
 
     Args:
         bound_s: a lower bound for all groupings and all orders of their actions.
-        best_s: the least seconds of the action lists that were timed.
+        best_s: the least seconds of the steps that were simulated.
         assignment: the assignment that takes best_s.
-        proven: no lists of any grouping take less than best_s; False: the search was cut off.
-        looked_at: number of groupings whose lists were timed.
+        proven: no step of any grouping takes less than best_s; False: the search was cut off.
+        looked_at: number of groupings whose steps were simulated.
     """
 
     bound_s: float
@@ -197,7 +197,7 @@ class _Search:
         return self._tables[key]
 
     def timed(self, stages: Sequence[Stage]) -> tuple[float, Assignment]:
-        """The fastest assignment of a grouping, by its action lists, over the candidate assignments of
+        """The fastest assignment of a grouping, as executed, over the candidate assignments of
         micro-batches."""
         queues = [list(ranks) for _, ranks in self.classes]
         members = tuple(

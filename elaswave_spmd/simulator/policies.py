@@ -1,8 +1,8 @@
 """The answers of elastic systems to lost or slow workers, on one cost model. Each policy names what is modelled of it.
 
-Common to all: the same layers, workers, links and seconds. A step takes what `step_time.step_time` gives (the longest
-way through 1F1B lists with free wires, or the reduction's bytes where these take longer), unless a policy has an order
-of its own. All take the same seconds to detect a loss and to inform all workers. Before the loss all run the same
+Common to all: the same layers, workers, links and seconds. A step takes what `step_time.step_time` gives (as
+workers execute it, with free wires, or the reduction's bytes where these take longer), unless a policy has an order of
+its own. All take the same seconds to detect a loss and to inform all workers. Before the loss all run the same
 placement, with its mirrors; afterwards only our policy has any. Steps are those that a policy ends with. Other systems'
 policies are modelled after their papers, not run: nothing here is a measurement of their code. Only our policy takes
 newcomers.
@@ -29,7 +29,7 @@ from elaswave_spmd.simulator.recompute import recompute_step
 from elaswave_spmd.simulator.work import Work
 
 MOST_ACTIONS = 1 << 20
-"""Steps are timed on their lists up to this many actions: figures are not to mix bounds and lists."""
+"""Steps of up to this many actions are simulated as a whole: figures are not to mix them with parts."""
 
 _MOMENTS = (0.2, 0.5, 0.8)  # moments of a loss within a step, over which its cost is averaged
 
@@ -101,7 +101,7 @@ class Case:
         return remaining_share(self.placement.mesh, self.costs, self.change)
 
     def seconds(self, assignment: Assignment, costs: CostModel, rule: MemoryRule | None = None) -> float:
-        """Seconds of a step, timed on its action lists."""
+        """Seconds of a step, simulated as a whole."""
         return step_time(assignment, costs, rule or self.rule, most_actions=MOST_ACTIONS).seconds
 
     def ratio(self, outcome: Outcome) -> float:

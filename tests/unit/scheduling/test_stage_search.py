@@ -191,14 +191,15 @@ def test_good_groupings_are_no_worse_than_even_ones(data: st.DataObject):
     costs = costs.with_speeds({rank: data.draw(st.sampled_from([1.0, 1.0, 0.5])) for rank in range(sum(sizes))})
     microbatches = data.draw(st.integers(1, 12))
     more = {"old_stages": present, "old_cuts": cuts, "remaining_steps": 1000, "rule": rule_of(1)}
-    by_number = list(Groupings(costs, present, microbatches, **more).by_number())
-    least_of = [least for least, _ in by_number]
-    assert least_of == sorted(least_of), "the caller stops at a number that is unlikely to be better"
-    for _, choices in by_number:
+    groupings = Groupings(costs, present, microbatches, **more)
+    found = []
+    for _, number in groupings.numbers(None):
+        choices = groupings.of_number(number)
         total = [choice.seconds * 1000 + choice.move.seconds for choice in choices]
         assert total == sorted(total) and len({choice.stages for choice in choices}) == len(choices)
-        assert len({len(choice.stages) for choice in choices}) <= 1
-    found = [choice for _, choices in by_number for choice in choices]
+        assert all(len(choice.stages) == number for choice in choices)
+        assert len(groupings.of_number(number, 0.0)) <= 2, "nothing near: the starts alone"
+        found += choices
     for choice in found:
         assert tuple(rank for members in choice.stages for rank in members) == tuple(range(sum(sizes)))
         assert all(choice.stages)
@@ -213,6 +214,6 @@ def test_workers_go_where_layers_are_many():
     costs = costs_of([1.0] * 8, bandwidth=1e6)
     present = ((0, 1, 2, 3), (4, 5, 6))
     groupings = Groupings(costs, present, 28, old_stages=present, old_cuts=(0, 4, 8), remaining_steps=1000)
-    every = [choice for _, choices in groupings.by_number() for choice in choices]
+    every = [choice for number in (1, 2, 3) for choice in groupings.of_number(number)]
     best, even = min(every, key=groupings.total), groupings.best()
     assert best.seconds <= even.seconds
