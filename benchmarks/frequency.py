@@ -30,10 +30,10 @@ from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, PowerModel
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.partition import balance_layers
-from elaswave_spmd.scheduling.pipeline import FORWARD, schedule
+from elaswave_spmd.scheduling.pipeline import FORWARD, Schedule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import frequency_hints, plan_change
-from elaswave_spmd.scheduling.step_time import ActionGraph, Assignment, timed_graph
+from elaswave_spmd.scheduling.step_time import ActionGraph, Assignment, executed_lists, timed_graph
 from elaswave_spmd.sharding import Shardings
 
 _POWER = PowerModel()
@@ -116,7 +116,7 @@ def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRa
         candidates = operation.CandidateExecutionOptions(options=options)
         return operation.OperationSpec(options=candidates, cost_model=curve)
 
-    numbers, dag = _dag(assignment, networkx)
+    numbers, dag = _dag(executed_lists(assignment, costs), networkx)
     graph, seconds, _ = timed_graph(assignment, costs)
     row_of = {rank: row for row, rank in enumerate(graph.ranks)}
     specs: dict[float, Any] = {}
@@ -134,9 +134,8 @@ def lowtime_energy(assignment: Assignment, costs: CostModel, limits: FrequencyRa
     return best / _SCALE + _POWER.static * makespan * len(graph.ranks)
 
 
-def _dag(assignment: Assignment, networkx: Any) -> tuple[dict[Any, int], Any]:
+def _dag(lists: Schedule, networkx: Any) -> tuple[dict[Any, int], Any]:
     """(rank, action) -> graph node, and the graph of which action waits for which, with one source and one sink."""
-    lists = schedule(assignment.placement())
     numbers = {
         (rank, action): i + 2 for i, (rank, action) in enumerate((r, a) for r, todo in lists.items() for a in todo)
     }
