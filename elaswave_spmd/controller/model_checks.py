@@ -66,7 +66,13 @@ class ModelChecks:
             f"{largest['layer']}, takes {_mib(largest['state_bytes'])} of state, {_mib(largest['gradient_bytes'])} of "
             f"gradient and {_mib(largest['kept_bytes'])} for each micro-batch in flight"
         )
-        return [Record(MODEL_CHECK, {"seconds": seconds, "layers": rows, "message": text})]
+        unchecked = {"loss_unchecked": message.loss_unchecked} if message.loss_unchecked else {}
+        if unchecked:
+            text += (
+                ". Nothing has shown that loss() is a sum over samples, as it must be: of half a micro-batch it could "
+                f"not be computed ({message.loss_unchecked})"
+            )
+        return [Record(MODEL_CHECK, {"seconds": seconds, "layers": rows, **unchecked, "message": text})]
 
     def _named(self, rank: int) -> str:
         topology = self._topology

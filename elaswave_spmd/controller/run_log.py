@@ -401,7 +401,8 @@ class RunLog:
                 self._record.finished.pop(rank, None)
             case Record(kind, fields):
                 if kind == MODEL_CHECK:
-                    self._record.model_check = {"done": True, "seconds": fields["seconds"], "layers": fields["layers"]}
+                    told = {name: value for name, value in fields.items() if name != "message"}
+                    self._record.model_check = {"done": True, **told}
                 if kind == "corrupt" and fields["tensor"] == "state":
                     self._record.replicas_wrong += 1
                 if kind == "fail":

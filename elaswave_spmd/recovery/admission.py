@@ -325,7 +325,9 @@ def _refused_report(
     bounds: MessageBounds, message: m.AnyMessage, num_elements: int | None, at: ControllerPosition
 ) -> str:
     """Why the controller refuses the content of a report."""
-    if any(len(getattr(message, name, "")) > LONGEST_TEXT for name in ("reason", "extension", "action")):
+    if any(
+        len(getattr(message, name, "")) > LONGEST_TEXT for name in ("reason", "extension", "action", "loss_unchecked")
+    ):
         return SIZE
     match message:
         case m.Ready(rank, address):

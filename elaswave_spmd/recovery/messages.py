@@ -324,11 +324,13 @@ class Checked(Message, frozen=True):
         layers: of each kind of layer the first one, how many there are, the bytes that a micro-batch keeps of it until
             its backward, those of its output, and a digest of all bits that it has computed: (layer, count, kept,
             output, digest). They are the same on all workers.
+        loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
     """
 
     rank: int
     seconds: float
     layers: tuple[tuple[int, int, int, int, bytes], ...]
+    loss_unchecked: str = ""
 
 
 class Constructed(Message, frozen=True):

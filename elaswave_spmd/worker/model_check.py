@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
 _LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums of other lengths are rounded otherwise, a mean is off by a factor
+_LONGEST_REASON = 200  # characters
 _GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about what training has
 
 
@@ -67,10 +69,15 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """A model that has passed: how long that took, in seconds, and the result of each kind of layer."""
+    """A model that has passed: how long that took, in seconds, and the result of each kind of layer.
+
+    Args:
+        loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
+    """
 
     seconds: float
     layers: tuple[LayerCheck, ...]
+    loss_unchecked: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ def check_model(
     finally:
         model.programs.bind({}, {})
         model.programs.memory = LayerMemory()  # layers are measured when they train, too
-    return ModelCheck(time.perf_counter() - began, found)
+    return ModelCheck(time.perf_counter() - began, found, check.loss_unchecked)
 
 
 def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Sample]:
@@ -167,6 +174,7 @@ class _Check:
         self._first, self._other = samples
         self._inputs = {sample.number: sample.batch.tokens for sample in samples}
         self._last = len(model.layout.layers) - 1
+        self.loss_unchecked = ""
 
     def run(self, checked: Callable[[str], None]) -> tuple[LayerCheck, ...]:
         """Run every layer whose kind is new on the outputs of the layers before it."""
@@ -343,7 +351,7 @@ class _Check:
         del outputs  # those of a language model are large
         cut, loss = len(output) // 2, self._programs.loss
         with torch.no_grad():
-            check_loss(loss, output, batch, cut)
+            self.loss_unchecked = check_loss(loss, output, batch, cut)
             # Initial outputs are nearly equal and nearly zero, where many a term is too small to be seen.
             check_loss(loss, _waves(output).mul_(0.5).add_(1.0), batch, cut)
 
@@ -356,13 +364,14 @@ class _Check:
         return checked_output(y, self._job.torch_dtype, layer.name).float()
 
 
-def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch, cut: int) -> None:
+def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch, cut: int) -> str:
     """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others.
-
-    A loss that raises for one of them cannot be held to anything.
 
     Args:
         output: of the last layer, fp32 [samples, ...].
+
+    Returns:
+        What the loss raised, for one of them: it is held to nothing then; "" if it raised nothing.
 
     Raises:
         ModelError: they differ by more than rounding explains.
@@ -373,14 +382,14 @@ def check_loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: B
             float(loss(output[part].contiguous(), Batch(batch.tokens[part], batch.targets[part])))
             for part in (slice(None, cut), slice(cut, None))
         ]
-    except Exception:
+    except Exception as error:
         # A loss may take nothing but whole micro-batches of what its model puts out, without a graph or with one. It
         # has computed that before, in the forward.
-        return
+        return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
     if not math.isfinite(whole):
-        return  # with the model's own outputs that has been refused by now
+        return ""  # with the model's own outputs that has been refused by now
     if abs(whole - sum(parts)) <= _LOSS_TOLERANCE * max(abs(whole), sum(map(abs, parts))):
-        return
+        return ""
     raise ModelError(
         f"loss() of {len(output)} samples is {whole:.6g}, and of their two halves {parts[0]:.6g} + {parts[1]:.6g}",
         rule="the loss of a micro-batch is the sum over its samples and tokens: the loss of a step is added up from "

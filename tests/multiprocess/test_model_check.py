@@ -74,7 +74,9 @@ def test_models_that_are_right_have_the_same_bits_on_every_mesh(tmp_path: Path) 
         lines = [(line.loss_hex, line.grad_norm_hex) for line in read_metrics(tmp_path / name)]
         found[name] = lines, read_summary(tmp_path / name)["weights_sha256"]
     assert len(found["single"][0]) == 6 and found["single"] == found["wide"] == found["deep"]
-    rows = {row["layer"]: row for row in read_summary(tmp_path / "deep")["model_check"]["layers"]}
+    checked = read_summary(tmp_path / "deep")["model_check"]
+    assert checked["loss_unchecked"].startswith("ValueError: "), "half a micro-batch is none that this loss takes"
+    rows = {row["layer"]: row for row in checked["layers"]}
     assert {"embed", "mixed_types", "backward_hook", "head"} <= set(rows)
 
 

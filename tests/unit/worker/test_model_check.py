@@ -188,8 +188,9 @@ def test_a_loss_is_refused_for_micro_batches_of_any_size(mistake: str, microbatc
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_loss_that_takes_whole_micro_batches_alone_passes(rank: int) -> None:
-    check(mistaken("loss_of_whole_microbatches"), rank=rank)
+def test_a_loss_that_takes_whole_micro_batches_alone_passes_and_it_is_said(rank: int) -> None:
+    assert check(mistaken("loss_of_whole_microbatches"), rank=rank).loss_unchecked.startswith("ValueError: ")
+    assert check(mistaken("none"), rank=rank).loss_unchecked == ""
 
 
 def test_a_check_keeps_one_copy_of_a_layer_at_a_time() -> None:
