@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise, product
 
 import numpy as np
@@ -42,6 +42,7 @@ from elaswave_spmd.scheduling.step_time import (
     CLASSES,
     EXACT,
     Assignment,
+    MemoryTables,
     StepTime,
     bound,
     memory_of,
@@ -65,7 +66,8 @@ _MOST_SHIFTS = 16
 
 _TIMED_WORKERS = 256  # up to this number, even groupings into all numbers of stages are timed
 _UNEVEN = 1.1  # the least that even stages take is seldom more than this part of what uneven ones take
-_MOST_OF_A_NUMBER = 8  # groupings into the same number of stages that are timed
+_MOST_REGROUPED, _MOST_OF_A_NUMBER = 96, 8  # groupings that are timed, and of these into the same number of stages
+_MOST_REFINED = 4  # of the groupings that were timed
 _MOST_PARKED = 3  # of the best candidates, workers are parked to see whether that is faster
 _MOST_CHOICES, _MOST_SIMULATED, _PARKED_ACTIONS = 4096, 48, 32_768  # that are looked at and simulated for each of these
 
@@ -258,6 +260,7 @@ class _Planner:
     rule: MemoryRule
     memory_limit: float
     moves: StateMoves
+    tables: MemoryTables = field(default_factory=dict)
 
     def crew(self, stages: Stages) -> _Crew:
         """These stages with their micro-batches assigned."""
@@ -325,7 +328,7 @@ class _Planner:
     ) -> list[tuple[_Crew, Candidate]]:
         """Other groupings of the workers into stages.
 
-        On small meshes several of each number of stages are timed, and the best is refined; on larger ones even
+        On small meshes several of each number of stages are timed, and the best are refined; on larger ones even
         groupings are timed, and on the largest only the one with the best lower bound.
 
         Args:
@@ -355,23 +358,26 @@ class _Planner:
             if choice.stages != crew.stages:
                 look_at(choice)
             return found
-        for least, number in groupings.numbers(stage_counts):
-            if least * self.remaining_steps >= (_UNEVEN if small else 1.0) * total:
-                break
-            # Their lower bounds come in ascending order: from some one on none can be better.
-            choices = [
-                choice
-                for choice in groupings.of_number(number, total if small else 0.0)
-                if choice.stages != crew.stages
-            ]
-            for choice in choices[:_MOST_OF_A_NUMBER]:
-                if groupings.total(choice) >= total:
+        # Even stages of every number come first: what the best of them takes ends the search among uneven ones early.
+        # Those, or other cuts than those with the least bottleneck, may take less than a lower bound of others.
+        seen = {crew.stages}
+        for room, searches in ((1.0, False), (_UNEVEN, True))[: 1 + small]:
+            for least, number in groupings.numbers(stage_counts):
+                if least * self.remaining_steps >= room * total or len(found) >= _MOST_REGROUPED:
                     break
-                look_at(choice)
-                total = min(total, self.total(found[-1][1]))
-        if found and small:
-            theirs, best = min(found, key=lambda each: self.total(each[1]))
-            found.append((theirs, self.refined(theirs, best)))
+                choices = groupings.of_number(number, total if searches else 0.0)
+                for choice in choices[:_MOST_OF_A_NUMBER]:
+                    # Their lower bounds come in ascending order: from some one on none can be better.
+                    if groupings.total(choice) >= room * total:
+                        break
+                    if choice.stages not in seen:
+                        seen.add(choice.stages)
+                        look_at(choice)
+                        total = min(total, self.total(found[-1][1]))
+        if small:
+            # The least bottleneck is not always the shortest step: the best may be one with other cuts.
+            found.sort(key=lambda each: self.total(each[1]))
+            found += [(theirs, self.refined(theirs, start)) for theirs, start in found[:_MOST_REFINED]]
         return found
 
     def recut(self, crew: _Crew, tolerance: float) -> Candidate:
@@ -405,7 +411,7 @@ class _Planner:
 
     def has_room(self, assignment: Assignment) -> bool:
         """True if no worker needs more memory than it has for this."""
-        needed = max(memory_of(assignment, self.costs, self.rule))
+        needed = max(memory_of(assignment, self.costs, self.rule, self.tables))
         return needed <= self.memory_limit and needed < math.inf
 
     def total(self, candidate: Candidate) -> float:

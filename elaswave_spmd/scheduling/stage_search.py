@@ -25,10 +25,10 @@ from elaswave_spmd.scheduling.step_time import bound, stage_seconds, traffic_byt
 MOST_NUMBERS = 24
 """The most numbers of stages that are tried: those with the smallest lower bounds."""
 
-MOST_GROUPINGS = 100
+MOST_GROUPINGS = 64
 """The local search for a number of stages ends after this many groupings, of about a millisecond each."""
 
-_NEAR = 1.25  # the local search makes a bound better by less than this, but for rare cases
+_NEAR = 1.15  # the local search makes a bound better by less than this, but for rare cases
 _ALL_PAIRS = 5  # with more stages, workers are moved between neighbours only
 
 Stages = tuple[tuple[int, ...], ...]
@@ -279,6 +279,8 @@ class Groupings:
         starts = {self.evenly(number)}
         if number == len(self.stages):
             starts.add(tuple(map(len, self.stages)))
+        if number == 2 and below:  # few enough to look at all
+            starts |= {(size, len(self.order) - size) for size in range(1, len(self.order))}
         for sizes in sorted(starts):
             while total(sizes) < _NEAR * below and len(known) < MOST_GROUPINGS:
                 found = min(_one_moved(sizes), key=total, default=sizes)

@@ -315,12 +315,25 @@ def step_time_below(
     )
 
 
-def memory_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list[float]:
-    """The bytes that the fullest worker of each stage needs."""
+MemoryTables = dict[tuple[int, int, int], np.ndarray]
+"""(workers of a stage, micro-batches of one, in flight) -> `MemoryRule.stage_bytes`."""
+
+
+def memory_of(
+    assignment: Assignment, costs: CostModel, rule: MemoryRule, known: MemoryTables | None = None
+) -> list[float]:
+    """The bytes that the fullest worker of each stage needs.
+
+    Args:
+        known: tables of the same costs and rule, which are kept from call to call.
+    """
     found = []
+    tables = {} if known is None else known
     for s, counts in enumerate(assignment.microbatch_counts):
-        table = rule.stage_bytes(costs, size=len(counts), microbatches=max(counts), in_flight=assignment.limits[s])
-        found.append(float(table[assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
+        key = size, microbatches, in_flight = len(counts), max(counts), assignment.limits[s]
+        if key not in tables:
+            tables[key] = rule.stage_bytes(costs, size=size, microbatches=microbatches, in_flight=in_flight)
+        found.append(float(tables[key][assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
     return found
 
 

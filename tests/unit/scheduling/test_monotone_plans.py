@@ -18,8 +18,8 @@ from elaswave_spmd.simulator.engine import FREE, execute
 from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import costs_of, placed, stages_of
 
-WAS_FASTER = (53, 63, 106, 151, 218)
-"""Clusters whose planned step had become up to 12 % faster when a worker was taken away."""
+WAS_FASTER = (53, 63, 106, 142, 151, 218, 324)
+"""Clusters whose planned step became up to 12 % faster when a worker was taken away, while the search was narrower."""
 
 WAS_SLOWER = (211,)
 """Clusters whose planned step had become up to 10 % slower when a worker was added."""
