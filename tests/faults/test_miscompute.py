@@ -120,3 +120,24 @@ def test_a_rollback_makes_good_what_was_committed(tmp_path: Path, undisturbed: U
     assert (found["ranks"], found["step"], found["checked"], found["unsure_steps"]) == ([2], 8, 4, [6, 8])
     assert back["given_up"] in (7, 8), "hashes may come before the first word that the step is committed"
     assert (back["ranks"], back["mesh"]) == ([2], "dp2") and back["step"] in (0, 4)
+
+
+def test_a_rollback_undoes_a_step_that_was_committed_unchecked(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Worker 1 is wrong in steps 4 and 5, and checked in steps 3 and 5: step 4 is committed with wrong weights."""
+    wrong = chaos(*(f"step: {step}, kind: miscompute, rank: 1, point: forward" for step in (4, 5)))
+    checked = "verify.rate=0.15", "verify.action=rollback", "checkpoint.every=2"
+    run_with(tmp_path, "mesh=dp2", "sharding=zero1", *checked, wrong)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+    (found,), (back,) = of_kind(tmp_path, "corrupt"), of_kind(tmp_path, "rollback")
+    assert (found["ranks"], found["step"], found["checked"], found["unsure_steps"]) == ([1], 5, 3, [4, 4])
+    assert (back["ranks"], back["mesh"]) == ([1], "single")
+    assert back["step"] in (0, 2), "the checkpoint of step 4 may be wrong; that of step 2 may not be whole yet"
+
+
+@pytest.mark.parametrize("mesh", ["mesh=dp3", "mesh=dp2_pp2"])
+def test_checks_over_encrypted_links(tmp_path: Path, undisturbed: Undisturbed, mesh: str) -> None:
+    wrong = chaos("step: 4, kind: miscompute, rank: 2, point: forward")
+    tcp = "runtime.transport=tcp", "runtime.encryption=true"
+    changes = run_with(tmp_path, mesh, "sharding=zero2", "verify.rate=1", *tcp, wrong)
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS) and changes.ranks("fail") == [[2]]
+    assert [event["ranks"] for event in of_kind(tmp_path, "corrupt")] == [[2]]
