@@ -274,7 +274,9 @@ class WorkerProtocol:
             effects += self._vote_if_complete(self._computed)
         early, self._later_epochs = self._later_epochs, {}
         for vote in early:
-            effects += self.vote_received(vote)
+            # Only now it can be told whether its sender is a member of its epoch: nobody else has a vote there.
+            if vote.epoch > self.epoch or vote.sender in self._members:
+                effects += self.vote_received(vote)
         return effects
 
     def _is_ahead(self) -> bool:

@@ -148,6 +148,14 @@ def test_early_votes_count_when_their_epoch_has_begun() -> None:
     assert [v.epoch for v in protocol._later_epochs] == [NEW + 1], "those of a later epoch still wait"
 
 
+def test_an_early_vote_of_one_who_is_no_member_of_its_epoch_counts_for_nothing() -> None:
+    """Nobody can tell before the epoch is entered, so it is kept until then."""
+    protocol, stranger = voted(), 10_000
+    assert protocol.vote_received(vote(1, stranger, NEW, 9.0)) == []
+    assert applied(enter(protocol, 1)) == [] and not protocol._later_epochs
+    assert applied(protocol.vote_received(vote(1, OTHER, NEW, 9.0))) == [1]
+
+
 def test_it_computes_again_before_it_votes_for_a_step_that_nobody_has_applied() -> None:
     """A micro-batch of the lost may be its own now: its votes of the old epoch said something else."""
     protocol = voted()
