@@ -6,7 +6,7 @@ its bits do not depend on where the stages are cut, and its gradient can be sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from elaswave_spmd.models import Batch
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.profiling import LayerMemory
+from elaswave_spmd.worker.programs.split_backward import SplitLayer, WeightProducts
 from elaswave_spmd.worker.spec import Job
 
 Loss = Callable[[Tensor, Batch], Tensor]
@@ -71,11 +72,28 @@ class SavedForward:
         x: the layer's input, a leaf.
         y: its output with the graph; None with activation checkpointing, where the forward is run again.
         keys: of the forward.
+        products: the weight products that its backward puts off; None: the backward makes all gradients.
     """
 
     x: Tensor
     y: Tensor | None
     keys: Keys
+    products: WeightProducts | None = None
+
+
+@dataclass
+class BegunBackward:
+    """The second part of a layer's backward for one micro-batch, while it is put off.
+
+    Args:
+        gradients: what the first part has made, by trained parameter.
+        products: what it has put off.
+        loss: the micro-batch's loss, after the last layer.
+    """
+
+    gradients: list[Tensor | None]
+    products: WeightProducts | None
+    loss: Tensor | None
 
 
 class StagePrograms:
@@ -94,8 +112,11 @@ class StagePrograms:
             to train, and no input of theirs needs a gradient: it is `no_gradient`, whatever is asked.
     """
 
-    _SAVED = ("_saved", "_losses")
-    """The tables of what is kept of micro-batches between forward and backward."""
+    _SAVED = ("_saved", "_losses", "_begun")
+    """The tables of what is kept of micro-batches until the end of their backward."""
+
+    can_split = True
+    """The backward can be run in two parts, `backward_input` and `backward_weights`."""
 
     def __init__(
         self, num_layers: int, *, loss: Loss, loss_scale: float, checkpointing: bool, first_trained: int = 0
@@ -109,6 +130,8 @@ class StagePrograms:
         self._last = num_layers - 1
         self._saved: dict[tuple[int, int], SavedForward] = {}  # (layer, micro-batch) ->
         self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32 scalar
+        self._begun: dict[tuple[int, int], BegunBackward] = {}  # (layer, micro-batch) ->
+        self._split: dict[int, SplitLayer] = {}  # bound layers that put off their weight products
         self.memory = LayerMemory()
 
     @property
@@ -149,8 +172,22 @@ class StagePrograms:
             self.discard_all()
         self._modules = modules
         self._values = values
+        self.put_off(())
         # A model may keep a part of itself in evaluation mode (a frozen encoder): `set_training` leaves that alone.
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
+
+    def put_off(self, layers: Collection[int]) -> None:
+        """Sets the bound layers whose forwards, from now on, let their backward put off the products of weights."""
+        for layer in self._split.keys() - set(layers):
+            self._split.pop(layer).unbind()
+        for layer in set(layers) - self._split.keys():
+            if self.can_split and layer >= self._first_trained:
+                self._split[layer] = SplitLayer(self._values[layer].trained)
+
+    @property
+    def puts_off(self) -> bool:
+        """True if any bound layer lets its backward put off the products of weights."""
+        return bool(self._split)
 
     @property
     def forwarded(self) -> frozenset[int]:
@@ -162,6 +199,7 @@ class StagePrograms:
         """Discards what is saved of all micro-batches."""
         self._saved.clear()
         self._losses.clear()
+        self._begun.clear()
 
     def discard(self, microbatch: int) -> None:
         """Discards what is saved of one micro-batch."""
@@ -213,9 +251,24 @@ class StagePrograms:
                 y = self._run(layer, microbatch, x, keys, batch)
             self._saved[layer, microbatch] = SavedForward(x, None, keys)
         else:
-            y = self._run(layer, microbatch, x, keys, batch)
-            self._saved[layer, microbatch] = SavedForward(x, y, keys)
+            # Of the first forward of a layer it is measured what autograd saves, so it saves all that a backward needs.
+            with self._putting_off(layer if layer in self.memory else None) as products:
+                y = self._run(layer, microbatch, x, keys, batch)
+            self._saved[layer, microbatch] = SavedForward(x, y, keys, products)
         return y
+
+    @contextmanager
+    def _putting_off(self, layer: int | None) -> Iterator[WeightProducts | None]:
+        """Runs a forward whose backward puts off the weight products of the layer, if it is one that does."""
+        split = None if layer is None else self._split.get(layer)
+        if split is None:
+            yield None
+            return
+        split.products = products = WeightProducts()
+        try:
+            yield products
+        finally:
+            split.products = None
 
     def backward(
         self, layer: int, microbatch: int, dy: Tensor | None, into: GradientBuffer, *, add: bool, batch: Batch | None
@@ -239,13 +292,14 @@ class StagePrograms:
         Raises:
             Exception: whatever autograd or the model's code raises, with a note that names the layer.
         """
+        if self._saved[layer, microbatch].products is not None:
+            dx = self.backward_input(layer, microbatch, dy, batch=batch)
+            self.backward_weights(layer, microbatch, into, add=add)
+            return dx
         saved = self._saved.pop((layer, microbatch))
         if layer < self._first_trained:
             return saved.x
-        y = saved.y
-        if y is None:
-            # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
-            y = self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
+        y = self._output_again(layer, microbatch, saved, batch) if saved.y is None else saved.y
         parameters = self._values[layer].trained
         if add:
             # Autograd accumulates into a gradient that exists, so this adds without a temporary copy.
@@ -265,11 +319,94 @@ class StagePrograms:
             # The loss is an element of the gradient: so it is reduced, replicated and recovered like any gradient page.
             loss = self._losses.pop(microbatch)
             into.loss.copy_(into.loss + loss if add else loss)
+        return self._gradient_of(layer, saved.x)
+
+    def backward_input(self, layer: int, microbatch: int, dy: Tensor | None, *, batch: Batch | None) -> Tensor | None:
+        """The first part of a backward: the gradient of the layer's input. `backward_weights` follows, at any time.
+
+        Both have the bits of `backward`, whatever runs in between. What is saved of the forward is discarded, but for
+        the operands of the products that are put off.
+
+        Args:
+            layer, microbatch, dy, batch: as for `backward`.
+
+        Returns:
+            As `backward`.
+
+        Raises:
+            Exception: as `backward`.
+        """
+        saved = self._saved.pop((layer, microbatch))
+        if layer < self._first_trained:
+            return saved.x
+        y, products = saved.y, saved.products
+        if y is None:
+            with self._putting_off(layer) as products:
+                y = self._output_again(layer, microbatch, saved, batch)
+        parameters = self._values[layer].trained
+        if y.requires_grad:
+            with naming_layer(self._name_of(layer), "backward", saved.x):
+                torch.autograd.backward(y, dy)
+        loss = self._losses.pop(microbatch) if layer == self._last else None
+        made = [parameter.grad for parameter in parameters]
+        self._begun[layer, microbatch] = BegunBackward(made, products, loss)
+        for parameter in parameters:
+            parameter.grad = None
+        return self._gradient_of(layer, saved.x)
+
+    def backward_weights(self, layer: int, microbatch: int, into: GradientBuffer, *, add: bool) -> None:
+        """The second part of a backward: the gradients of the layer's trained parameters, and the loss of the last.
+
+        Args:
+            layer, microbatch: as for `backward_input`, which has run.
+            into, add: as for `backward`.
+        """
+        if layer < self._first_trained:
+            return
+        begun = self._begun.pop((layer, microbatch))
+        gradients = begun.gradients
+        if begun.products is not None:
+            gradients = begun.products.gradients(self._values[layer].trained, gradients)
+        if add:
+            for view, gradient in zip(into.views, gradients, strict=True):
+                if gradient is not None:
+                    view.add_(gradient)
+        else:
+            into.set(gradients)
+        if begun.loss is not None:
+            into.loss.copy_(into.loss + begun.loss if add else begun.loss)
+
+    @property
+    def begun(self) -> frozenset[int]:
+        """The micro-batches of which the second part of the backward is put off, in any layer."""
+        return frozenset(microbatch for _, microbatch in self._begun)
+
+    def bytes_put_off(self, layer: int, microbatch: int) -> int:
+        """The bytes that the second part of a layer's backward keeps; 0 if no weight product is put off."""
+        begun = self._begun[layer, microbatch]
+        if begun.products is None or not begun.products.brought:
+            return 0
+        made = (gradient for gradient in begun.gradients if gradient is not None)
+        storages = (kept.untyped_storage() for kept in (*begun.products.operands, *made))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def discard_begun(self, microbatch: int) -> None:
+        """Discards the second part of a micro-batch's backward: its weight gradients are not wanted any more."""
+        for key in [k for k in self._begun if k[1] == microbatch]:
+            del self._begun[key]
+
+    def _output_again(self, layer: int, microbatch: int, saved: SavedForward, batch: Batch | None) -> Tensor:
+        """The forward with its graph, run again for a backward."""
+        # `again` resets the counters of random draws, so that dropout has the mask of the first forward.
+        return self._run(layer, microbatch, saved.x, saved.keys.again(), batch, "forward, repeated for backward")
+
+    def _gradient_of(self, layer: int, x: Tensor) -> Tensor | None:
+        """What a backward returns for the layer's input."""
         if not self._passes_gradient(layer):
-            return no_gradient(saved.x)
-        if saved.x.requires_grad and saved.x.grad is None:
-            return torch.zeros_like(saved.x)  # the layer ignores its input; the layer before expects a gradient
-        return saved.x.grad
+            return no_gradient(x)
+        if x.requires_grad and x.grad is None:
+            return torch.zeros_like(x)  # the layer ignores its input; the layer before expects a gradient
+        return x.grad
 
     def evaluate(self, layer: int, x: Tensor, keys: Keys, batch: Batch | None) -> Tensor:
         """Runs a layer for validation: without a graph, and nothing is saved.

@@ -69,6 +69,8 @@ class EmulatedPrograms(StagePrograms):
         device: the time that each program takes.
     """
 
+    can_split = False
+
     def __init__(
         self,
         num_layers: int,

@@ -37,6 +37,8 @@ class CompiledPrograms(StagePrograms):
         backend: of torch.compile; tests use "aot_eager", which needs no C++ compiler.
     """
 
+    can_split = False
+
     def __init__(
         self,
         num_layers: int,

@@ -87,6 +87,8 @@ class XlaPrograms(StagePrograms):
         specs: parameter name -> its placement on the island's axes; other parameters are whole on each device.
     """
 
+    can_split = False
+
     _SAVED = (*StagePrograms._SAVED, "_kept")
 
     def __init__(
