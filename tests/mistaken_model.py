@@ -512,6 +512,15 @@ class Recurrent(Block):
         return self.rnn(x)[0]
 
 
+class PlainParameters(Block):
+    """Takes parameters of torch's own type alone."""
+
+    def change(self, x: Tensor, keys: Any) -> Tensor:
+        if type(self.linear.weight) is not nn.Parameter:
+            raise TypeError(f"a parameter is a {type(self.linear.weight)}")
+        return x
+
+
 class SharedInside(Block):
     """One parameter in two modules, in a layer that has constants."""
 
@@ -600,6 +609,7 @@ RIGHT: dict[str, type[Block]] = {
     "odd_attributes": OddAttributes,
     "recurrent": Recurrent,
     "shared_inside": SharedInside,
+    "plain_parameters": PlainParameters,
     "keyed_noise": KeyedNoise,
     "none": Block,
 }

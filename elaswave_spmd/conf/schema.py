@@ -545,7 +545,7 @@ class ScheduleSettings(Section, group="schedule"):
     moves. The next change takes twice as many decisions, until workers come or go. On a busy machine a worker may take
     fifty times as long for a moment: what is measured counts, and is shown, as far as it has lasted for `lasting`
     seconds. Without a `memory_limit` no such change makes the state of a worker more than twice the even share on the
-    mesh that the run was started with.
+    mesh that the run was started with. The limit also bounds the weight gradients that a worker puts off.
     """
 
     microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")

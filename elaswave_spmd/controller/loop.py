@@ -256,6 +256,7 @@ class Controller:
             case m.Checked() if message.rank in self._roster:
                 if (error := self._model_checks.difference(message)) is not None:
                     return failures.computes_otherwise(message.rank, error, now)
+                protocol.split = self._model_checks.split
                 return self._model_checks.passed(message)
             case m.Constructed() if message.rank in self._roster:
                 if (error := self._constructions.difference(message)) is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.controller.events import Action, Record
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.scheduling.cost_model import LayerCost, MemoryRule
+from elaswave_spmd.scheduling.split_backward import SplitBackward
 
 if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
@@ -34,6 +38,7 @@ class ModelChecks:
         self._topology = plan.placement.mesh.topology
         self._known = known or {}
         self._first: m.Checked | None = None
+        self._split: SplitBackward | None = None
         self._is_told = False
 
     def difference(self, message: m.Checked) -> ModelError | None:
@@ -48,17 +53,25 @@ class ModelChecks:
                 return _other_run(name)
         return None
 
+    @property
+    def split(self) -> SplitBackward | None:
+        """The layers whose backward may be in two parts, by the first worker that has passed; None: there are none."""
+        if self._split is None and self._first is not None:
+            kept = {layer: (kept, output, put_off) for layer, _, kept, output, put_off, _ in self._first.layers}
+            self._split = _split_of(self._plan, [kept[kind] for kind in self._first.kinds])
+        return self._split
+
     def passed(self, message: m.Checked) -> list[Action]:
         """A worker has passed. The first one is told of: the bytes that each kind of layer takes are those of all."""
         if self._is_told:
             return []
         self._is_told = True
         rows = []
-        for number, count, kept, output, digest in message.layers:
+        for number, count, kept, output, put_off, digest in message.layers:
             state, values, gradient = self._plan.bytes_of(number)
             sizes = {"state_bytes": state, "value_bytes": values, "gradient_bytes": gradient, "kept_bytes": kept}
             row = {"layer": self._layers[number].name, "count": count, **sizes, "output_bytes": output}
-            rows.append({**row, "digest": digest.hex()})
+            rows.append({**row, "put_off_bytes": put_off, "digest": digest.hex()})
         seconds = round(message.seconds, 3)
         largest = max(rows, key=lambda row: row["state_bytes"] + row["gradient_bytes"] + row["kept_bytes"])
         text = (
@@ -66,6 +79,8 @@ class ModelChecks:
             f"{largest['layer']}, takes {_mib(largest['state_bytes'])} of state, {_mib(largest['gradient_bytes'])} of "
             f"gradient and {_mib(largest['kept_bytes'])} for each micro-batch in flight"
         )
+        if in_parts := sum(row["put_off_bytes"] > 0 for row in rows):
+            text += f"; the backward of {in_parts} may be in two parts, with the same bits"
         unchecked = {"loss_unchecked": message.loss_unchecked} if message.loss_unchecked else {}
         if unchecked:
             text += (
@@ -109,6 +124,29 @@ def _made_otherwise(name: str, is_constant: bool, first: int, other: int) -> Mod
         where=f"layer {layer}, {name}",
         fix="draw them from torch's generator, or override init(name, shape) for parameters",
     )
+
+
+def _split_of(plan: RunPlan, bytes_of: Sequence[tuple[int, int, int]]) -> SplitBackward | None:
+    """What follows from a check of a model.
+
+    Args:
+        bytes_of: per layer what a micro-batch keeps of it until its backward, of its output, and until its weight
+            gradients; 0: its backward is whole.
+    """
+    layers = tuple(layer for layer, (_, _, put_off) in enumerate(bytes_of) if put_off)
+    if not layers:
+        return None
+    # Sizes as they are: a profile that was given (schedule.profile) may lack them.
+    costs, until_weights = [], []
+    for number, (cost, (kept, output, put_off)) in enumerate(zip(plan.costs.layers, bytes_of, strict=True)):
+        state, values, gradient = plan.bytes_of(number)
+        costs.append(LayerCost(cost.name, cost.forward_s, cost.backward_s, state, values, gradient, kept, output))
+        # Beside those that are split, a layer makes its gradients in the first part, in the compute dtype.
+        until_weights.append(put_off or values)
+    settings = plan.settings
+    rule = MemoryRule(plan.placement.shardings, settings.mirror.count)
+    model = replace(plan.costs, layers=tuple(costs))
+    return SplitBackward(layers, tuple(until_weights), model, rule, settings.schedule.memory_limit or math.inf)
 
 
 def _other_worker(layer: str, first: str, other: str) -> ModelError:

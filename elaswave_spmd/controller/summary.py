@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -98,6 +98,7 @@ def make_summary(plan: RunPlan, data: PreparedData, record: RunRecord, weights_s
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},
         "programs_compiled_per_worker": compiled,
         "model_check": record.model_check or {"done": False, "why": _why_unchecked(plan.settings)},
+        "split_backward": _split_backward(plan, record),
         **({"checks": _checks(plan, record)} if plan.job.verify_rate else {}),
         **({"replicas": _replicas(plan, record)} if plan.job.verify_every else {}),
         **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
@@ -119,6 +120,20 @@ def _why_unchecked(settings: Settings) -> str:
     device = settings.runtime.device
     computes_nothing = f"runtime.device={device} computes nothing with the model"
     return computes_nothing if settings.runtime.check_model else "runtime.check_model=false"
+
+
+def _split_backward(plan: RunPlan, record: RunRecord) -> dict[str, object]:
+    """The kinds of layers whose backward may be in two parts; if there are none, why not."""
+    check = record.model_check
+    if check is None:
+        return {"kinds": [], "why": f"no worker has tried it: {_why_unchecked(plan.settings)}"}
+    rows = cast(list[dict[str, object]], check["layers"])
+    if kinds := [row["layer"] for row in rows if row["put_off_bytes"]]:
+        return {"kinds": kinds}
+    runtime = plan.settings.runtime
+    if runtime.compile or runtime.device == "xla":
+        return {"kinds": [], "why": "compiled programs run the whole backward"}
+    return {"kinds": [], "why": "no layer puts a weight product off with the bits of its whole backward"}
 
 
 def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -467,7 +468,8 @@ def _refused_times(bounds: MessageBounds, message: m.Measured) -> str:
 
 def _refused_check(bounds: MessageBounds, message: m.Checked) -> str:
     layers = [layer for layer, *_ in message.layers]
-    if not all(0 <= layer < len(bounds.layout.layers) for layer in layers):
+    num_layers = len(bounds.layout.layers)
+    if not all(0 <= layer < num_layers for layer in (*layers, *message.kinds)):
         return PLACE
     if (
         not layers
@@ -475,9 +477,9 @@ def _refused_check(bounds: MessageBounds, message: m.Checked) -> str:
         or any(len(digest) != _DIGEST_BYTES for *_, digest in message.layers)
     ):
         return SIZE
-    counted = [count for _, count, *_ in message.layers]
-    good = min(counted) >= 1 and sum(counted) == len(bounds.layout.layers)
-    amounts = (message.seconds, *(number for _, _, kept, output, _ in message.layers for number in (kept, output)))
+    counted = {layer: count for layer, count, *_ in message.layers}
+    good = min(counted.values()) >= 1 and len(message.kinds) == num_layers and Counter(message.kinds) == counted
+    amounts = message.seconds, *(number for _, _, *numbers, _ in message.layers for number in numbers)
     return "" if good and _are_amounts(amounts) else VALUE
 
 

@@ -52,6 +52,7 @@ from elaswave_spmd.recovery.partial_step import recovery_plan, whole_step
 from elaswave_spmd.recovery.reconfiguration import Goal, Stages, assign_evenly, next_stages
 from elaswave_spmd.recovery.sum_checks import drawn_ranges
 from elaswave_spmd.scheduling.placement import Placement
+from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet, dispensable
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
@@ -224,6 +225,8 @@ class ControllerProtocol:
         self.version = version
         self.addresses: dict[int, str] = {}
         """Rank -> address, of every worker that is ready and not lost: members, and newcomers."""
+        self.split: SplitBackward | None = None
+        """The layers whose backward may be in two parts; the first worker that has tried them says which."""
         self._policy = policy or Policy()
         self._assigner = assigner or EvenAssigner()
         self._checks = checks or CheckDraw(0)
@@ -700,6 +703,7 @@ class ControllerProtocol:
         again = version and not self._saving and self._validates_at(version) and self._validated < version
         validate = version if again else None
         recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
+        put_off = self.split.limits(self.placement) if self.split is not None else ()
         return reconfiguration.reconfigure_message(
             self.placement,
             self.addresses,
@@ -711,6 +715,8 @@ class ControllerProtocol:
             as_planned=as_planned,
             attempt=self._attempt,
             repair=self._repair,
+            split_layers=self.split.layers if self.split is not None and put_off else (),
+            put_off=put_off,
         )
 
     def _send_all(self, message: Message) -> list[ProtocolAction]:

@@ -56,6 +56,7 @@ class PartialStep(msgspec.Struct, frozen=True, array_like=True):
         page_sums: (layer, first, stop, use, tree nodes): of page ranges that it is the primary of, the tree nodes whose
             partial sums it has in the tree of the layer `use`. `use` differs from `layer` for tied parameters only.
         reduced: page ranges (layer, first, stop) whose reduced gradient it has.
+        put_off: micro-batches whose backward it has done but for the weight gradients, and which it regards as its own.
     """
 
     step: int
@@ -67,6 +68,7 @@ class PartialStep(msgspec.Struct, frozen=True, array_like=True):
     layer_sums: dict[int, tuple[tuple[int, int], ...]] = {}
     page_sums: tuple[tuple[int, int, int, int, tuple[tuple[int, int], ...]], ...] = ()
     reduced: tuple[tuple[int, int, int], ...] = ()
+    put_off: tuple[int, ...] = ()
 
 
 class Recompute(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +76,7 @@ class Recompute(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         forward: it has to run forward; else the saved forward serves.
-        backward: 0 for none, 1 for the gradient of its input only, 2 in full.
+        backward: 0 for none, 1 for the gradient of its input only, 2 in full, 3 for its weight gradients only.
     """
 
     stage: int
@@ -322,14 +324,17 @@ class Checked(Message, frozen=True):
     Args:
         seconds: that the check took.
         layers: of each kind of layer the first one, how many there are, the bytes that a micro-batch keeps of it until
-            its backward, those of its output, and a digest of all bits that it has computed: (layer, count, kept,
-            output, digest). They are the same on all workers.
+            its backward, those of its output, those that it keeps from its backward to its weight gradients where these
+            may be put off, else 0, and a digest of all bits that it has computed: (layer, count, kept, output, put off,
+            digest). They are the same on all workers.
+        kinds: of each layer of the model, the first one of its kind.
         loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
     """
 
     rank: int
     seconds: float
-    layers: tuple[tuple[int, int, int, int, bytes], ...]
+    layers: tuple[tuple[int, int, int, int, int, bytes], ...]
+    kinds: tuple[int, ...]
     loss_unchecked: str = ""
 
 
@@ -424,9 +429,11 @@ class Reconfigure(Message, frozen=True):
         attempt: of the steps after `version`: what was computed of them in older attempts counts no more.
         repair: the attempt before which replicas differed last: published parameters, and the state that learners have,
             may be a wrong replica's, and are given up as well. 0: they never did.
+        split_layers: layers whose backward may be in two parts, as both together have the bits of the whole.
+        put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
     """
 
-    NUM_OPTIONS = 3
+    NUM_OPTIONS = 5
 
     epoch: int
     stages: tuple[tuple[int, ...], ...]
@@ -441,6 +448,8 @@ class Reconfigure(Message, frozen=True):
     recovered: tuple[int, ...] = ()
     attempt: int = 0
     repair: int = 0
+    split_layers: tuple[int, ...] = ()
+    put_off: tuple[int, ...] = ()
 
 
 class ChecksDiffer(Message, frozen=True):

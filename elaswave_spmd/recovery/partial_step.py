@@ -36,6 +36,10 @@ lost with a primary.
 **Inputs.** A backward needs the gradient of its output. If no member keeps it, the next stage runs the micro-batch too,
 for its input's gradient only if nothing else of it is missing there. A backward without a saved forward, and any
 forward, needs the activation from the stage before: kept by a member, or computed again.
+
+**Put off.** A member may have done the backward of a micro-batch but for its weight gradients (`put_off`). If it claims
+the micro-batch, that is all that is left of it there: no gradient of the output is needed, and the gradient of the
+input is kept. Otherwise, and if the member is lost, forward and backward are run again like any that are missing.
 """
 
 from __future__ import annotations
@@ -53,8 +57,8 @@ from elaswave_spmd.scheduling.placement import Placement, workers_of_microbatche
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 
-INPUT_GRADIENT, FULL = 1, 2
-"""Values of Recompute.backward; 0 is none."""
+INPUT_GRADIENT, FULL, WEIGHTS_ONLY = 1, 2, 3
+"""Values of Recompute.backward; 0 is none. WEIGHTS_ONLY: the backward is done but for the weight gradients."""
 
 
 def recovery_plan(
@@ -98,10 +102,11 @@ def recovery_plan(
     for stage in reversed(range(placement.num_stages)):
         level, worker = levels[stage], workers[stage]
         worker |= _assign(survey, stage, wanted - level.keys(), worker.values())
-        found = [
-            Recompute(stage, u, worker[u], u in wanted or not survey.has_forward(stage, u, worker[u]), level.get(u, 0))
-            for u in sorted(worker)
-        ]
+        found = []
+        for u, rank in sorted(worker.items()):
+            backward = level.get(u, 0)
+            saved = backward == WEIGHTS_ONLY or survey.has_forward(stage, u, rank)
+            found.append(Recompute(stage, u, rank, u in wanted or not saved, backward))
         lines += found
         wanted = {w.microbatch for w in found if w.forward and not survey.has_activation(stage, w.microbatch, w.worker)}
     assert not wanted, "the first stage takes data, not activations"
@@ -167,6 +172,21 @@ class _Survey:
                 for microbatch in self.reported[rank].assigned:
                     claims[microbatch] = (*claims.get(microbatch, ()), rank)
             found.append(claims)
+        return tuple(found)
+
+    @cached_property
+    def put_off(self) -> tuple[Mapping[int, int], ...]:
+        """Per stage: micro-batch -> a member that claims it and has nothing left of it but its weight gradients."""
+        found = []
+        for claims in self.claims:
+            found.append(
+                {
+                    microbatch: rank
+                    for microbatch, ranks in claims.items()
+                    for rank in reversed(ranks)
+                    if microbatch in self.reported[rank].put_off and self.boundaries_kept
+                }
+            )
         return tuple(found)
 
     @cached_property
@@ -316,9 +336,11 @@ def _backward_levels(survey: _Survey, missing: Sequence[Iterable[int]]) -> list[
     levels: list[dict[int, int]] = []
     needed: Iterable[int] = ()  # micro-batches whose input gradient of this stage the stage before needs
     for stage, microbatches in enumerate(missing):
-        level = dict.fromkeys(needed, INPUT_GRADIENT) | dict.fromkeys(microbatches, FULL)  # FULL gives both
+        level: dict[int, int] = dict.fromkeys(needed, INPUT_GRADIENT)
+        for u in microbatches:
+            level[u] = WEIGHTS_ONLY if u in survey.put_off[stage] and u not in level else FULL  # FULL gives both
         levels.append(level)
-        needed = [u for u in level if not survey.has_gradient(stage, u)]
+        needed = [u for u, of in level.items() if of != WEIGHTS_ONLY and not survey.has_gradient(stage, u)]
     return levels
 
 
@@ -333,6 +355,7 @@ def _assign(survey: _Survey, stage: int, microbatches: Collection[int], busy: It
     """
     members, claims = survey.placement.mesh.stages[stage], survey.claims[stage]
     found = {microbatch: claims[microbatch][0] for microbatch in microbatches if microbatch in claims}
+    found |= {microbatch: rank for microbatch, rank in survey.put_off[stage].items() if microbatch in found}
     rest = sorted(set(microbatches) - found.keys())
     num_lines = dict.fromkeys(members, 0)
     for rank in (*busy, *found.values()):

@@ -182,6 +182,8 @@ def reconfigure_message(
     as_planned: bool = False,
     attempt: int = 0,
     repair: int = 0,
+    split_layers: tuple[int, ...] = (),
+    put_off: tuple[int, ...] = (),
 ) -> Reconfigure:
     """The Reconfigure of an epoch; arguments as its fields.
 
@@ -208,6 +210,8 @@ def reconfigure_message(
         recovered=recovered,
         attempt=attempt,
         repair=repair,
+        split_layers=split_layers,
+        put_off=put_off,
     )
 
 

@@ -23,7 +23,8 @@ from elaswave_spmd.run_dir.json_lines import read_json_lines
 
 TRACE = "trace.json"
 PARTS = "trace-*.jsonl"
-FORWARD, BACKWARD, WAIT, SEND, MARK = "F", "B", "W", "S", "M"
+FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, MARK = "F", "B", "W", "I", "S", "M"
+_PROGRAMS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _BLOCK = 2000  # rows that are collected before they are written
 _GAP_S = 3e-4  # two waits for the same reason with less than this between them are shown as one
 _CONTROLLER, _FIRST_WORKER = 1, 2  # process numbers in the trace; some viewers take process 0 for the idle process
@@ -58,9 +59,9 @@ class TracePart:
         self._rows.append({"rank": rank, "pid": os.getpid(), "zero": day - counter})
         self.flush()
 
-    def action(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
-        """Record one run of a layer's program."""
-        self._add([BACKWARD if backward else FORWARD, began, ended, step, microbatch, layer])
+    def action(self, step: int, microbatch: int, layer: int, kind: str, began: float, ended: float) -> None:
+        """Record one run of a layer's program: FORWARD, BACKWARD, or WEIGHTS for the second part of a backward."""
+        self._add([kind, began, ended, step, microbatch, layer])
 
     def wait(self, what: str, began: float, ended: float) -> None:
         """Record that the training thread waited; `what` names what it waited for."""
@@ -251,5 +252,4 @@ def _row_event(row: list[Any], process: int, zero: float) -> TraceEvent:
         return slice_of((process, 2), f"{message} to {to}", "send", began, ended, bytes=num_bytes, to=peer)
     _, _, _, step, microbatch, layer = row
     name = f"{kind} micro-batch {microbatch}, layer {layer}"
-    word = "forward" if kind == FORWARD else "backward"
-    return slice_of((process, 1), name, word, began, ended, step=step, microbatch=microbatch, layer=layer)
+    return slice_of((process, 1), name, _PROGRAMS[kind], began, ended, step=step, microbatch=microbatch, layer=layer)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.placement import Placement
 
-FORWARD, BACKWARD = "F", "B"
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+"""Kinds of actions. A backward is whole, or makes the gradient of the input only, and WEIGHTS those of the weights."""
 _STEP = 1 << 24  # duration of a worker's step; whole numbers, so that two ends are equal or not without rounding
 _BACKWARD = 2  # times as long as a forward
 _MORE = 2  # micro-batches in flight beyond the estimate, where they come from several workers in turn
@@ -71,6 +72,19 @@ def in_flight_limits(
     if not ragged:
         return tuple(range(len(stage_sizes), 0, -1))
     return tuple(1 + -(-sum(longest[s + 1 :]) // own) + _MORE for s, own in enumerate(shortest))
+
+
+def weight_limits(limits: Sequence[int]) -> tuple[int, ...]:
+    """The most micro-batches whose weight gradients a worker of each stage may put off; 0: its backwards are whole.
+
+    What is kept until then is about what is kept in flight. So all stages may keep as much as the one with the most in
+    flight does anyway: on an even mesh as many micro-batches as there are stages (ZB-H1: Qi et al., 2024). Nobody waits
+    for an input gradient of the first stage.
+
+    Args:
+        limits: `in_flight_limits`.
+    """
+    return tuple(max(limits) - own if stage else 0 for stage, own in enumerate(limits))
 
 
 def _duration(microbatches: int) -> int:

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 from elaswave_spmd.scheduling.step_time import CLASSES
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.sums import Sums
-from elaswave_spmd.simulator.work import WEIGHTS, ReadyOrder, Span, Work
+from elaswave_spmd.simulator.work import ReadyOrder, Span, Work
 
 Frequencies = Mapping[int, Sequence[float]]
 """Rank -> relative frequency by `step_time.CLASSES`. Workers that are not named run at 1."""

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from elaswave_spmd.run_dir.trace import TraceEvent, counter_of, instant_of, names_of, slice_of, write_trace
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD
-from elaswave_spmd.simulator.work import WEIGHTS, Span
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
+from elaswave_spmd.simulator.work import Span
 
 _NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _EVENTS, _FIRST_WORKER = 1, 2  # process numbers, as in traces of real runs

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction, turns_of_ways
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction, turns_of_ways
 from elaswave_spmd.scheduling.placement import workers_of_microbatches
 from elaswave_spmd.scheduling.step_time import Assignment
-
-WEIGHTS = "W"
-"""The kind of the second half of a split backward: gradients of weights, for which no other action waits."""
 
 KINDS = (BACKWARD, FORWARD, WEIGHTS)
 """The kinds of actions, in the order in which a worker that has a choice prefers them."""

@@ -23,6 +23,8 @@ class Configuration:
         save: write the state of `version` and begin no other step.
         attempt: of the steps after `version`; what was computed of them in older attempts counts no more.
         repair: the newest attempt that began since replicas differed; 0: none did.
+        split_layers: layers whose backward may be in two parts.
+        put_off: per stage, the most micro-batches whose weight gradients a worker may put off; (): none on any stage.
     """
 
     placement: Placement
@@ -32,6 +34,8 @@ class Configuration:
     save: bool = False
     attempt: int = 0
     repair: int = 0
+    split_layers: frozenset[int] = frozenset()
+    put_off: tuple[int, ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -58,4 +62,4 @@ class Configuration:
             replicas=from_rows(message.replicas) if message.replicas else first.replicas,
         )
         about = message.version, message.recovery_plan, message.validate, message.save, message.attempt, message.repair
-        return cls(placement, *about)
+        return cls(placement, *about, frozenset(message.split_layers), message.put_off)

@@ -88,8 +88,8 @@ class WorkerHooks:
         on_point: (point, step): a step passes one of its points. Progress is counted here, and faults are injected.
         computed: (point, step, result): what the device has computed at a point of a step; returns what the worker goes
             on with. Wrong results are injected here.
-        layer_ran: (step, micro-batch, layer, backward, began, ended): a layer program has run; times by
-            time.perf_counter(), or of the device.
+        layer_ran: (step, micro-batch, layer, kind, began, ended): a layer program has run, of a kind of
+            `scheduling.pipeline`; times by time.perf_counter(), or of the device.
         step_measured: (step, times of layer programs, memory of layers that are new): after every step.
         applied: (report, replica): a version is complete. The state may be copied now, and changes after the call.
         save: (replica): the run is about to stop; the state is to be written as it is.
@@ -100,7 +100,7 @@ class WorkerHooks:
 
     on_point: OnFaultPoint = no_op
     computed: Callable[[FaultPoint, int, Tensor], Tensor] = _as_computed
-    layer_ran: Callable[[int, int, int, bool, float, float], None] = _ignore
+    layer_ran: Callable[[int, int, int, str, float, float], None] = _ignore
     step_measured: Callable[[int, tuple[Row, ...], tuple[MemoryRow, ...]], None] = _ignore
     applied: Callable[[m.Applied, StateReplica], None] = _ignore
     save: Callable[[StateReplica], None] = _ignore

@@ -65,17 +65,25 @@ class MicrobatchDigests:
         self._digester = digester
         self.alone = alone
         self._outputs: dict[int, bytes] = {}
-        self._gradients: dict[int, tuple[bytes, bytes]] = {}
+        self._inputs: dict[int, bytes] = {}
+        self._weights: dict[int, bytes] = {}
 
     def forward(self, layer: int, y: Tensor) -> None:
         """A layer's output."""
         self._outputs[layer] = self._digester.digest(y)
 
-    def backward(self, layer: int, dx: Tensor | None, weights: Tensor) -> None:
-        """The gradient of a layer's input, if it has one, and of its parameters."""
-        self._gradients[layer] = self._digester.digest(dx), self._digester.digest(weights)
+    def input_gradient(self, layer: int, dx: Tensor | None) -> None:
+        """The gradient of a layer's input, if it has one."""
+        self._inputs[layer] = self._digester.digest(dx)
+
+    def weight_gradient(self, layer: int, weights: Tensor) -> None:
+        """The gradient of a layer's parameters."""
+        self._weights[layer] = self._digester.digest(weights)
 
     @property
     def rows(self) -> tuple[DigestRow, ...]:
         """The digests of all layers, once the backward is done."""
-        return tuple((layer, output, *self._gradients[layer]) for layer, output in sorted(self._outputs.items()))
+        return tuple(
+            (layer, output, self._inputs[layer], self._weights[layer])
+            for layer, output in sorted(self._outputs.items())
+        )

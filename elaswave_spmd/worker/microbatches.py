@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from elaswave_spmd.determinism import Keys, sample_ids
 from elaswave_spmd.determinism.rng import WordSource
 from elaswave_spmd.models import Batch
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.context import WorkerContext
@@ -63,7 +64,7 @@ class MicrobatchRunner:
         self.programs = context.model.programs
         self._times = LayerTimes()
         # Programs whose times the device has to be asked for later; None: a program is done when its call returns.
-        self._unasked: list[tuple[tuple[int, int, int, bool], Any, Any]] | None = None
+        self._unasked: list[tuple[tuple[int, int, int, str], Any, Any]] | None = None
         if context.device.kind.capabilities.streams:
             self._unasked = []
         self.backward_of = -1
@@ -77,8 +78,17 @@ class MicrobatchRunner:
     def _number(self, value: int) -> Tensor:
         return torch.tensor(value, device=self._place)
 
-    def enter_epoch(self, placement: Placement, stage: int) -> bool:
-        """Make buffers and programs of exactly the stage's layers. Returns True if they are others than before."""
+    def enter_epoch(self, placement: Placement, stage: int, split_layers: Collection[int]) -> bool:
+        """Make buffers and programs of exactly the stage's layers. Returns True if they are others than before.
+
+        Args:
+            split_layers: layers whose backward may be in two parts.
+        """
+        moved = self._take_layers(placement, stage)
+        self.programs.put_off([layer for layer in self._layers if layer in split_layers])
+        return moved
+
+    def _take_layers(self, placement: Placement, stage: int) -> bool:
         layers = placement.layers_of_stage(stage)
         self._placement = placement
         self._stage = stage
@@ -148,7 +158,7 @@ class MicrobatchRunner:
                 x = self._hooks.computed(FaultPoint.FORWARD, step, x)
                 if digests is not None:
                     digests.forward(layer, x)
-                self._ran(step, microbatch, layer, False, started)
+                self._ran(step, microbatch, layer, FORWARD, started)
                 self._waiting.handle_messages()  # a Prepare is answered, and votes are counted, between two layers
         except ConfigurationChanged:
             # Run again from the stage's input, if the new plan wants it: a forward is reported when it is complete.
@@ -182,13 +192,7 @@ class MicrobatchRunner:
             drop: the parameters are not needed any more in this step, and their memory is freed layer by layer.
             digests: note the results here, as they are checked.
         """
-        dy: Tensor | None = None  # the last stage begins with the loss, which its program has saved
-        if not self._is_last:
-            key = BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)
-            dy = yield from self._receive(key)
-            if digests is not None and digests.alone:
-                self._boundaries.put_back(key, dy)
-        self._hooks.on_point(FaultPoint.BACKWARD, step)
+        dy = yield from self._gradient_of_output(step, microbatch, digests)
         alone = alone or not weights
         batch = self._batches.pop(microbatch, None)
         self.backward_of = microbatch
@@ -199,11 +203,11 @@ class MicrobatchRunner:
             buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone, own_leaf=own_leaf)
             started = self._device.mark()
             dy = self.programs.backward(layer, microbatch, dy, buffer, add=add, batch=batch)
-            dy = self._computed_backward(step, layer, dy, buffer, digests)
-            self._ran(step, microbatch, layer, True, started)
+            dy = self._computed_input(step, layer, dy, digests)
+            self._computed_weights(step, layer, buffer, digests)
+            self._ran(step, microbatch, layer, BACKWARD, started)
             if drop:
-                self.values[layer].drop()
-                self.programs.dropped(layer)
+                self._drop(layer)
             if weights:
                 self._hooks.on_point(FaultPoint.REDUCE, step)
                 self._reducer.end_microbatch(step, layer, microbatch, alone=alone)
@@ -211,24 +215,94 @@ class MicrobatchRunner:
                 self._reducer.drop_microbatch(layer)
             self._waiting.handle_messages()
         self.backward_of = -1
-        if not self._is_first:
-            assert dy is not None
-            message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dy.shape))
-            dy = dy.contiguous()  # it is sent from where it lies
-            for receiver in receivers():
-                self._boundaries.send(receiver, message, dy)
+        self._send_gradient(step, microbatch, dy, receivers)
 
-    def _computed_backward(
-        self, step: int, layer: int, dx: Tensor | None, buffer: GradientBuffer, digests: MicrobatchDigests | None
+    def backward_input(
+        self, step: int, microbatch: int, receivers: Receivers, *, drop: bool, digests: MicrobatchDigests | None = None
+    ) -> Waits:
+        """Run the first part of a micro-batch's backward, and send the gradient of its input to the `receivers`.
+
+        Args:
+            drop, digests: as for `backward`.
+        """
+        dy = yield from self._gradient_of_output(step, microbatch, digests)
+        batch = self._batches.pop(microbatch, None)
+        for layer in reversed(self._layers):
+            assert self.values[layer].is_at(step - 1), (layer, step)
+            started = self._device.mark()
+            dy = self.programs.backward_input(layer, microbatch, dy, batch=batch)
+            dy = self._computed_input(step, layer, dy, digests)
+            self._ran(step, microbatch, layer, BACKWARD, started)
+            if drop:
+                self._drop(layer)
+            self._waiting.handle_messages()
+        self._send_gradient(step, microbatch, dy, receivers)
+
+    def backward_weights(
+        self, step: int, microbatch: int, *, alone: bool, digests: MicrobatchDigests | None = None
+    ) -> None:
+        """Run the second part of a micro-batch's backward: its weight gradients, which need no parameters any more.
+
+        Args:
+            alone, digests: as for `backward`.
+        """
+        self.backward_of = microbatch
+        for layer in reversed(self._layers):
+            own_leaf = digests is not None
+            buffer, add = self._reducer.begin_microbatch(layer, microbatch, alone=alone, own_leaf=own_leaf)
+            started = self._device.mark()
+            self.programs.backward_weights(layer, microbatch, buffer, add=add)
+            self._computed_weights(step, layer, buffer, digests)
+            self._ran(step, microbatch, layer, WEIGHTS, started)
+            self._hooks.on_point(FaultPoint.REDUCE, step)
+            self._reducer.end_microbatch(step, layer, microbatch, alone=alone)
+            self._waiting.handle_messages()
+        self.backward_of = -1
+
+    def _gradient_of_output(
+        self, step: int, microbatch: int, digests: MicrobatchDigests | None
+    ) -> Generator[Reason, None, Tensor | None]:
+        """What a backward begins with: the next stage's gradient. The last stage has the loss that it has saved."""
+        dy: Tensor | None = None
+        if not self._is_last:
+            key = BoundaryKey(GRADIENT, step, microbatch, self._layers.stop - 1)
+            dy = yield from self._receive(key)
+            if digests is not None and digests.alone:
+                self._boundaries.put_back(key, dy)
+        self._hooks.on_point(FaultPoint.BACKWARD, step)
+        return dy
+
+    def _send_gradient(self, step: int, microbatch: int, dx: Tensor | None, receivers: Receivers) -> None:
+        if self._is_first:
+            return
+        assert dx is not None
+        message = m.ActivationGradient(step, microbatch, self._layers.start - 1, tuple(dx.shape))
+        dx = dx.contiguous()  # it is sent from where it lies
+        for receiver in receivers():
+            self._boundaries.send(receiver, message, dx)
+
+    def _drop(self, layer: int) -> None:
+        self.values[layer].drop()
+        self.programs.dropped(layer)
+
+    def _computed_input(
+        self, step: int, layer: int, dx: Tensor | None, digests: MicrobatchDigests | None
     ) -> Tensor | None:
-        """What a layer's backward has given: a fault may be injected here, and it is noted where it is checked."""
+        """The gradient of a layer's input: a fault may be injected here, and it is noted where it is checked."""
         if dx is not None:
             dx = self._hooks.computed(FaultPoint.BACKWARD, step, dx)
+        if digests is not None:
+            digests.input_gradient(layer, dx)
+        return dx
+
+    def _computed_weights(
+        self, step: int, layer: int, buffer: GradientBuffer, digests: MicrobatchDigests | None
+    ) -> None:
+        """The gradient of a layer's parameters, as `_computed_input`."""
         if (wrong := self._hooks.computed(FaultPoint.REDUCE, step, buffer.flat)) is not buffer.flat:
             buffer.flat.copy_(wrong)
         if digests is not None:
-            digests.backward(layer, dx, buffer.flat)
-        return dx
+            digests.weight_gradient(layer, buffer.flat)
 
     # ---- checks
 
@@ -259,7 +333,7 @@ class MicrobatchRunner:
                 x = self.programs.forward(layer, microbatch, x, keys, batch)
             x = self._hooks.computed(FaultPoint.FORWARD, step, x)
             digests.forward(layer, x)
-            self._ran(step, microbatch, layer, False, started)
+            self._ran(step, microbatch, layer, FORWARD, started)
             self._waiting.handle_messages()
         self._hooks.on_point(FaultPoint.BACKWARD, step)
         dy = None if self._is_last else self._check_input(GRADIENT, step, microbatch)
@@ -268,16 +342,16 @@ class MicrobatchRunner:
             started = self._device.mark()
             with self.programs.aside(tables):
                 dy = self.programs.backward(layer, microbatch, dy, buffer, add=False, batch=batch)
-            dy = self._computed_backward(step, layer, dy, buffer, digests)
-            self._ran(step, microbatch, layer, True, started)
+            dy = self._computed_input(step, layer, dy, digests)
+            self._computed_weights(step, layer, buffer, digests)
+            self._ran(step, microbatch, layer, BACKWARD, started)
             self._waiting.handle_messages()
 
     def drop_parameters(self, version: int) -> None:
         """Free the memory of parameters that are at a version: they are not needed any more before the next one."""
         for layer in self._layers:
             if self.values[layer].is_at(version):
-                self.values[layer].drop()
-                self.programs.dropped(layer)
+                self._drop(layer)
 
     def _check_input(self, kind: str, step: int, microbatch: int) -> Tensor:
         layer = self._layers.start if kind == ACTIVATION else self._layers.stop - 1
@@ -323,17 +397,17 @@ class MicrobatchRunner:
             return None
         return to_batch(self._data.train, self._samples[microbatch], self._place)
 
-    def _ran(self, step: int, microbatch: int, layer: int, backward: bool, started: Any) -> None:
+    def _ran(self, step: int, microbatch: int, layer: int, kind: str, started: Any) -> None:
         ended = self._device.mark()
         if self._unasked is None:
-            self._measured(step, microbatch, layer, backward, started, ended)
+            self._measured(step, microbatch, layer, kind, started, ended)
         else:
             # On a device with streams the program has only been queued: to ask for its times now would wait for it.
-            self._unasked.append(((step, microbatch, layer, backward), started, ended))
+            self._unasked.append(((step, microbatch, layer, kind), started, ended))
 
-    def _measured(self, step: int, microbatch: int, layer: int, backward: bool, began: float, ended: float) -> None:
-        self._times.add(layer, ended - began, backward=backward)
-        self._hooks.layer_ran(step, microbatch, layer, backward, began, ended)
+    def _measured(self, step: int, microbatch: int, layer: int, kind: str, began: float, ended: float) -> None:
+        self._times.add(layer, ended - began, kind)
+        self._hooks.layer_ran(step, microbatch, layer, kind, began, ended)
 
     def pop_times(self) -> tuple[Row, ...]:
         """The times of the layer programs that have run since the last call."""

@@ -16,6 +16,7 @@ Nothing is left behind: the copies of layers are dropped, the programs are as be
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import textwrap
@@ -56,27 +57,34 @@ class LayerCheck:
         count: layers of the kind.
         kept_bytes: what one micro-batch keeps of the layer until its backward.
         output_bytes: of its output for one micro-batch.
-        digest: of outputs and gradients of both micro-batches, as they are trained; not of validations, which a run
-            that is resumed may do otherwise.
+        put_off_bytes: what one micro-batch keeps of the layer from its backward to its weight gradients, if these are
+            put off: both parts have the bits of the whole backward. Else 0: it stays whole.
+        digest: of outputs and gradients of both micro-batches, as they are trained, and of whether the backward can be
+            in two parts; not of validations, which a run that is resumed may do otherwise.
     """
 
     layer: int
     count: int
     kept_bytes: int
     output_bytes: int
+    put_off_bytes: int
     digest: bytes
 
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """A model that has passed: how long that took, in seconds, and the result of each kind of layer.
+    """A model that has passed.
 
     Args:
+        seconds: that the check took.
+        layers: the result of each kind of layer.
+        kinds: of each layer of the model, the first one of its kind.
         loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
     """
 
     seconds: float
     layers: tuple[LayerCheck, ...]
+    kinds: tuple[int, ...]
     loss_unchecked: str = ""
 
 
@@ -146,7 +154,7 @@ def check_model(
     finally:
         model.programs.bind({}, {})
         model.programs.memory = LayerMemory()  # layers are measured when they train, too
-    return ModelCheck(time.perf_counter() - began, found, check.loss_unchecked)
+    return ModelCheck(time.perf_counter() - began, found, tuple(check.kinds), check.loss_unchecked)
 
 
 def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Sample]:
@@ -175,6 +183,8 @@ class _Check:
         self._inputs = {sample.number: sample.batch.tokens for sample in samples}
         self._last = len(model.layout.layers) - 1
         self.loss_unchecked = ""
+        self.kinds: list[int] = []
+        """Of each layer so far, the first one of its kind."""
 
     def run(self, checked: Callable[[str], None]) -> tuple[LayerCheck, ...]:
         """Run every layer whose kind is new on the outputs of the layers before it."""
@@ -190,11 +200,9 @@ class _Check:
             if kind not in known:
                 known[kind] = self._check_layer(layer)
                 checked(layer.name)
-            self._inputs = known[kind][1]
-        return tuple(
-            LayerCheck(one.layer, counts[kind], one.kept_bytes, one.output_bytes, one.digest)
-            for kind, (one, _) in known.items()
-        )
+            one, self._inputs = known[kind]
+            self.kinds.append(one.layer)
+        return tuple(dataclasses.replace(one, count=counts[kind]) for kind, (one, _) in known.items())
 
     def _backward_of(self, layer: LayerLayout) -> int:
         """Which backward a layer has: none before the first trained parameter, no gradient of its input there."""
@@ -218,6 +226,7 @@ class _Check:
             twice = self._run(layer, values, watch, first, returned=outputs[other.number])
             _compare(layer.name, once, twice)
             self._check_addition(layer, values, watch, twice)
+            put_off = self._bytes_put_off(layer, first, twice)
             if layer.index == self._last:
                 self._check_loss(layer, values.module)
         if self._programs.num_compiled > compiled:
@@ -227,8 +236,44 @@ class _Check:
                 fix="read nothing in forward that changes from call to call: a counter, a list that grows",
             )
         digests[first.number], outputs[first.number] = twice.digest(), twice.y
-        both = hashlib.blake2b(digests[0] + digests[1], digest_size=DIGEST_BYTES).digest()
-        return LayerCheck(layer.index, 1, kept, output, both), outputs
+        # Workers, and a run that is resumed, must find the same about the backward in two parts, too.
+        found = digests[0] + digests[1] + (b"in two parts" if put_off else b"")
+        digest = hashlib.blake2b(found, digest_size=DIGEST_BYTES).digest()
+        return LayerCheck(layer.index, 1, kept, output, put_off, digest), outputs
+
+    def _bytes_put_off(self, layer: LayerLayout, sample: Sample, whole: _Result) -> int:
+        """Run the backward in two parts, and compare it with the whole.
+
+        Returns:
+            The bytes that are kept between the two; 0 if it must stay whole: nothing of it can be put off, it has other
+            bits than the whole, or the layer's code cannot be run so.
+        """
+        programs = self._programs
+        if not programs.can_split or whole.dx is None or layer.index < self._model.layout.first_trained:
+            return 0
+        programs.put_off([layer.index])
+        try:
+            put_off, found = self._run_in_parts(layer, sample)
+        except Exception:
+            # The whole backward has run twice by now. Code may take nothing but torch's own type of parameters.
+            programs.discard_all()
+            return 0
+        finally:
+            programs.put_off(())
+        pairs = zip(found, (whole.y, whole.dx, whole.gradient), strict=True)
+        return put_off if all(one is not None and equal_bits(one, other) for one, other in pairs) else 0
+
+    def _run_in_parts(self, layer: LayerLayout, sample: Sample) -> tuple[int, tuple[Tensor, Tensor | None, Tensor]]:
+        """Run a micro-batch in parts. Returns the bytes that are kept between these; its output and gradients."""
+        programs, x, number = self._programs, self._inputs[sample.number], sample.number
+        keys = Keys.make(self._job.seed, sample.step, sample.ids, layer.index, self._place)
+        into = GradientBuffer(layer, self._place)
+        y = programs.forward(layer.index, number, x, keys, sample.batch)
+        dy = None if layer.index == self._last else _made_up_gradient(y)
+        dx = programs.backward_input(layer.index, number, dy, batch=sample.batch)
+        put_off = programs.bytes_put_off(layer.index, number)
+        programs.backward_weights(layer.index, number, into, add=False)
+        return put_off, (y, dx, into.flat)
 
     def _run_alone(self, layer: LayerLayout, sample: Sample) -> tuple[_Result, LayerState]:
         """Run one micro-batch with a copy of the layer that serves no other. Returns what the copy keeps as well."""

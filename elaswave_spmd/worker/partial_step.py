@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from elaswave_spmd.recovery.messages import Recompute
-from elaswave_spmd.recovery.partial_step import FULL
+from elaswave_spmd.recovery.partial_step import FULL, WEIGHTS_ONLY
 from elaswave_spmd.worker.ready_order import MicrobatchWork
 
 
@@ -66,7 +66,7 @@ def remaining_of_new_step(lines: Sequence[Recompute]) -> dict[int, MicrobatchWor
 
 
 def remaining_of_begun_step(
-    lines: Sequence[Recompute], step: StepUnderWay, forwarded: Collection[int]
+    lines: Sequence[Recompute], step: StepUnderWay, forwarded: Collection[int], put_off: Collection[int] = ()
 ) -> dict[int, MicrobatchWork]:
     """Micro-batch -> what this worker has to do of a step that it has begun.
 
@@ -77,6 +77,8 @@ def remaining_of_begun_step(
         lines: of this worker.
         step: notes here what the worker regards as its own from now on.
         forwarded: micro-batches with a saved forward.
+        put_off: micro-batches of which nothing but the weight gradients is left. Their input's gradient is kept, so
+            that of a line no more than this is to do.
     """
     remaining: dict[int, MicrobatchWork] = {}
     for line in lines:
@@ -85,8 +87,12 @@ def remaining_of_begun_step(
         # The reduction was told which micro-batches it will get (`first`), and sends a sum when these are complete. One
         # that it does not expect, or has had, would be added twice or never sent: its gradient goes by itself.
         alone = step.alone or line.microbatch not in step.begun_with or line.microbatch in step.summed
-        left = MicrobatchWork(line.forward and line.microbatch not in forwarded, line.backward, alone)
-        if left.backward == FULL:
+        if line.microbatch in put_off:
+            left = MicrobatchWork(False, WEIGHTS_ONLY if line.backward in (FULL, WEIGHTS_ONLY) else 0, alone)
+        else:
+            assert line.backward != WEIGHTS_ONLY, line
+            left = MicrobatchWork(line.forward and line.microbatch not in forwarded, line.backward, alone)
+        if left.backward in (FULL, WEIGHTS_ONLY):
             step.assigned.add(line.microbatch)
             step.computed.discard(line.microbatch)
         if left.forward or left.backward:

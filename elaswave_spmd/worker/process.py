@@ -182,7 +182,7 @@ class WorkerProcess:
                 model, plan.job, data.train, place, rank=self._rank, checked=partial(beat, "checking the model")
             )
             rows = tuple(map(dataclasses.astuple, check.layers))
-            self._send(m.Checked(self._rank, check.seconds, rows, check.loss_unchecked))
+            self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked))
         if model.made is not None and not (begins and self._rank in plan.placement.mesh):
             # Read from the checkpoint, or sent to a newcomer; should that be a first worker, it makes the values again.
             model.made.clear()

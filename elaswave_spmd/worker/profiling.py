@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from elaswave_spmd.scheduling.pipeline import FORWARD, WEIGHTS
+
 Row = tuple[int, float, float, int, int]
 """(layer, seconds of all forwards, seconds of all backwards, number of forwards, number of backwards)."""
 
@@ -26,11 +28,15 @@ class LayerTimes:
     _seconds: dict[tuple[int, bool], float] = field(default_factory=dict)
     _counts: dict[tuple[int, bool], int] = field(default_factory=dict)
 
-    def add(self, layer: int, seconds: float, *, backward: bool) -> None:
-        """Records that a program of this layer ran for this long, on one micro-batch."""
-        key = layer, backward
+    def add(self, layer: int, seconds: float, kind: str) -> None:
+        """Records that a program of this layer ran for this long, on one micro-batch.
+
+        Args:
+            kind: of `scheduling.pipeline`; a backward in two parts is one backward.
+        """
+        key = layer, kind != FORWARD
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0) + (kind != WEIGHTS)
 
     def pop_rows(self) -> tuple[Row, ...]:
         """Returns the measurements since the last call, sorted by layer, and begins anew."""

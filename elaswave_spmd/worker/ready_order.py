@@ -2,16 +2,20 @@
 
 The placement, or the recovery plan of an interrupted step, says which micro-batches a worker runs. In which order it
 does so is its own affair, which no bit depends on: a backward as soon as there is one, else a forward, with a bounded
-number of micro-batches in flight. Of several it takes the one whose turn it is (`pipeline.turns`).
+number of micro-batches in flight, else weight gradients that were put off (programs/split_backward.py). Of several it
+takes the one whose turn it is (`pipeline.turns`).
 
-No worker can wait for ever. Every micro-batch in flight on the last stage can run backward at once. So its bound lets
-every micro-batch through in the end, the stage before gets every gradient that it waits for, and so on to the first.
+No worker can wait for ever. Weight gradients wait for nothing, and every micro-batch in flight on the last stage can
+run backward at once. So its bound lets every micro-batch through in the end, the stage before gets every gradient that
+it waits for, and so on to the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
 
 
 @dataclass
@@ -20,7 +24,8 @@ class MicrobatchWork:
 
     Args:
         forward: it has to run forward; else a saved forward serves.
-        backward: FULL, INPUT_GRADIENT, or 0 for none (`recovery.partial_step`).
+        backward: FULL, INPUT_GRADIENT, WEIGHTS_ONLY if its weight gradients were put off, or 0 for none
+            (`recovery.partial_step`).
         alone: its gradient is not added to others here, but sent by itself.
     """
 
@@ -31,7 +36,26 @@ class MicrobatchWork:
     @property
     def is_in_flight(self) -> bool:
         """True between forward and backward: activations are kept."""
-        return not self.forward and self.backward > 0
+        return not self.forward and self.needs_gradient
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True if a backward is to come that begins with the gradient of the stage's output."""
+        return self.backward in (FULL, INPUT_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most micro-batches that a worker keeps anything of.
+
+    Args:
+        in_flight: between forward and backward. A forward whose backward another worker runs keeps nothing, and does
+            not count.
+        put_off: between backward and weight gradients; 0: backwards are whole.
+    """
+
+    in_flight: int
+    put_off: int = 0
 
 
 def next_ready(
@@ -39,22 +63,25 @@ def next_ready(
     turn: Callable[[int], float],
     has_activation: Callable[[int], bool],
     has_gradient: Callable[[int], bool],
-    limit: int,
+    limits: Limits,
 ) -> int | None:
-    """A micro-batch whose next action has its input: a backward if there is one, else a forward; None if there is none.
+    """A micro-batch whose next action has its input; None if there is none.
 
-    Backwards go first because they free memory, and because other stages wait for them.
+    A backward if there is one: it frees memory, and other stages wait for it. Else a forward, else weight gradients;
+    these come before a backward where no more may be put off.
 
     Args:
         work: micro-batch -> what is left of it.
         turn: of a micro-batch; the lowest goes first.
         has_activation, has_gradient: the input of a micro-batch's forward, or backward, is here.
-        limit: the most micro-batches in flight. A forward whose backward another worker runs keeps nothing, and counts
-            not.
     """
-    backwards = [u for u, left in work.items() if not left.forward and has_gradient(u)]
+    put_off = [u for u, left in work.items() if not left.forward and left.backward == WEIGHTS_ONLY]
+    backwards = [u for u, left in work.items() if left.is_in_flight and has_gradient(u)]
     if backwards:
-        return min(backwards, key=turn)
-    is_full = sum(left.is_in_flight for left in work.values()) >= limit
-    forwards = [u for u, left in work.items() if left.forward and has_activation(u) and not (is_full and left.backward)]
-    return min(forwards, key=turn, default=None)
+        has_room = not put_off or len(put_off) < limits.put_off
+        return min(backwards if has_room else put_off, key=turn)
+    is_full = sum(left.is_in_flight for left in work.values()) >= limits.in_flight
+    forwards = [
+        u for u, left in work.items() if left.forward and has_activation(u) and not (is_full and left.needs_gradient)
+    ]
+    return min(forwards or put_off, key=turn, default=None)

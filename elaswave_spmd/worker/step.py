@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.checks import CheckDraw
-from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
+from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.scheduling.pipeline import in_flight_limits, turns
 from elaswave_spmd.scheduling.placement import Placement
@@ -35,7 +35,7 @@ from elaswave_spmd.worker.partial_step import (
     remaining_of_begun_step,
     remaining_of_new_step,
 )
-from elaswave_spmd.worker.ready_order import MicrobatchWork, next_ready
+from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, next_ready
 from elaswave_spmd.worker.stage_boundary import ACTIVATION, GRADIENT, Boundaries, Crossing
 from elaswave_spmd.worker.step_commit import StepCommit
 from elaswave_spmd.worker.waiting import Reason, Waiting, Waits
@@ -48,9 +48,9 @@ class MicrobatchAction:
     Args:
         forward: forward, else backward.
         saves: of a forward: its backward will be run here too.
-        level: of a backward: FULL, or INPUT_GRADIENT if only the gradient of its input is wanted.
+        level: of a backward: FULL, INPUT_GRADIENT if only the gradient of its input is wanted, or WEIGHTS_ONLY.
         alone: of a backward: its weight gradients are sent by themselves, not added to those of others here.
-        last: nothing is left to do in this step after it.
+        last: nothing that needs parameters is left to do in this step after it.
     """
 
     forward: bool
@@ -68,18 +68,19 @@ class _Order:
     Args:
         turns: micro-batch -> turn, of those that the placement gives this worker.
         num_microbatches: of a step.
-        limit: the most micro-batches in flight.
+        limits: of its stage.
     """
 
     turns: Mapping[int, float]
     num_microbatches: int
-    limit: int
+    limits: Limits
 
     @classmethod
-    def of(cls, placement: Placement, rank: int) -> _Order:
-        limits = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
-        found = turns(placement, placement.microbatches_of(rank))
-        return cls(found, placement.num_microbatches, limits[placement.mesh.stage_of(rank)])
+    def of(cls, placement: Placement, rank: int, put_off: int) -> _Order:
+        """The order of a worker that may put off the weight gradients of so many micro-batches."""
+        in_flight = in_flight_limits([len(members) for members in placement.mesh.stages], placement.microbatch_counts)
+        limits = Limits(in_flight[placement.mesh.stage_of(rank)], put_off)
+        return cls(turns(placement, placement.microbatches_of(rank)), placement.num_microbatches, limits)
 
     def turn(self, microbatch: int) -> float:
         """The turn of a micro-batch; one that was another worker's comes by its number."""
@@ -113,6 +114,7 @@ class StepRunner:
         self._plan: RecoveryPlan | None = None
         self._work: dict[int, MicrobatchWork] = {}  # micro-batch -> what is left of it in the step under way
         self._order: _Order | None = None  # of this mesh epoch, worked out once
+        self._most_put_off = 0  # the most micro-batches whose weight gradients it may put off in this mesh epoch
         self._validated = -1
         self._agreed = -1, -1  # the newest (mesh epoch, version) at which all replicas were the same
         self._unchecked = 0  # a step of which a part was computed in an older mesh epoch: it is not checked
@@ -193,16 +195,18 @@ class StepRunner:
         left = self._work[microbatch]
         if left.forward:
             return MicrobatchAction(True, microbatch, saves=left.backward > 0)
-        return MicrobatchAction(False, microbatch, level=left.backward, alone=left.alone, last=len(self._work) == 1)
+        others = (other for u, other in self._work.items() if u != microbatch)
+        last = not any(other.forward or other.needs_gradient for other in others)
+        return MicrobatchAction(False, microbatch, level=left.backward, alone=left.alone, last=last)
 
     def _ready(self, step: int) -> int | None:
         """A micro-batch whose next action has its input, by the order of this mesh epoch."""
         if self._order is None:
-            self._order = _Order.of(self._placement, self._context.rank)
+            self._order = _Order.of(self._placement, self._context.rank, self._most_put_off)
         has = self._boundaries.arrived
         activation = has(ACTIVATION, step, self._layers.start) if self._stage else lambda _: True
         gradient = (lambda _: True) if self._is_last else has(GRADIENT, step, self._layers.stop - 1)
-        return next_ready(self._work, self._order.turn, activation, gradient, self._order.limit)
+        return next_ready(self._work, self._order.turn, activation, gradient, self._order.limits)
 
     def _run_action(self, step: int, action: MicrobatchAction) -> Waits:
         """Run an action and note that it is done."""
@@ -210,21 +214,32 @@ class StepRunner:
         neighbour = self._stage + 1 if action.forward else self._stage - 1
         receivers = lambda: self._receivers(step, neighbour, microbatch)  # noqa: E731
         digests, run = self.checks.digests_of(microbatch), self._microbatches
+        left, full, alone = self._work[microbatch], action.level == FULL, action.alone
+        # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
+        drop = action.last and self._replica.drops_params and not self.checks.pending(step)
         if action.forward:
             yield from run.forward(step, microbatch, receivers, saves=action.saves, digests=digests)
+            left.forward = False
+            if left.backward:
+                return
+        elif action.level == WEIGHTS_ONLY:
+            run.backward_weights(step, microbatch, alone=alone, digests=digests)
+        elif full and self._puts_off():
+            yield from run.backward_input(step, microbatch, receivers, drop=drop, digests=digests)
+            left.backward = WEIGHTS_ONLY
+            return
         else:
-            full, alone = action.level == FULL, action.alone
-            # ZeRO-3: after the last action of a step its parameters are not needed before the next version comes.
-            drop = action.last and self._replica.drops_params and not self.checks.pending(step)
             yield from run.backward(step, microbatch, receivers, weights=full, alone=alone, drop=drop, digests=digests)
+        if not action.forward:
             self.checks.computed(microbatch)
-            if full:
+            if action.level != INPUT_GRADIENT:
                 assert self._under_way is not None
                 self._under_way.note(microbatch, alone=alone)
-        left = self._work[microbatch]
-        left.forward = False
-        if not action.forward or not left.backward:
-            del self._work[microbatch]
+        del self._work[microbatch]
+
+    def _puts_off(self) -> bool:
+        """True if backwards are in two parts: another stage waits for the first, and the second has time."""
+        return self._most_put_off > 0 and self._microbatches.programs.puts_off
 
     def _receivers(self, step: int, stage: int, microbatch: int) -> tuple[int | None, ...]:
         """The workers that take the input of a micro-batch on another stage: its own, and one that checks it."""
@@ -417,7 +432,15 @@ class StepRunner:
             reducer.layer_sums() if current else {},
             reducer.page_sums(step, current=current),
             self._replica.reduced_gradients(step),
+            self._put_off() if mine else (),
         )
+
+    def _put_off(self) -> tuple[int, ...]:
+        """Micro-batches of which nothing but the weight gradients is left, and no part of these has been given up."""
+        found = {u for u, left in self._work.items() if not left.forward and left.backward == WEIGHTS_ONLY}
+        if self._replica.reducer.gives_up:
+            found.discard(self._microbatches.backward_of)
+        return tuple(sorted(found))
 
     def enter_epoch(self, configuration: Configuration) -> None:
         """Compute the layers of the stage that this worker belongs to now. `resume` follows when state is in place."""
@@ -426,7 +449,9 @@ class StepRunner:
         self._is_last = self._stage == placement.num_stages - 1
         self._layers = placement.layers_of_stage(self._stage)
         self._boundaries.restore_used()
-        moved = self._microbatches.enter_epoch(placement, self._stage)
+        self._most_put_off = configuration.put_off[self._stage] if configuration.put_off else 0
+        split_layers = configuration.split_layers if self._most_put_off else ()
+        moved = self._microbatches.enter_epoch(placement, self._stage, split_layers)
         if moved or configuration.recovery_plan is None:
             # What it did of the step went through other layers, and is of no use here. Or no member had anything of the
             # step, which is assigned anew.
@@ -460,8 +485,12 @@ class StepRunner:
         under_way = self._under_way
         if under_way is None or under_way.number != plan.step:
             return remaining_of_new_step(lines)
-        remaining = remaining_of_begun_step(lines, under_way, self._microbatches.programs.forwarded)
-        to_come = {number for number, left in remaining.items() if left.backward == FULL and not left.alone}
+        programs = self._microbatches.programs
+        remaining = remaining_of_begun_step(lines, under_way, programs.forwarded, programs.begun)
+        for microbatch in programs.begun - {u for u, left in remaining.items() if left.backward == WEIGHTS_ONLY}:
+            programs.discard_begun(microbatch)
+        with_weights = (FULL, WEIGHTS_ONLY)
+        to_come = {u for u, left in remaining.items() if left.backward in with_weights and not left.alone}
         self._replica.reducer.begin_step(plan.step, under_way.summed | to_come)
         return remaining
 

@@ -41,7 +41,9 @@ from elaswave_spmd.runtime.devices import Device, device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 from elaswave_spmd.runtime.transport.links import CONTROLLER
+from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.placement import Placement, place
+from elaswave_spmd.scheduling.split_backward import SplitBackward
 from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import all_replica_sets
 from elaswave_spmd.worker.channel import Incoming
@@ -190,6 +192,9 @@ class SimulatedCluster:
             checkpoint_spec(plan, self._orders, checkpoint),
             has_gone_back=self._has_gone_back,
         )
+        # Workers of the cluster try no model; the layers of these models have the same bits in two parts.
+        every = tuple(range(len(self._description.layout.layers)))
+        self.controller.protocol.split = SplitBackward(every, (1,) * len(every), plan.costs, MemoryRule())
 
     @property
     def protocol(self) -> ControllerProtocol:

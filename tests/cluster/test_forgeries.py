@@ -85,7 +85,12 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.SumsDiffer(SENDER, 2, 4, *PAGES, 0, RESULT, RESULT),
     m.AddedUp(SENDER, 2, 4, *PAGES, False, ((1, 0, 2, bytes(512)),)),
     m.AddedUp(SENDER, 2, 4, *PAGES, True, ((1, 0, 2, bytes(512)), (1, 2, 4, bytes(512))), (RESULT,)),
-    m.Checked(SENDER, 0.5, ((0, 1, 10, 20, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, bytes(16)))),
+    m.Checked(
+        SENDER,
+        0.5,
+        ((0, 1, 10, 20, 0, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, 30, bytes(16))),
+        (0, *(1,) * (len(BOUNDS.layout.layers) - 1)),
+    ),
     m.Constructed(SENDER, (("block0.weight", False, bytes(16)), ("block0.table", True, bytes(range(16))))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
 )

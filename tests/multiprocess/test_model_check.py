@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -100,6 +101,30 @@ def test_the_check_says_what_layers_need_and_can_be_switched_off(tmp_path: Path)
     assert done.code == 0, done.err
     why = "runtime.device=emulated computes nothing with the model"
     assert read_summary(tmp_path / "emulated")["model_check"] == {"done": False, "why": why}
+
+
+def test_backwards_are_in_two_parts_where_the_check_found_the_same_bits_and_there_is_room(tmp_path: Path) -> None:
+    """The first stage has none, and without the check, or without memory for what is put off, no stage has any."""
+    write_text(tmp_path)
+    runs = {
+        "split": ["mesh=pp2", "run.trace=true"],
+        "unchecked": ["mesh=pp2", "run.trace=true", OFF],
+        "full": ["mesh=pp2", "run.trace=true", "schedule.memory_limit=1"],
+        "sharded": ["mesh=dp2_pp2", "sharding=zero3", "runtime.activation_checkpointing=true"],
+    }
+    weights, late = set(), {}
+    for name, arguments in runs.items():
+        done = train(tmp_path, *QUICK, *arguments, f"run.dir={name}")
+        assert done.code == 0, done.err
+        weights.add(read_summary(tmp_path / name)["weights_sha256"])
+        if (trace := tmp_path / name / "trace.json").exists():
+            names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+            late[name] = {one.partition(",")[0] for one in names if one.startswith("W ")}
+    assert len(weights) == 1
+    assert late == {"split": {f"W micro-batch {u}" for u in range(4)}, "unchecked": set(), "full": set()}
+    summaries = {name: read_summary(tmp_path / name)["split_backward"] for name in runs}
+    assert summaries.pop("unchecked") == {"kinds": [], "why": f"no worker has tried it: {OFF}"}
+    assert all(found == {"kinds": ["block0", "head"]} for found in summaries.values())
 
 
 def test_a_refusal_leaves_a_run_that_is_to_be_resumed_as_it_was(tmp_path: Path) -> None:

@@ -6,16 +6,24 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
+from elaswave_spmd.conf.schema import MirrorSettings, ScheduleSettings
 from elaswave_spmd.controller.events import Record
 from elaswave_spmd.controller.model_checks import Constructions, ModelChecks
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
 from elaswave_spmd.recovery.messages import Checked, Constructed
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.sharding import Shardings
 
 NAMES = ("embed", "block0", "block1", "head")
 ONE, OTHER = bytes(16), bytes(range(16))
 
 
-def checks(hosts: Mapping[int, str] | None = None, known: Mapping[str, str] | None = None) -> ModelChecks:
+COSTS = CostModel(tuple(LayerCost(name, 1.0, 2.0, value_bytes=7) for name in NAMES), 1e9)
+
+
+def checks(
+    hosts: Mapping[int, str] | None = None, known: Mapping[str, str] | None = None, memory_limit: float | None = None
+) -> ModelChecks:
     topology = Topology.of({rank: (host,) for rank, host in hosts.items()}) if hosts else None
     layers = [SimpleNamespace(name=name) for name in NAMES]
     plan = SimpleNamespace(
@@ -23,11 +31,14 @@ def checks(hosts: Mapping[int, str] | None = None, known: Mapping[str, str] | No
         placement=SimpleNamespace(mesh=Mesh.initial(MeshShape.of_stages((3,)), topology)),
         bytes_of=lambda layer: (300 * layer, 100 * layer, 100 * layer),
     )
+    plan.placement.shardings, plan.costs = Shardings(), COSTS
+    plan.settings = SimpleNamespace(mirror=MirrorSettings(), schedule=ScheduleSettings(memory_limit=memory_limit))
     return ModelChecks(cast(Any, plan), known)
 
 
-def checked(rank: int, block: bytes = ONE) -> Checked:
-    return Checked(rank, 0.1234, ((0, 1, 5, 6, ONE), (1, 2, 7, 8, block), (3, 1, 9, 4, ONE)))
+def checked(rank: int, block: bytes = ONE, put_off: int = 0) -> Checked:
+    rows = ((0, 1, 5, 6, 0, ONE), (1, 2, 7, 8, put_off, block), (3, 1, 9, 4, 0, ONE))
+    return Checked(rank, 0.1234, rows, (0, 1, 1, 3))
 
 
 def test_the_first_worker_that_passes_is_told_of_with_the_bytes_of_each_kind() -> None:
@@ -38,7 +49,7 @@ def test_the_first_worker_that_passes_is_told_of_with_the_bytes_of_each_kind() -
     rows = cast(Any, record.fields["layers"])
     assert rows[1] == {
         "layer": "block0", "count": 2, "state_bytes": 300, "value_bytes": 100, "gradient_bytes": 100,
-        "kept_bytes": 7, "output_bytes": 8, "digest": "00" * 16,
+        "kept_bytes": 7, "output_bytes": 8, "put_off_bytes": 0, "digest": "00" * 16,
     }  # fmt: skip
     assert [row["layer"] for row in rows] == ["embed", "block0", "head"] and record.fields["seconds"] == 0.123
     assert found.difference(checked(0)) is None and found.passed(checked(0)) == []
@@ -62,8 +73,8 @@ def test_other_bits_are_told_with_both_workers_and_their_hosts() -> None:
 def test_other_kinds_of_layers_are_a_difference() -> None:
     found = checks()
     assert found.difference(checked(0)) is None
-    rows = ((0, 1, 5, 6, ONE), (1, 1, 7, 8, ONE), (2, 1, 7, 8, ONE), (3, 1, 9, 4, ONE))
-    error = found.difference(Checked(1, 0.1, rows))
+    rows = ((0, 1, 5, 6, 0, ONE), (1, 1, 7, 8, 0, ONE), (2, 1, 7, 8, 0, ONE), (3, 1, 9, 4, 0, ONE))
+    error = found.difference(Checked(1, 0.1, rows, (0, 1, 2, 3)))
     assert error is not None and "layer block1" in error.what
 
 
@@ -72,6 +83,30 @@ def test_a_run_goes_on_with_the_bits_that_it_began_with() -> None:
     assert checks(known=known).difference(checked(0)) is None
     error = checks(known=known).difference(checked(0, OTHER))
     assert error is not None and error.what.startswith("layer block0 computes other bits than it did when the run")
+
+
+def test_the_first_worker_says_which_backwards_may_be_in_two_parts() -> None:
+    assert checks().split is None
+    found = checks(memory_limit=1000.0)
+    assert found.difference(checked(1, put_off=30)) is None and found.difference(checked(0, put_off=30)) is None
+    split = found.split
+    assert split is not None and split is found.split
+    assert split.layers == (1, 2) and split.memory_limit == 1000.0
+    assert split.put_off_bytes == (0, 30, 30, 300), "a layer that is not split keeps the gradients of its parameters"
+    sizes = [(layer.state_bytes, layer.gradient_bytes, layer.activation_bytes) for layer in split.costs.layers]
+    assert sizes == [(0, 0, 5), (300, 100, 7), (600, 200, 7), (900, 300, 9)], "not those of a profile"
+    (record,) = found.passed(checked(1, put_off=30))
+    assert isinstance(record, Record)
+    rows = cast(Any, record.fields["layers"])
+    assert [row["put_off_bytes"] for row in rows] == [0, 30, 0]
+    assert "the backward of 1 may be in two parts" in cast(str, record.fields["message"])
+
+
+def test_without_a_kind_that_may_be_split_nothing_is_said_of_it() -> None:
+    found = checks()
+    assert found.difference(checked(1)) is None and found.split is None
+    (record,) = found.passed(checked(1))
+    assert isinstance(record, Record) and "two parts" not in cast(str, record.fields["message"])
 
 
 def test_what_constructors_made_is_compared_by_name() -> None:

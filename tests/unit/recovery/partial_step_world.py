@@ -61,12 +61,24 @@ class Sum:
 
 @dataclass
 class Task:
-    """The rest of one micro-batch: `layers` are those whose backward is still ahead, last one first."""
+    """The rest of one micro-batch.
+
+    Args:
+        layers: those whose backward is still ahead, last one first.
+        started: the backward has begun.
+        weights: layers whose weight gradients are put off, last one first. They come after all of `layers`.
+    """
 
     forward: bool
     backward: int
     layers: list[int]
     started: bool = False
+    weights: list[int] = field(default_factory=list)
+
+    @property
+    def is_put_off(self) -> bool:
+        """Nothing but weight gradients is left, of all layers."""
+        return self.started and not self.layers and bool(self.weights) and not self.forward
 
 
 class Worker:
@@ -90,6 +102,8 @@ class Worker:
         self.asked = False
         self.forward_since: set[int] = set()  # StepReport
         self.backward_since: dict[int, int] = {}  # StepReport: micro-batch -> how
+        self.splits: dict[int, bool] = {}  # micro-batch -> its backward, which has begun, is in two parts
+        self.put_off: frozenset[int] = frozenset()  # by the last StepReport
         self.placement: Placement
         self.plan: Sequence[Recompute] | None = None
 
@@ -120,15 +134,21 @@ class Worker:
         for line in lines:
             u, before = line.microbatch, old.get(line.microbatch)
             task = Task(line.forward and u not in self.forward_since, line.backward, list(reversed(self.layers)))
-            if line.backward <= self.backward_since.get(u, 0):
+            done = self.backward_since.get(u, 0)
+            if before and before.is_put_off:
+                assert not line.forward or u not in self.put_off, f"{line} whose output is kept"
+                task = Task(False, 2, [], True, before.weights) if line.backward > 1 else Task(False, 0, [])
+            elif line.backward <= done or (line.backward == 3 and done == 2):
                 task = Task(task.forward, 0, [])  # if its forward was done before, the output is wanted again
+            elif line.backward == 3:
+                raise AssertionError(f"{line} that was not put off")
             elif before and before.started and before.layers and before.backward >= line.backward:
-                task = Task(task.forward, before.backward, before.layers, True)
+                task = Task(task.forward, before.backward, before.layers, True, before.weights)
             else:
                 task.forward |= line.forward and u not in self.saved
                 assert task.forward or u in self.saved, f"{line} without its forward"
             self.computed -= {u} if task.layers else set()
-            if task.forward or task.layers:
+            if task.forward or task.layers or task.weights:
                 self.tasks[u] = task
         self.assigned |= {line.microbatch for line in lines}
 
@@ -157,7 +177,7 @@ class Worker:
 
     def _can_backward(self, u: int, task: Task) -> bool:
         gradient = self.layers.stop == self.world.num_layers or ("G", self.layers.stop - 1, u) in self.inputs
-        return bool(task.layers) and (task.started or (u in self.saved and gradient))
+        return bool(task.weights) or (bool(task.layers) and (task.started or (u in self.saved and gradient)))
 
     def run(self, u: int) -> None:
         """One action of a micro-batch: its forward, or the backward of one layer."""
@@ -171,20 +191,35 @@ class Worker:
                 self.saved.add(u)
             self.forward_since.add(u)
             self._give(("A", self.layers.stop, u))
-        if not task.forward and not task.layers:
+        if not task.forward and not task.layers and not task.weights:
             del self.tasks[u]
 
     def _backward(self, u: int, task: Task) -> None:
-        task.started = True
+        if not task.layers:
+            self._weights(u, task)
+            return
+        if not task.started:
+            task.started, can_split = True, task.backward == 2 and self.world.boundaries_kept
+            self.splits[u] = can_split and self.world.draw.random() < 0.5
         self._use_up(("G", self.layers.stop - 1, u))
         layer = task.layers.pop(0)
-        if task.backward == 2:
+        if self.splits.get(u):
+            task.weights.append(layer)
+        elif task.backward == 2:
             self._contribute(layer, u)
         if not task.layers:
             self.saved.discard(u)
-            self.computed.add(u)
-            self.backward_since[u] = task.backward
+            if not task.weights:
+                self.computed.add(u)
+                self.backward_since[u] = task.backward
             self._give(("G", layer - 1, u))
+
+    def _weights(self, u: int, task: Task) -> None:
+        """The second part of a backward, of all layers: nothing comes between them."""
+        while task.weights:
+            self._contribute(task.weights.pop(0), u)
+        self.computed.add(u)
+        self.backward_since[u] = 2
 
     def _use_up(self, boundary: Boundary) -> None:
         if not self.asked:  # what comes after StepReport may be of the new epoch already, and is not sent again
@@ -231,7 +266,9 @@ class Worker:
             mine = self.open.setdefault(layer, {})
             microbatches = {u for lo, hi in mine for u in range(lo, hi)}
             if layer in self.layers:
-                coming = {u for u, task in self.tasks.items() if task.backward == 2 and layer in task.layers}
+                coming = {
+                    u for u, task in self.tasks.items() if task.backward == 2 and layer in (*task.layers, *task.weights)
+                }
                 microbatches |= coming - {u for s in self.sums if s.layer == layer for u in range(*s.node)}
             self.final[layer] = maximal_nodes(microbatches, self.placement.num_microbatches)
             for node in [n for n in mine if n in self.final[layer]]:
@@ -285,6 +322,7 @@ class Worker:
                 self.run(u)  # it answers between two actions
         self.asked, self.forward_since, self.backward_since = True, set(), {}
         forwarded = {u for u in self.saved if u in self.tasks and self.tasks[u].backward == 2}
+        self.put_off = frozenset(u for u, task in self.tasks.items() if task.is_put_off)
         nodes: dict[int, list[Node]] = {}
         for held in (*self.sums, *(s for mine in self.open.values() for s in mine.values())):
             if all(p in self.reduced or (p, held.layer) in self.trees for p in held.consumed):
@@ -312,6 +350,7 @@ class Worker:
             {layer: tuple(sorted(found)) for layer, found in nodes.items()},
             tuple(trees),
             tuple(reduced),
+            tuple(sorted(self.put_off)),
         )
 
 

@@ -39,7 +39,7 @@ EXAMPLES: list[m.AnyMessage] = [
     m.Vote(1, 0, 4, (), None),
     m.Ready(3, "ipc:///tmp/x"),
     m.Ready(3, "tcp://127.0.0.1:5", True),
-    m.Checked(3, 0.25, ((0, 1, 4096, 512, b"\0\xff"), (1, 4, 2**40, 512, b""))),
+    m.Checked(3, 0.25, ((0, 1, 4096, 512, 0, b"\0\xff"), (1, 4, 2**40, 512, 2**41, b"")), (0, 1, 1, 1, 1)),
     m.Constructed(3, (("block0.weight", False, b"\0\xff"), ("block0.table", True, b""))),
     m.Refused(3, {"what": "layer block0 draws", "fix": "KeyedDropout(p)"}),
     m.Prepare(4),

@@ -141,17 +141,22 @@ class Need:
             for microbatch in range(self.placement.num_microbatches):
                 line = lines.get((stage, microbatch))
                 below, above = lines.get((stage - 1, microbatch)), lines.get((stage + 1, microbatch))
-                asked = below is not None and below.backward > 0 and not self.has_gradient(stage - 1, microbatch)
+                asked = below is not None and below.backward in (1, 2) and not self.has_gradient(stage - 1, microbatch)
                 full = lacks(self.placement, self.layout, self.said, stage, microbatch)
                 wanted = above is not None and above.forward and not self.has_activation(stage + 1, microbatch)
                 assert (line is not None) == (full or asked or wanted), (stage, microbatch, line)
                 assert peer_of(plan, stage, microbatch) == (line.worker if line else None)
                 if line is None:
                     continue
-                assert line.backward == (2 if full else 1 if asked else 0), (line, full, asked)
+                claimers = self.claimers(stage, microbatch)
+                put_off = [rank for rank in claimers if self.kept and microbatch in self.said[rank].put_off]
+                full_level = 3 if put_off else 2
+                assert not (put_off and asked), "what is put off has given its input's gradient, and keeps it"
+                assert line.backward == (full_level if full else 1 if asked else 0), (line, full, asked)
                 saved = self.stays(stage, line.worker) and microbatch in self.said[line.worker].forwarded
-                assert line.forward == (wanted or (line.backward > 0 and not saved)), line
-                assert line.worker in (self.claimers(stage, microbatch)[:1] or self.placement.mesh.stages[stage])
+                assert line.forward == (wanted or (line.backward in (1, 2) and not saved)), line
+                first = put_off[:1] if full else []
+                assert line.worker in (first or claimers[:1] or self.placement.mesh.stages[stage])
                 assert line in executor_view(plan, stage, line.worker)
 
 
@@ -196,7 +201,7 @@ def test_the_stories_have_all_kinds_of_lines() -> None:
         story.play()
         empty += sum(not plan for plan in story.plans)
         seen.update((line.forward, line.backward) for plan in story.plans for line in plan)
-    assert set(seen) == {(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)} and empty
+    assert set(seen) == {(True, 0), (True, 1), (True, 2), (False, 1), (False, 2), (False, 3)} and empty
     assert min(seen.values()) >= 5, seen
 
 

@@ -48,8 +48,8 @@ def test_all_that_a_worker_does_is_on_its_row(tmp_path: Path) -> None:
     write_events(tmp_path)
     for rank in (0, 11):
         trace = part(tmp_path, rank)
-        trace.action(1, 4, 2, False, 50.5, 50.75)
-        trace.action(1, 4, 2, True, 51.0, 51.5)
+        trace.action(1, 4, 2, "F", 50.5, 50.75)
+        trace.action(1, 4, 2, "B", 51.0, 51.5)
         trace.wait("activation of micro-batch 5", 51.5, 52.0)
         trace.send(-1 if rank else 11, "Activation", 4096, 52.0, 52.001)
         trace.mark("step 1 applied", 52.5)
@@ -103,13 +103,13 @@ def test_a_wait_that_goes_on_is_one(tmp_path: Path) -> None:
 def test_marks_survive_a_kill_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     write_events(tmp_path)
     trace = part(tmp_path, 0)
-    trace.action(1, 0, 0, False, 50.0, 50.1)
+    trace.action(1, 0, 0, "F", 50.0, 50.1)
     trace.mark("step 1 applied", 50.2)
-    trace.action(2, 0, 0, False, 50.3, 50.4)  # never written: it is killed here
+    trace.action(2, 0, 0, "F", 50.3, 50.4)  # never written: it is killed here
     with open(tmp_path / "trace-0.jsonl", "ab") as file:
         file.write(b'["F",51.0,51')
     again = part(tmp_path, 0, START - 40.0)  # of the resumed run; its clock is another one
-    again.action(2, 0, 0, False, 60.0, 60.1)
+    again.action(2, 0, 0, "F", 60.0, 60.1)
     again.close()
     found = [(e["name"], e["ts"]) for e in merged(tmp_path) if e["pid"] == 2 and e["ph"] != "M"]
     assert found == [("F micro-batch 0, layer 0", 0.0), ("step 1 applied", 0.2e6), ("F micro-batch 0, layer 0", 20e6)]
@@ -123,9 +123,9 @@ def test_rows_are_written_in_blocks(tmp_path: Path) -> None:
     trace = part(tmp_path, 0)
     before = (tmp_path / "trace-0.jsonl").stat().st_size
     for i in range(1999):
-        trace.action(1, i, 0, False, 0.0, 1.0)
+        trace.action(1, i, 0, "W", 0.0, 1.0)
     assert (tmp_path / "trace-0.jsonl").stat().st_size == before
-    trace.action(1, 1999, 0, False, 0.0, 1.0)
+    trace.action(1, 1999, 0, "F", 0.0, 1.0)
     assert (tmp_path / "trace-0.jsonl").read_text().count("[") == 2000
     trace.close()
 

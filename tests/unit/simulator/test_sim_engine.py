@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
 from elaswave_spmd.scheduling.step_time import CLASSES, Assignment, bound, stage_seconds, step_time, timed_graph
 from elaswave_spmd.simulator.engine import FREE, Wires, execute
 from elaswave_spmd.simulator.links import Clock, Link
 from elaswave_spmd.simulator.recompute import recompute_step
-from elaswave_spmd.simulator.work import WEIGHTS, Work
+from elaswave_spmd.simulator.work import Work
 from tests.unit.scheduling.planning_cases import assigned, costs_of, rule_of
 from tests.unit.simulator.sim_cases import assignments
 

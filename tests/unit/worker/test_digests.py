@@ -56,7 +56,9 @@ def test_the_results_of_a_micro_batch_by_layer() -> None:
     one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
     digests.forward(4, one)
     digests.forward(5, two)
-    digests.backward(5, three, one)
-    digests.backward(4, None, two)
+    digests.input_gradient(5, three)
+    digests.input_gradient(4, None)
+    digests.weight_gradient(4, two)  # in whichever order both come
+    digests.weight_gradient(5, one)
     of = DIGESTER.digest
     assert digests.rows == ((4, of(one), b"", of(two)), (5, of(two), of(three), of(one)))

@@ -26,6 +26,7 @@ from elaswave_spmd.worker.model_check import ModelCheck, check_loss, check_model
 from elaswave_spmd.worker.model_layout import describe
 from elaswave_spmd.worker.optimizers import make_optimizer
 from elaswave_spmd.worker.programs.eager import StagePrograms, program_args
+from elaswave_spmd.worker.programs.split_backward import WeightProducts
 from elaswave_spmd.worker.spec import Job
 from tests import mistaken_model
 from tests.mistaken_model import BLOCKS, BUILT, REFUSED, RIGHT, Mistaken
@@ -139,6 +140,42 @@ def test_the_models_of_this_package_pass(kind: type[LayeredModel], microbatch_si
     assert sum(counts.values()) == len(model.layers) and max(counts.values()) == 3
     kept = {one.layer: (one.kept_bytes, one.output_bytes) for one in found.layers}
     assert all(number > 0 for pair in kept.values() for number in pair)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [GPT, Llama, MLP])
+def test_layers_with_weight_products_may_have_their_backward_in_two_parts(
+    kind: type[LayeredModel], dtype: str, checkpointing: bool
+) -> None:
+    sizes = {"vocab_size": VOCABULARY, "seq_len": TIME, "layers": 3, "d_model": WIDTH, "heads": 2, "dropout": 0.1}
+    model = build_model(kind, sizes)
+    found = check(model, dtype=dtype, activation_checkpointing=checkpointing)
+    put_off = {one.layer: one.put_off_bytes for one in found.layers}
+    assert found.kinds == (0, 1, 1, 1, *range(4, len(model.layers))) and len(found.kinds) == len(model.layers)
+    assert put_off[0] == 0, "token ids have no gradient, for which a part would have to come first"
+    assert put_off[1] > 0 and put_off[len(model.layers) - 1] > 0
+
+
+def test_a_layer_whose_parts_have_other_bits_keeps_its_backward_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = check(mistaken("none"))
+    assert {one.layer for one in right.layers if one.put_off_bytes} == {1, 3}
+    gradients = WeightProducts.gradients
+
+    def wrong(products: WeightProducts, *args: Any) -> list[Any]:
+        is_block = products.brought[0][0].parameters[0].shape == (WIDTH, WIDTH)
+        return [made if made is None or not is_block else -made for made in gradients(products, *args)]
+
+    monkeypatch.setattr(WeightProducts, "gradients", wrong)
+    found = check(mistaken("none"))
+    assert {one.layer for one in found.layers if one.put_off_bytes} == {3}
+    digests = zip(right.layers, found.layers, strict=True)
+    assert [one.digest == other.digest for one, other in digests] == [True, False, True], "others must find the same"
+
+
+def test_a_layer_that_cannot_be_run_in_parts_keeps_its_backward_whole() -> None:
+    found = check(mistaken("plain_parameters"))
+    assert {one.layer: one.put_off_bytes > 0 for one in found.layers} == {0: False, 1: False, 3: True}
 
 
 def test_one_micro_batch_in_a_step_is_compared_with_that_of_the_next() -> None:

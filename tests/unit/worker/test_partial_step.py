@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_spmd.recovery.messages import Recompute
-from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
+from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
 from elaswave_spmd.worker.partial_step import (
     StepUnderWay,
     remaining_of_begun_step,
@@ -54,6 +54,25 @@ def test_a_microbatch_that_was_reported_and_stands_in_the_plan_is_computed_again
         2: MicrobatchWork(True, FULL, False),
     }
     assert step.computed == set()
+
+
+def test_of_what_is_put_off_nothing_but_the_weight_gradients_is_left() -> None:
+    """A plan may say FULL, as the worker has put them off since its report."""
+    for level in (FULL, WEIGHTS_ONLY):
+        step = under_way({1, 2}, computed={1}, reported={1})
+        lines = [line(2, forward=level == FULL, backward=level)]
+        assert remaining_of_begun_step(lines, step, (), {2}) == {2: MicrobatchWork(False, WEIGHTS_ONLY, False)}
+        assert step.assigned == {1, 2} and step.computed == {1}
+
+
+def test_of_what_is_put_off_the_gradient_of_the_input_is_kept() -> None:
+    step = under_way({1, 2}, computed={1}, reported={1})
+    assert remaining_of_begun_step([line(2, backward=INPUT_GRADIENT)], step, (), {2}) == {}
+
+
+def test_weight_gradients_that_were_made_since_the_report_are_not_made_twice() -> None:
+    step = under_way({1, 2}, computed={1, 2}, reported={1})
+    assert remaining_of_begun_step([line(2, forward=False, backward=WEIGHTS_ONLY)], step, ()) == {}
 
 
 def test_a_microbatch_of_another_worker_is_sent_by_itself() -> None:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT
+from elaswave_spmd.recovery.partial_step import FULL, INPUT_GRADIENT, WEIGHTS_ONLY
 from elaswave_spmd.scheduling import Placement, pipeline
-from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, PipelineAction
+from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS, PipelineAction
 from elaswave_spmd.sharding import Shardings
-from elaswave_spmd.worker.ready_order import MicrobatchWork, next_ready
+from elaswave_spmd.worker.ready_order import Limits, MicrobatchWork, next_ready
 
 
 def has(*microbatches: int):
     return lambda microbatch: microbatch in microbatches
 
 
-def ready(work: dict[int, MicrobatchWork], activation, gradient, limit: int = 99) -> int | None:
-    return next_ready(work, lambda u: u, activation, gradient, limit)
+def ready(work: dict[int, MicrobatchWork], activation, gradient, limit: int = 99, put_off: int = 0) -> int | None:
+    return next_ready(work, lambda u: u, activation, gradient, Limits(limit, put_off))
 
 
 FORWARDS = {u: MicrobatchWork(True, FULL, False) for u in (5, 3, 4)}
@@ -36,7 +37,7 @@ def test_a_backward_goes_before_any_forward() -> None:
 def test_the_lowest_turn_goes_first() -> None:
     assert ready(FORWARDS, has(3, 4, 5), has()) == 3
     assert ready({u: MicrobatchWork(False, FULL, False) for u in (5, 3, 4)}, has(), has(4, 5)) == 4
-    assert next_ready(FORWARDS, lambda u: -u, has(3, 4, 5), has(), 99) == 5
+    assert next_ready(FORWARDS, lambda u: -u, has(3, 4, 5), has(), Limits(99)) == 5
 
 
 def test_nothing_goes_without_its_input() -> None:
@@ -65,6 +66,29 @@ def test_a_forward_that_keeps_nothing_is_not_counted() -> None:
     assert ready(work, has(2), has(), limit=1) == 2
 
 
+PUT_OFF = MicrobatchWork(False, WEIGHTS_ONLY, False)
+
+
+def test_weight_gradients_come_when_nothing_else_is_ready() -> None:
+    work = {1: PUT_OFF, 2: MicrobatchWork(False, FULL, False), 3: MicrobatchWork(True, FULL, False)}
+    assert ready(work, has(3), has(2), put_off=2) == 2 and ready(work, has(3), has(), put_off=2) == 3
+    assert ready(work, has(), has(), put_off=2) == 1, "they wait for nothing"
+    assert ready({4: PUT_OFF, 1: PUT_OFF}, has(), has(), put_off=2) == 1
+
+
+@pytest.mark.parametrize("put_off", [0, 1])
+def test_weight_gradients_come_before_a_backward_that_would_put_off_too_many(put_off: int) -> None:
+    """The limit may have become less than what is put off already."""
+    work = {1: PUT_OFF, 2: MicrobatchWork(False, FULL, False), 3: MicrobatchWork(True, FULL, False)}
+    assert ready(work, has(3), has(2), put_off=put_off) == 1
+    assert ready(work, has(3), has(), put_off=put_off) == 3, "a forward puts nothing off"
+
+
+def test_what_is_put_off_is_not_in_flight() -> None:
+    work = {1: PUT_OFF, 2: MicrobatchWork(True, FULL, False)}
+    assert ready(work, has(2), has(), limit=1, put_off=1) == 2
+
+
 # ---- many workers
 
 
@@ -73,10 +97,10 @@ class Line:
 
     Args:
         owners: per stage, the worker of each micro-batch.
-        limits: per worker.
+        limits: per worker. One that may put nothing off runs whole backwards.
     """
 
-    def __init__(self, owners: list[list[int]], limits: dict[int, int], turns, rng: random.Random) -> None:
+    def __init__(self, owners: list[list[int]], limits: dict[int, Limits], turns, rng: random.Random) -> None:
         self.owners, self.limits, self.turns, self.rng = owners, limits, turns, rng
         self.last = len(owners) - 1
         self.work: dict[int, dict[int, MicrobatchWork]] = {rank: {} for of_stage in owners for rank in of_stage}
@@ -85,7 +109,8 @@ class Line:
         self.busy: set[int] = set()
         self.events: list[tuple[float, int, object]] = []
         self.ran: list[PipelineAction] = []
-        self.most = dict.fromkeys(self.work, 0)
+        self.most: dict[int, tuple[int, int]] = dict.fromkeys(self.work, (0, 0))
+        self.now = 0.0
 
     def later(self, now: float, event: object) -> None:
         heapq.heappush(self.events, (now + self.rng.expovariate(1.0), self.rng.getrandbits(62), event))
@@ -93,13 +118,15 @@ class Line:
     def run(self) -> None:
         self.start(0.0)
         while self.events:
-            now, _, event = heapq.heappop(self.events)
+            self.now, _, event = heapq.heappop(self.events)
+            now = self.now
             if isinstance(event, tuple):
                 self.here.add(event)
             else:
                 assert isinstance(event, PipelineAction)
                 self.finish(now, event)
-            self.start(now)
+            if not self.events or self.events[0][0] > now:  # all that comes at one time is here
+                self.start(now)
 
     def start(self, now: float) -> None:
         for rank, work in self.work.items():
@@ -111,7 +138,8 @@ class Line:
             microbatch = next_ready(work, self.turns, has_activation, has_gradient, self.limits[rank])
             if microbatch is not None:
                 self.busy.add(rank)
-                kind = FORWARD if work[microbatch].forward else BACKWARD
+                left = work[microbatch]
+                kind = FORWARD if left.forward else WEIGHTS if left.backward == WEIGHTS_ONLY else BACKWARD
                 self.later(now, PipelineAction(stage, kind, microbatch))
 
     def finish(self, now: float, action: PipelineAction) -> None:
@@ -120,14 +148,20 @@ class Line:
         self.busy.remove(rank)
         self.ran.append(action)
         work = self.work[rank]
-        work[microbatch].forward = False
+        left = work[microbatch]
+        left.forward = False
         if action.kind == FORWARD:
             self.later(now, (stage + 1, FORWARD, microbatch))
-        else:
+        elif action.kind == BACKWARD:
             self.later(now, (stage - 1, BACKWARD, microbatch))
-        if action.kind == BACKWARD or not work[microbatch].backward:
+        if action.kind == BACKWARD and left.backward == FULL and self.limits[rank].put_off:
+            left.backward = WEIGHTS_ONLY
+        elif action.kind != FORWARD or not left.backward:
             del work[microbatch]
-        self.most[rank] = max(self.most[rank], sum(left.is_in_flight for left in work.values()))
+        in_flight, put_off = self.most[rank]
+        in_flight = max(in_flight, sum(left.is_in_flight for left in work.values()))
+        put_off = max(put_off, sum(not left.forward and left.backward == WEIGHTS_ONLY for left in work.values()))
+        self.most[rank] = in_flight, put_off
 
 
 @settings(deadline=None)
@@ -141,49 +175,87 @@ def test_every_step_comes_to_its_end_with_any_owners_limits_and_delays(sizes, nu
     rng = random.Random(seed)
     first = [sum(sizes[:s]) for s in range(len(sizes))]
     owners = [[first[s] + rng.randrange(size) for _ in range(num_microbatches)] for s, size in enumerate(sizes)]
-    limits = {rank: rng.randint(1, 3) for of_stage in owners for rank in of_stage}
+    limits = {rank: Limits(rng.randint(1, 3), rng.randint(0, 2)) for of_stage in owners for rank in of_stage}
     line = Line(owners, limits, lambda u: rng.random(), rng)
     # Of some micro-batches the forwards up to some stage are done already: an interrupted step.
-    wanted = 0
+    wanted = {FORWARD: 0, BACKWARD: 0, WEIGHTS: 0}
     for microbatch in range(num_microbatches):
         done = rng.choice([0, 0, rng.randint(0, len(sizes))])
+        # Of these the last stages may have put the weight gradients off.
+        backward_done = rng.choice([0, rng.randint(0, len(sizes))]) if done == len(sizes) else 0
         for stage in range(len(sizes)):
-            line.work[owners[stage][microbatch]][microbatch] = MicrobatchWork(stage >= done, FULL, False)
-            wanted += 1 + (stage >= done)
+            rank, level = owners[stage][microbatch], rng.choice([FULL, FULL, INPUT_GRADIENT])
+            if stage >= len(sizes) - backward_done:
+                level = WEIGHTS_ONLY
+            line.work[rank][microbatch] = MicrobatchWork(stage >= done, level, False)
+            wanted[FORWARD] += stage >= done
+            wanted[BACKWARD] += level != WEIGHTS_ONLY
+            wanted[WEIGHTS] += level == WEIGHTS_ONLY or (level == FULL and limits[rank].put_off > 0)
+        if 0 < backward_done < len(sizes):
+            line.here.add((len(sizes) - backward_done - 1, BACKWARD, microbatch))
         if done < len(sizes):
             line.here.add((done, FORWARD, microbatch))
     begun = {rank: sum(left.is_in_flight for left in work.values()) for rank, work in line.work.items()}
+    late = {rank: sum(left.backward == WEIGHTS_ONLY for left in work.values()) for rank, work in line.work.items()}
     line.run()
-    assert not any(line.work.values()) and len(line.ran) == wanted
-    for rank, most in line.most.items():
-        assert most <= max(limits[rank], begun[rank])
+    assert not any(line.work.values()) and Counter(action.kind for action in line.ran) == Counter(wanted)
+    for rank, (in_flight, put_off) in line.most.items():
+        assert in_flight <= max(limits[rank].in_flight, begun[rank])
+        assert put_off <= max(limits[rank].put_off, late[rank])
 
 
-@pytest.mark.parametrize("shape", ["pp3", "dp2_pp2", "pp4"])
-def test_on_an_even_mesh_the_order_is_1f1b(shape: str) -> None:
-    """With equal times for all, what runs when it is ready is what the schedule lists."""
+def even_line(shape: str, num_microbatches: int, *, splits: bool) -> tuple[Placement, Line]:
+    """A step on an even mesh that has been run, with a second for each part of an action, and none for messages."""
     mesh = Mesh.initial(MeshShape.parse(shape))
-    num_microbatches = 4 * len(mesh.stages[0])
     counts = tuple((num_microbatches // len(members),) * len(members) for members in mesh.stages)
     placement = Placement(mesh, num_microbatches, tuple(range(len(mesh.stages) + 1)), counts, Shardings())
     owners = [
         [placement.worker_of_microbatch(stage, u) for u in range(num_microbatches)] for stage in range(len(mesh.stages))
     ]
     limits = pipeline.in_flight_limits([len(members) for members in mesh.stages], counts)
-    by_rank = {rank: limits[mesh.stage_of(rank)] for rank in mesh.members}
+    put_off = pipeline.weight_limits(limits) if splits else (0,) * len(limits)
+    by_rank = {rank: Limits(limits[s], put_off[s]) for s, members in enumerate(mesh.stages) for rank in members}
     turns = pipeline.turns(placement, range(num_microbatches))
     line = Line(owners, by_rank, lambda u: turns[u], random.Random(0))
     line.work = {
         rank: {u: MicrobatchWork(True, FULL, False) for u in placement.microbatches_of(rank)} for rank in mesh.members
     }
-    seconds = {FORWARD: 1.0, BACKWARD: 2.0}
     count = iter(range(1 << 30))
 
     def exactly(now: float, event: object) -> None:
-        takes = seconds[event.kind] if isinstance(event, PipelineAction) else 0.0
+        takes = 0.0
+        if isinstance(event, PipelineAction):
+            is_whole = event.kind == BACKWARD and not put_off[event.stage]
+            takes = 2.0 if is_whole else 1.0
         heapq.heappush(line.events, (now + takes, next(count), event))
 
     line.later = exactly
     line.run()
+    return placement, line
+
+
+@pytest.mark.parametrize("shape", ["pp3", "dp2_pp2", "pp4"])
+def test_on_an_even_mesh_the_order_is_1f1b(shape: str) -> None:
+    """With equal times for all, what runs when it is ready is what the schedule lists."""
+    placement, line = even_line(shape, 4 * len(Mesh.initial(MeshShape.parse(shape)).stages[0]), splits=False)
     for rank, listed in pipeline.schedule(placement).items():
-        assert [a for a in line.ran if owners[a.stage][a.microbatch] == rank] == list(listed)
+        assert [a for a in line.ran if line.owners[a.stage][a.microbatch] == rank] == list(listed)
+
+
+ZB_H1 = {
+    0: "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+    1: "F0 F1 F2 B0 F3 W0 B1 F4 W1 B2 F5 W2 B3 F6 W3 B4 F7 W4 B5 W5 B6 W6 B7 W7",
+    2: "F0 F1 B0 F2 B1 F3 W0 B2 F4 W1 B3 F5 W2 B4 F6 W3 B5 F7 W4 B6 W5 B7 W6 W7",
+    3: "F0 B0 F1 B1 F2 B2 F3 W0 B3 F4 W1 B4 F5 W2 B5 F6 W3 B6 F7 W4 B7 W5 W6 W7",
+}
+"""The order of ZB-H1 (Qi et al., 2024); the first stage's backwards are whole, as nobody waits for a part of them."""
+
+
+def test_on_an_even_mesh_with_split_backwards_the_order_is_that_of_zb_h1() -> None:
+    """Nobody keeps more than the first stage does with whole backwards: as many micro-batches as there are stages."""
+    _, line = even_line("pp4", 8, splits=True)
+    found = {stage: " ".join(f"{a.kind}{a.microbatch}" for a in line.ran if a.stage == stage) for stage in range(4)}
+    assert found == ZB_H1
+    assert line.most == {0: (4, 0), 1: (3, 1), 2: (2, 2), 3: (1, 3)}
+    _, whole = even_line("pp4", 8, splits=False)
+    assert line.now == 28.0 and whole.now == 33.0  # of which each worker computes 24
