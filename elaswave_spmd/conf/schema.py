@@ -34,7 +34,8 @@ COLLECTIVES = (LINKS, GROUP)
 ANY = "any"
 MISCOMPUTE = "miscompute"
 CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise", MISCOMPUTE)
-CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", ANY)
+_SPLIT_POINTS = ("input", "weights")
+CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", *_SPLIT_POINTS, ANY)
 _COMPUTED_AT = CHAOS_POINTS[:6]
 
 VERIFY_ACTIONS = ("evict", "rollback", "report", "stop")
@@ -469,7 +470,8 @@ class ChaosEvent(Section, group="chaos.events"):
     is asked for at that moment. `miscompute`: one bit of one element of what the worker's device computes at `point` is
     wrong: of a layer's output (forward), of the gradient of a layer's input (backward), of a micro-batch's weight
     gradient (reduce), of the sum of a worker's micro-batches (sum), of a reduced gradient (norm) or of an update
-    (apply).
+    (apply). `input` and `weights` are in the two parts of a split backward, which stages after the first have: the
+    gradient of a layer's input is made, and before the weight gradients of a micro-batch that were put off.
     """
 
     step: int = setting(REQUIRED, "step of the run", at_least=1)
@@ -689,6 +691,7 @@ class Settings(Section):
             )
         if self.verify.action == "rollback":
             self._check_rollback()
+        self._check_chaos()
         steps = self.train.steps
         if late := [event.step for event in self.chaos.events if event.step > steps]:
             raise ConfigError(
@@ -696,6 +699,28 @@ class Settings(Section):
                 where=f"chaos.events.step={late[0]} train.steps={steps}",
                 fix=f"a step from 1 to {steps}",
             )
+
+    def _check_chaos(self) -> None:
+        """Events at the points of split backwards happen only where there are such backwards."""
+        points = [event.point for event in self.chaos.events if event.point in _SPLIT_POINTS]
+        if not points:
+            return
+        runtime, is_one_stage = self.runtime, len(self.mesh.shape.stage_sizes) == 1 and not self.schedule.stages
+        whole = {
+            checks.override("mesh", str(self.mesh.shape)): (is_one_stage, "mesh=pp2"),
+            "runtime.compile=true": (runtime.compile, "runtime.compile=false"),
+            "runtime.check_model=false": (not runtime.check_model, "runtime.check_model=true"),
+            f"runtime.device={runtime.device}": (runtime.device in ("xla", EMULATED), "runtime.device=cpu"),
+        }
+        for where, (is_so, fix) in whole.items():
+            if is_so:
+                given = checks.override("chaos.events.point", points[0])
+                raise ConfigError(
+                    f"{given} is never reached with {where}",
+                    rule="it is a point of backwards in two parts: eager, in layers that were checked, behind a stage",
+                    where=f"{given} {where}",
+                    fix=f"point: backward, or {fix}",
+                )
 
     def _check_rollback(self) -> None:
         """A run that may have to go back has checkpoints to go back to, and can begin again by itself."""

@@ -13,6 +13,10 @@ class FaultPoint(str, Enum):
     and not added to another one or sent yet. SUM: a sum of micro-batches that this worker computes is complete, and not
     sent yet. NORM: a reduced gradient is complete, and no other worker knows. APPLY: the step is decided, and
     nothing is changed yet. PUBLISH: a layer is updated, and its parameters are on their way.
+
+    Only where backwards are in two parts (programs/split_backward.py): INPUT: in the first part, a layer's gradient of
+    its input is made. WEIGHTS: before the second part, which makes a micro-batch's weight gradients; in the middle of
+    it is REDUCE.
     """
 
     FORWARD = "forward"
@@ -22,9 +26,14 @@ class FaultPoint(str, Enum):
     NORM = "norm"
     APPLY = "apply"
     PUBLISH = "publish"
+    INPUT = "input"
+    WEIGHTS = "weights"
 
 
-DRAWN = tuple(point for point in FaultPoint if point != FaultPoint.SUM)
+OF_SPLIT_BACKWARDS = (FaultPoint.INPUT, FaultPoint.WEIGHTS)
+"""The points that no worker passes whose backwards are whole."""
+
+DRAWN = tuple(point for point in FaultPoint if point not in (FaultPoint.SUM, *OF_SPLIT_BACKWARDS))
 """The points of faults that are drawn: those that there were first, so that a seed means the same faults as ever."""
 
 OnFaultPoint = Callable[[FaultPoint, int], None]

@@ -233,6 +233,7 @@ class MicrobatchRunner:
             dy = self.programs.backward_input(layer, microbatch, dy, batch=batch)
             dy = self._computed_input(step, layer, dy, digests)
             self._ran(step, microbatch, layer, BACKWARD, started)
+            self._hooks.on_point(FaultPoint.INPUT, step)
             if drop:
                 self._drop(layer)
             self._waiting.handle_messages()
@@ -246,6 +247,7 @@ class MicrobatchRunner:
         Args:
             alone, digests: as for `backward`.
         """
+        self._hooks.on_point(FaultPoint.WEIGHTS, step)
         self.backward_of = microbatch
         for layer in reversed(self._layers):
             own_leaf = digests is not None

@@ -34,6 +34,7 @@ from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Save, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Policy
+from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.run_dir.checkpoint_shard import shard_name
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.journal import Ballot
@@ -77,7 +78,7 @@ from tests.cluster.simulated_io import (
 )
 from tests.cluster.starting import Phases, StartFault, Starting
 from tests.cluster.stories import draw_goal
-from tests.cluster.wires import Link, SimulatedChannel, Wires
+from tests.cluster.wires import PUT_OFF, Lateness, Link, SimulatedChannel, Wires
 
 # Messages that may begin a change of the mesh.
 _CHANGES = (m.Leaving, m.SpawnRequest, m.Ready, m.Failed, m.Damaged, m.LinkClosed)
@@ -106,6 +107,7 @@ class SimulatedCluster:
         checkpoint_every: steps between checkpoints, which are kept in memory; 0: none.
         starting: workers take time to start; None: they are ready at once, and nothing happens to them before.
         action: what becomes of a worker that is wrong (verify.action).
+        late: when the controller's messages arrive; None: as any other.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class SimulatedCluster:
         checkpoint_every: int = 0,
         starting: Starting | None = None,
         action: str = "evict",
+        late: Lateness | None = None,
     ) -> None:
         self._job = job if validation is not None or not job.validates else dataclasses.replace(job, validate_every=0)
         self._job = dataclasses.replace(self._job, checkpoint_every=checkpoint_every)
@@ -138,7 +141,7 @@ class SimulatedCluster:
         self._validation = validation
         self._random = random.Random(seed)
         self.plan = Plan(faults)
-        self._uneven = uneven
+        self._uneven, self._late = uneven, late
         self._trace = trace
         self._device = device or HostDevice(device_of("cpu"))
         self._policy = policy or Policy()
@@ -181,7 +184,7 @@ class SimulatedCluster:
         self._checkpoint = checkpoint
         self._mirrored = placement.mesh.num_workers  # members when every page had all its mirrors last
         self._end = None
-        self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven)
+        self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
         plan = run_plan(self._job, placement, self._description, self._policy, self._starting.elastic, self._action)
         self._io = SimulatedIO(self)
         log = SimulatedLog(plan, self, checkpoint)
@@ -219,7 +222,10 @@ class SimulatedCluster:
 
     def deliver_some(self, rank: int) -> None:
         """Moves some of what is in flight to a worker into its inbox."""
-        self._workers[rank].port.inbox.extend(self._wires.arrivals(rank))
+        worker = self._workers[rank]
+        if worker.has_put_off:
+            self._wires.passed(rank, PUT_OFF)
+        worker.port.inbox.extend(self._wires.arrivals(rank))
 
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """Sends a worker's message, with the faults that happen before and after that."""
@@ -299,12 +305,14 @@ class SimulatedCluster:
 
     def _exits_later(self, rank: int) -> None:
         exited = Exited(rank, 1000 + rank, None, 9)
-        at = self.turn + self._random.randint(0, 60)
+        at = self.turn + self._random.randint(0, 60 if self._late is None else 3)
         self._notices.append((at, WorkerEnded(rank, "killed", at * TURN_S, exited)))
 
     def check(self, message: m.AnyMessage) -> None:
         """Asserts what must hold of every message that the controller takes."""
         self.heard.append(message)
+        if isinstance(message, m.StepReport):
+            self.result.num_put_off += sum(len(part.put_off) for part in message.partial_steps)
         if isinstance(message, m.Applied):
             before = self._applied.setdefault(message.rank, message.step - 1)
             assert message.step == before + 1, f"worker {message.rank} applied {message.step} after {before}"
@@ -319,6 +327,10 @@ class SimulatedCluster:
         mean = total / (job.num_validation_microbatches * job.microbatch_size * job.seq_len)
         assert loss == mean or math.isnan(mean)
         self.result.validation[step] = total
+
+    def reconfigured(self, plan: Sequence[m.Recompute]) -> None:
+        """The controller has sent a plan for what is left of a step."""
+        self.result.num_weights_only += sum(line.backward == WEIGHTS_ONLY for line in plan)
 
     def cannot_go_on(self, action: Save | Unrecoverable) -> None:
         """The controller has found that state is lost, or that too few workers are left."""
@@ -363,7 +375,7 @@ class SimulatedCluster:
         def modules(layers: Iterable[int]) -> dict[int, nn.Module]:
             return {layer: copy.deepcopy(model.layers[layer]) for layer in layers}
 
-        programs = StagePrograms(**program_args(self._job, layout, model.loss))
+        programs = worker.programs = StagePrograms(**program_args(self._job, layout, model.loss))
         made = MadeValues(lambda layers: model) if self._description.has_own_values else None
         context = WorkerContext(
             worker.rank,
@@ -437,6 +449,8 @@ class SimulatedCluster:
             del self._workers[worker.rank]
 
     def _visit(self, worker: Worker, point: FaultPoint, step: int) -> None:
+        worker.point = point
+        self._wires.passed(worker.rank, point.value)
         if worker.rank not in self._lost:
             for fault in self.plan.at_point(worker.rank, point, step):
                 self.inject(worker.rank, fault)
@@ -587,6 +601,8 @@ class SimulatedCluster:
         self.turn += 1
         assert self.turn < MOST_TURNS, f"the run does not come to its end: {self.protocol}"
         self._to_controller()
+        if self._late is not None and any(isinstance(event, WorkerEnded) for _, event in self._notices):
+            return  # the controller hears of a loss before others come to a halt for it
         able = [rank for rank in sorted(self._workers) if self._can_go(self._workers[rank])]
         if not able:
             self._skip()

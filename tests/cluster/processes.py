@@ -11,7 +11,9 @@ from elaswave_spmd.mesh import Mesh
 from elaswave_spmd.mesh.topology import Path
 from elaswave_spmd.recovery.actions import EpochBegun, Save, Unrecoverable
 from elaswave_spmd.sharding.replicas import ReplicaSet
+from elaswave_spmd.worker.fault_points import FaultPoint
 from elaswave_spmd.worker.loop import Executor
+from elaswave_spmd.worker.programs.eager import StagePrograms
 from tests.cluster.faults import ThenFault
 from tests.cluster.wires import SimulatedChannel
 
@@ -41,6 +43,8 @@ class Trained:
     Args:
         epochs: all changes of the mesh, in order.
         restarts: the steps of the checkpoints from which the run began again.
+        num_put_off: micro-batches that StepReports named of which only the weight gradients were left.
+        num_weights_only: lines of plans that asked for these alone.
         turns: of the simulated clock.
     """
 
@@ -50,6 +54,8 @@ class Trained:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     epochs: list[EpochBegun] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
+    num_put_off: int = 0
+    num_weights_only: int = 0
     turns: int = 0
 
 
@@ -59,12 +65,20 @@ class Worker:
     def __init__(self, rank: int, port: SimulatedChannel) -> None:
         self.rank, self.port = rank, port
         self.executor: Executor | None = None
+        self.programs: StagePrograms | None = None
+        self.point: FaultPoint | None = None  # that it has passed last
         self.running: Generator[str, None, None] | None = None
         self.waiting = "its first Reconfigure"
         self.stopped_for = 0  # turns of its own that it is still stopped
         self.silent = False  # its heartbeats do not arrive
         self.pace = 1.0  # how often it gets a turn
         self.version = 0
+
+    @property
+    def has_put_off(self) -> bool:
+        """True if some micro-batch has nothing left but its weight gradients, outside the first part of a backward."""
+        is_in_backward = self.point in (FaultPoint.BACKWARD, FaultPoint.INPUT)
+        return self.programs is not None and bool(self.programs.begun) and not is_in_backward
 
 
 def victims(

@@ -34,8 +34,11 @@ from tests.cluster.processes import LostStateError, Trained
 from tests.cluster.starting import Starting
 from tests.cluster.stories import MESSAGES, draw_ahead, draw_counts, draw_faults, draw_moves, happens, silenced
 from tests.cluster.tiny import TRAIN, VALIDATION, TinyRun
+from tests.cluster.wires import PUT_OFF, Lateness
 
 MESHES = ("dp2", "dp3", "dp4", "pp2", "pp3", "dp2_pp2", "dp3_pp2", "stages3-2", "stages1-3")
+_IN_STAGES = {"dp2": "pp2", "dp3": "pp3", "dp4": "dp2_pp2"}
+"""Meshes of one stage -> those of several with as many workers."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Schedule:
         verify_rate: share of micro-batches that are checked by a second worker.
         verify_every: versions between comparisons of replicas; 0: none.
         action: what becomes of a worker that is wrong.
+        late: when the controller's messages arrive; None: as any other.
     """
 
     seed: int
@@ -75,6 +79,7 @@ class Schedule:
     verify_rate: float = 0.0
     verify_every: int = 0
     action: str = "evict"
+    late: Lateness | None = None
 
     @classmethod
     def draw(
@@ -88,6 +93,7 @@ class Schedule:
         starting: bool = False,
         frozen: bool = False,
         miscompute: bool = False,
+        late: bool = False,
     ) -> Schedule:
         """The schedule of a seed.
 
@@ -99,6 +105,7 @@ class Schedule:
                 well; replacements and spares are drawn.
             frozen: the same, and some parameters are not trained.
             miscompute: the same, and micro-batches are checked; where all are, workers compute some of them wrongly.
+            late: the same on a mesh with stages, and the controller's messages arrive in the middle of actions.
         """
         r = random.Random(seed)
         run = TinyRun(
@@ -112,6 +119,8 @@ class Schedule:
         if frozen:
             run = replace(run, frozen=_drawn_frozen(random.Random(f"frozen {seed}"), run))
         mesh = r.choice(MESHES)
+        if late:
+            mesh = _IN_STAGES.get(mesh, mesh)
         workers = sum(MeshShape.parse(mesh).stage_sizes)
         faults, longer = draw_faults(r, workers, run.steps)
         if moving:
@@ -133,6 +142,8 @@ class Schedule:
             drawn = replace(drawn, starting=Starting.draw(random.Random(f"starting {seed}"), workers))
         if miscompute:
             drawn = drawn._with_miscomputes(random.Random(f"miscompute {seed}"), workers)
+        if late:
+            drawn = drawn._late(random.Random(f"late {seed}"))
         if not checkpoints:
             return drawn
         more = random.Random(f"checkpoints {seed}")  # with fewer mirrors, so that more losses need a checkpoint
@@ -186,6 +197,25 @@ class Schedule:
             action=action,
             faults=(wrong, *kept),
         )
+
+    def _late(self, draw: random.Random) -> Schedule:
+        """The same with late messages of the controller, and losses in the middle of steps with more micro-batches."""
+        late = Lateness(
+            draw.choice((PUT_OFF, PUT_OFF, "backward", "weights")), draw.choice((30, 100)), draw.choice((0.0, 0.3, 0.7))
+        )
+        drawn = replace(self, late=late, run=replace(self.run, microbatches=draw.choice((5, 6, 8))))
+        if self.verify_every:  # a wrong update was drawn with so few losses that somebody who is right is left
+            return drawn
+        workers = sum(MeshShape.parse(self.mesh).stage_sizes)
+        points, kinds = (
+            ("forward", "backward", "input", "weights", "reduce"),
+            ("kill", "kill", "replace", "stop", "term", "join"),
+        )
+        faults = [
+            Fault(step, draw.choice(kinds), draw.randrange(workers), draw.choice(points), draw.randint(1, 4), 50)
+            for step in draw.sample(range(1, self.run.steps + 1), 2)
+        ]
+        return replace(drawn, faults=(*faults, *self.faults[:1]))
 
     @property
     def placement(self) -> Placement:
@@ -299,6 +329,7 @@ def cluster_of(
         checkpoint_every=schedule.checkpoint_every,
         starting=schedule.starting,
         action=schedule.action,
+        late=schedule.late,
     )
 
 
@@ -316,6 +347,8 @@ class Ended:
         epochs: changes of the mesh.
         moves: those in which the members stayed, and micro-batches, layers or workers went elsewhere.
         restarts: how often the run began again from a checkpoint.
+        put_off: micro-batches that StepReports named of which only the weight gradients were left.
+        weights_only: lines of plans that asked for these alone.
     """
 
     how: str
@@ -327,6 +360,8 @@ class Ended:
     turns: int = 0
     moves: int = 0
     restarts: int = 0
+    put_off: int = 0
+    weights_only: int = 0
 
 
 def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended:
@@ -348,6 +383,7 @@ def run(schedule: Schedule, trace: Callable[[str], None] | None = None) -> Ended
     placements = [schedule.placement, *(begun.placement for begun in trained.epochs)]
     moves = sum(_moved(a, b) for a, b in itertools.pairwise(placements))
     counts = len(trained.epochs), trained.turns, moves, len(trained.restarts)
+    counts = *counts, trained.num_put_off, trained.num_weights_only
     return Ended(how, failure, detail, plan.num_injected, plan.lost_at, *counts)
 
 
@@ -404,6 +440,8 @@ class Tally:
     epochs: int = 0
     moves: int = 0
     restarts: int = 0
+    put_off: int = 0
+    weights_only: int = 0
 
     def add(self, seed: int, ended: Ended) -> None:
         """Counts the end of one schedule."""
@@ -413,6 +451,8 @@ class Tally:
         self.epochs += ended.epochs
         self.moves += ended.moves
         self.restarts += ended.restarts
+        self.put_off += ended.put_off
+        self.weights_only += ended.weights_only
         if ended.failure:
             self.failures.setdefault(ended.failure, []).append(seed)
 
@@ -447,12 +487,13 @@ def run_many(
     starting: bool = False,
     frozen: bool = False,
     miscompute: bool = False,
+    late: bool = False,
 ) -> Tally:
     """Runs the schedules of these seeds, in so many processes. Other arguments: see `Schedule.draw`."""
     tally = Tally()
     kinds = {"moving": moving, "grouped": grouped, "checkpoints": checkpoints, "silent": silent, "starting": starting}
     kinds |= {"frozen": frozen}
-    kinds |= {"miscompute": miscompute}
+    kinds |= {"miscompute": miscompute, "late": late}
     run_seed = partial(_run_seed, kinds)
     if jobs == 1:
         for seed in seeds:
@@ -468,7 +509,7 @@ def _run_seed(kinds: Mapping[str, bool], seed: int) -> tuple[int, Ended]:
     return seed, run(Schedule.draw(seed, **kinds))
 
 
-_KINDS = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen", "miscompute")
+_KINDS = ("moving", "grouped", "checkpoints", "silent", "starting", "frozen", "miscompute", "late")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -484,6 +525,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--starting", action="store_true", help="workers are lost while they start, and are replaced")
     parser.add_argument("--frozen", action="store_true", help="some parameters are not trained")
     parser.add_argument("--miscompute", action="store_true", help="micro-batches are checked, and some are wrong")
+    parser.add_argument("--late", action="store_true", help="the controller's messages arrive in the middle of actions")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one only, and print everything")
     options = parser.parse_args(arguments)
     kind = {name: getattr(options, name) for name in _KINDS}
@@ -499,6 +541,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{tally.injected} faults, {tally.epochs} mesh epochs begun, {tally.moves} moves, {tally.restarts} restarts"
     )
     print(f"{options.count} schedules, {counts}")
+    print(f"{tally.put_off} micro-batches reported as put off, {tally.weights_only} lines for their weight gradients")
     print(", ".join(f"{count} {how}" for how, count in tally.ends.most_common()))
     print(tally.coverage())
     for failure, seeds in sorted(tally.failures.items(), key=lambda item: -len(item[1])):

@@ -167,6 +167,8 @@ class SimulatedLog(RunLog):
         match action:
             case Broadcast(ranks, m.Reconfigure(epoch=0)):
                 self._cluster.first_mesh_begun(ranks)
+            case Broadcast(_, m.Reconfigure(recovery_plan=plan)) if plan:
+                self._cluster.reconfigured(plan)
             case EpochBegun():
                 self._cluster.result.epochs.append(action)
                 self._cluster.note("EPOCH", action)

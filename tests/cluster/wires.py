@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.runtime.devices import Device
+from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.worker.channel import Incoming, arrived, payload_dtype, tensor_of
 from tests.cluster.faults import RECEIVER, AnyFault, MessageFault
 
@@ -39,6 +40,29 @@ class InFlight:
         return Incoming(self.sender, message, arrived(message, payload, device))
 
 
+PUT_OFF = "put off"
+"""The time in which a worker has micro-batches left of which nothing but the weight gradients is to come, as a point
+for `Lateness`."""
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """When the controller's messages arrive at a worker: in the middle of what it computes, if it computes.
+
+    Links are slow and losses are noticed early, so that a step has not come to a halt when it is interrupted.
+
+    Args:
+        point: a FaultPoint by name, or PUT_OFF. They wait until their receiver has passed it: they come after the layer
+            that it computes then.
+        looks: or has looked so many times in vain; it may wait for a message, and pass no point.
+        slow: share of the looks of a worker at which nothing arrives on a link.
+    """
+
+    point: str
+    looks: int
+    slow: float
+
+
 class Wires:
     """All links of a cluster.
 
@@ -47,10 +71,22 @@ class Wires:
         device: of all workers.
         draw: decides what arrives when.
         uneven: one link in ten is much slower than the others.
+        late: when the controller's messages arrive; None: as any other.
     """
 
-    def __init__(self, compute: torch.dtype, device: Device, draw: random.Random, *, uneven: bool) -> None:
+    def __init__(
+        self,
+        compute: torch.dtype,
+        device: Device,
+        draw: random.Random,
+        *,
+        uneven: bool,
+        late: Lateness | None = None,
+    ) -> None:
         self._compute, self._device, self._random, self._uneven = compute, device, draw, uneven
+        self._late = late
+        self._in_vain: Counter[int] = Counter()  # receiver -> looks for a message of the controller that is late
+        self._passed: set[int] = set()  # receivers that have passed the point of `late` since they looked
         self.in_flight: dict[Link, deque[InFlight]] = {}
         self._links: dict[int, list[Link]] = {}  # by receiver
         self._slow: dict[Link, bool] = {}
@@ -79,15 +115,37 @@ class Wires:
         """Takes some of the messages that are on their way to `peer`: of each link a first part, drawn."""
         links = [link for link in self._links.get(peer, ()) if self.in_flight[link]]
         for link in self._random.sample(links, len(links)):
-            if self._uneven and self._waits(link):
+            if self._is_late(link) or (self._uneven and self._waits(link)):
                 continue
             queue, frozen = self.in_flight[link], self._frozen.get(link[0])
-            for _ in range(self._random.randint(0, len(queue))):
+            at_once = self._late is not None and link[0] == CONTROLLER
+            for _ in range(len(queue) if at_once else self._random.randint(0, len(queue))):
                 if frozen is not None:
                     if not self._is_out(link):
                         break
                     frozen[link] -= 1
                 yield queue.popleft().arrive(self._compute, self._device)
+
+        self._passed.discard(peer)
+
+    def passed(self, rank: int, point: str) -> None:
+        """A worker passes a point of a step: messages of the controller that wait for this are let through."""
+        if self._late is not None and point == self._late.point:
+            self._passed.add(rank)
+
+    def _is_late(self, link: Link) -> bool:
+        if self._late is None:
+            return False
+        if CONTROLLER not in link:
+            return self._random.random() < self._late.slow
+        peer = link[1]
+        if peer == CONTROLLER:
+            return False
+        if peer not in self._passed and self._in_vain[peer] < self._late.looks:
+            self._in_vain[peer] += 1
+            return True
+        self._in_vain[peer] = 0
+        return False
 
     def _waits(self, link: Link) -> bool:
         if link not in self._slow:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from elaswave_spmd.worker.fault_points import FaultPoint
+from elaswave_spmd.mesh import MeshShape
+from elaswave_spmd.worker.fault_points import OF_SPLIT_BACKWARDS, FaultPoint
 from tests.cluster.faults import Fault
 from tests.simulated.bits_cases import (
     MirroredCluster,
@@ -27,10 +28,26 @@ KINDS = ("kill", "stop", "term", "join", "replace")
 @one_thread()
 def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
     wanted = expected(RUN)
-    for order, point in enumerate(FaultPoint):
+    for order, point in enumerate(point for point in FaultPoint if point not in OF_SPLIT_BACKWARDS):
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
         fault = Fault(
             draw.randint(1, RUN.steps - 1), kind, draw.randrange(SIZES[mesh]), point.value, draw.randint(1, 2)
         )
         cluster = MirroredCluster(RUN, mesh, zero, seed=order, faults=[fault])
         assert outcome(cluster.run()) == wanted, fault
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("mesh", [mesh for mesh in SIZES if mesh != "dp4"])
+@one_thread()
+def test_no_event_within_a_split_backward_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
+    """On every stage that has them: the gradient of the input is made, and before the weight gradients."""
+    wanted = expected(RUN)
+    first = MeshShape.parse(mesh).stage_sizes[0]
+    for order, point in enumerate(OF_SPLIT_BACKWARDS):
+        draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
+        fault = Fault(draw.randint(1, RUN.steps - 1), kind, draw.randrange(first, SIZES[mesh]), point.value)
+        cluster = MirroredCluster(RUN, mesh, zero, seed=order, faults=[fault])
+        assert outcome(cluster.run()) == wanted, fault
+        assert cluster.plan.num_injected == 1, f"the point is not passed: {fault}"

@@ -30,7 +30,7 @@ EXAMPLE = "chaos.events=[{step: 12, kind: kill, rank: 3, point: backward}]"
 ranks = st.just(ANY) | st.integers(0, 2**20) | st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
 events = st.fixed_dictionaries(
     {"step": st.integers(1, 400), "kind": st.sampled_from([kind for kind in CHAOS_KINDS if kind != MISCOMPUTE])},
-    optional={"rank": ranks, "point": st.sampled_from(CHAOS_POINTS)},
+    optional={"rank": ranks, "point": st.sampled_from([p for p in CHAOS_POINTS if p not in ("input", "weights")])},
 ) | st.fixed_dictionaries(
     {"step": st.integers(1, 400), "kind": st.just(MISCOMPUTE), "point": st.sampled_from(CHAOS_POINTS[:6])},
     optional={"rank": ranks, "rate": st.floats(0, 1)},
@@ -122,6 +122,29 @@ def test_an_event_after_the_last_step_is_refused(step: int, steps: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings.from_dict(fields)
     assert caught.value.where == f"chaos.events.step={step} train.steps={steps}"
+
+
+@pytest.mark.parametrize("point", ["input", "weights"])
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["mesh=dp4"], "mesh=dp4"),
+        (["mesh=pp2", "runtime.compile=true"], "runtime.compile=true"),
+        (["mesh=pp2", "runtime.check_model=false"], "runtime.check_model=false"),
+        (["mesh=pp2", "runtime.device=emulated"], "runtime.device=emulated"),
+    ],
+)
+def test_a_point_that_no_worker_can_pass_is_refused(point: str, words: list[str], where: str) -> None:
+    """Backwards are whole on a single stage, compiled, unchecked and emulated."""
+    with pytest.raises(ConfigError) as caught:
+        settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", *words)
+    assert caught.value.where == f"chaos.events.point={point} {where}" and caught.value.fix
+    settings(f"chaos.events=[{{step: 2, kind: kill, point: {point}}}]", "mesh=pp2")
+    settings("chaos.events=[{step: 2, kind: kill, point: backward}]", *words)
+
+
+def test_a_point_of_split_backwards_may_be_reached_when_stages_are_added() -> None:
+    settings("chaos.events=[{step: 2, kind: kill, point: weights}]", "mesh=dp4", "schedule.stages=true")
 
 
 @given(stages=st.lists(st.integers(1, 5), min_size=1, max_size=4), least=st.integers(1, 25))
