@@ -64,6 +64,7 @@ from tests.cluster.failing_device import DEVICE_FAULT, FailingDevice
 from tests.cluster.faults import LOSSES, SENDER, AnyFault, MessageFault, Plan
 from tests.cluster.kept_checkpoints import RUN_DIR, KeptCheckpoint, KeptCheckpoints
 from tests.cluster.processes import Killed, LostStateError, Trained, Worker, victims
+from tests.cluster.put_off import OF_MICROBATCHES, check_at_point, check_report
 from tests.cluster.simulated_io import (
     HEARTBEAT_TURNS,
     LONGEST_TURNS,
@@ -230,6 +231,8 @@ class SimulatedCluster:
     def send(self, sender: int, peer: int, message: m.Message, payload: Tensor | None) -> None:
         """Sends a worker's message, with the faults that happen before and after that."""
         link = sender, peer
+        if isinstance(message, m.StepReport):
+            check_report(self._workers[sender], message)
         self.at_message(sender, message, SENDER, link)
         if self._is_broken(link):
             self.lost_with_links[type(message).__name__] += 1
@@ -449,7 +452,9 @@ class SimulatedCluster:
             del self._workers[worker.rank]
 
     def _visit(self, worker: Worker, point: FaultPoint, step: int) -> None:
-        worker.point = point
+        if point in OF_MICROBATCHES:
+            worker.point = point
+        check_at_point(worker, point)
         self._wires.passed(worker.rank, point.value)
         if worker.rank not in self._lost:
             for fault in self.plan.at_point(worker.rank, point, step):

@@ -66,7 +66,7 @@ class Worker:
         self.rank, self.port = rank, port
         self.executor: Executor | None = None
         self.programs: StagePrograms | None = None
-        self.point: FaultPoint | None = None  # that it has passed last
+        self.point: FaultPoint | None = None  # of a micro-batch, that it has passed last
         self.running: Generator[str, None, None] | None = None
         self.waiting = "its first Reconfigure"
         self.stopped_for = 0  # turns of its own that it is still stopped

@@ -13,12 +13,17 @@ from unittest import mock
 
 from elaswave_spmd.controller import verification
 from elaswave_spmd.controller.replacements import Replacements
-from elaswave_spmd.recovery import controller_protocol
+from elaswave_spmd.recovery import controller_protocol, partial_step
 from elaswave_spmd.recovery.actions import RemoveMember
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, Publish, Ready, Reconfigure, StepReport, Vote
+from elaswave_spmd.recovery.partial_step import WEIGHTS_ONLY
 from elaswave_spmd.recovery.worker_protocol import Effect, Install, SendVote, WorkerProtocol
+from elaswave_spmd.worker import step
 from elaswave_spmd.worker.buffers import ValueBuffer
+from elaswave_spmd.worker.microbatches import MicrobatchRunner
+from elaswave_spmd.worker.partial_step import StepUnderWay
+from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
@@ -152,6 +157,67 @@ def _no_fence() -> Patches:
     return {(WorkerProtocol, "vote_received"): _vote_received}
 
 
+def _forgets_what_is_put_off() -> Patches:
+    """A StepReport does not say which weight gradients are put off."""
+    return {(StepRunner, "_put_off"): lambda self: ()}
+
+
+def _puts_off_without_limit() -> Patches:
+    """A worker puts off the weight gradients of any number of micro-batches."""
+    return {(step, "weight_limits"): lambda limits: tuple(99 if stage else 0 for stage, _ in enumerate(limits))}
+
+
+def _keeps_begun_backwards() -> Patches:
+    """The first part of a backward is kept when a step, or another attempt of it, begins."""
+
+    def discard_all(self: StagePrograms) -> None:
+        self._saved.clear()
+        self._losses.clear()
+
+    return {(StagePrograms, "discard_all"): discard_all}
+
+
+def _makes_weights_twice() -> Patches:
+    """Weight gradients that were put off, and made since the StepReport, are made once more."""
+    backward_weights, note = MicrobatchRunner.backward_weights, StepUnderWay.note
+    last = [-1]
+
+    def _backward_weights(self: MicrobatchRunner, step: int, microbatch: int, **how: Any) -> None:
+        backward_weights(self, step, microbatch, **how)
+        last[0] = microbatch
+
+    def _note(self: StepUnderWay, microbatch: int, *, alone: bool) -> None:
+        if last[0] != microbatch:
+            note(self, microbatch, alone=alone)
+        last[0] = -1
+
+    return {(MicrobatchRunner, "backward_weights"): _backward_weights, (StepUnderWay, "note"): _note}
+
+
+def _reports_what_has_left() -> Patches:
+    """Weight gradients count as put off although sums of some layers have been made and given up."""
+
+    def _put_off(self: StepRunner) -> tuple[int, ...]:
+        found = (u for u, left in self._work.items() if not left.forward and left.backward == WEIGHTS_ONLY)
+        return tuple(sorted(found))
+
+    return {(StepRunner, "_put_off"): _put_off}
+
+
+def _weights_alone_of_the_lost() -> Patches:
+    """Of a lost worker's micro-batches, the weight gradients alone are asked of others."""
+    put_off = partial_step._Survey.put_off
+
+    def _put_off(self: Any) -> tuple[dict[int, int], ...]:
+        everything = range(self.placement.num_microbatches)
+        return tuple(
+            {**dict.fromkeys((u for u in everything if u not in self.claims[stage]), -1), **found}
+            for stage, found in enumerate(put_off.func(self))
+        )
+
+    return {(partial_step._Survey, "put_off"): property(_put_off)}  # type: ignore[dict-item]
+
+
 def _first_replicas_unsent() -> Patches:
     """Workers of a first mesh that was not planned take the replicas from the plan."""
     reconfigure_message = ControllerProtocol._reconfigure_message
@@ -269,6 +335,12 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "votes two steps ahead": _votes_two_ahead,
     "counts votes of older epochs": _no_fence,
     "leaves frozen pages at the version at which they came": _frozen_pages_age,
+    "forgets in its report what is put off": _forgets_what_is_put_off,
+    "puts off without a limit": _puts_off_without_limit,
+    "keeps begun backwards when a step begins anew": _keeps_begun_backwards,
+    "makes weight gradients twice that were put off": _makes_weights_twice,
+    "reports as put off what has left in part": _reports_what_has_left,
+    "asks for the weight gradients alone of a lost worker": _weights_alone_of_the_lost,
     "sends no replicas to a first mesh that was not planned": _first_replicas_unsent,
     "waits for workers that were lost while they started": _waits_for_the_lost,
     "gives a place to a spare that was lost": _spares_that_are_gone,
@@ -291,9 +363,15 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 """Mutants that show where some parameters are frozen: schedules with `frozen`."""
 
 
+LATE = frozenset(list(MUTANTS)[10:16])
+"""Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
+
+
 def schedule_for(name: str, seed: int) -> Schedule:
     """The schedule of a seed, of the kind that shows this mutant."""
-    return Schedule.draw(seed, starting=name in STARTING, frozen=name in FROZEN, miscompute=name in CHECKING)
+    return Schedule.draw(
+        seed, starting=name in STARTING, frozen=name in FROZEN, miscompute=name in CHECKING, late=name in LATE
+    )
 
 
 @contextmanager
