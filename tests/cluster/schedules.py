@@ -207,15 +207,14 @@ class Schedule:
         if self.verify_every:  # a wrong update was drawn with so few losses that somebody who is right is left
             return drawn
         workers = sum(MeshShape.parse(self.mesh).stage_sizes)
-        points, kinds = (
-            ("forward", "backward", "input", "weights", "reduce"),
-            ("kill", "kill", "replace", "stop", "term", "join"),
-        )
+        points = ("forward", "backward", "input", "weights", "reduce")
+        kinds = ("kill", "kill", "replace", "stop", "term", "join")
         faults = [
             Fault(step, draw.choice(kinds), draw.randrange(workers), draw.choice(points), draw.randint(1, 4), 50)
             for step in draw.sample(range(1, self.run.steps + 1), 2)
         ]
-        return replace(drawn, faults=(*faults, *self.faults[:1]))
+        kept = [fault for i, fault in enumerate(self.faults) if not i or fault.kind in ("rebalance", "miscompute")]
+        return replace(drawn, faults=(*faults, *kept))
 
     @property
     def placement(self) -> Placement:

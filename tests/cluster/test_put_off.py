@@ -1,4 +1,4 @@
-"""Weight gradients that are put off, when the step is interrupted: those that nobody wants are given up."""
+"""Weight gradients that are put off, when the step is interrupted: reports name them; in vain they are given up."""
 
 from __future__ import annotations
 
@@ -29,13 +29,36 @@ class _Interrupted(SimulatedCluster):
             raise _FoundError
 
 
-@pytest.mark.parametrize("mesh", ["pp2", "dp2_pp2", "stages1-3"])
-def test_what_was_put_off_of_a_microbatch_that_is_not_in_the_plan_is_given_up(mesh: str) -> None:
-    cluster = cluster_of(Schedule(seed=1, mesh=mesh, run=TinyRun(microbatches=6, steps=3)), kind=_Interrupted)
+@pytest.fixture(params=["pp2", "dp2_pp2", "stages1-3"])
+def interrupted(request: pytest.FixtureRequest) -> _Interrupted:
+    """A cluster at that moment, on a mesh."""
+    schedule = Schedule(seed=1, mesh=request.param, run=TinyRun(microbatches=6, steps=3))
+    cluster = cluster_of(schedule, kind=_Interrupted)
     assert isinstance(cluster, _Interrupted)
     with pytest.raises(_FoundError):
         cluster.run()
-    executor, programs = cluster.found.executor, cluster.found.programs
-    assert executor is not None and programs is not None and programs.begun
-    assert executor._steps._remaining_of(RecoveryPlan(cluster.step, ())) == {}
+    assert cluster.found.programs is not None and cluster.found.programs.begun
+    return cluster
+
+
+def test_a_report_names_what_is_put_off(interrupted: _Interrupted) -> None:
+    executor, programs = interrupted.found.executor, interrupted.found.programs
+    assert executor is not None and programs is not None
+    report = executor._steps.partial_step(interrupted.step)
+    assert set(report.put_off) == programs.begun and set(report.put_off).isdisjoint(report.computed)
+    assert set(report.put_off) <= set(report.assigned)
+
+
+def test_what_was_put_off_of_a_microbatch_that_is_not_in_the_plan_is_given_up(interrupted: _Interrupted) -> None:
+    executor, programs = interrupted.found.executor, interrupted.found.programs
+    assert executor is not None and programs is not None
+    assert executor._steps._remaining_of(RecoveryPlan(interrupted.step, ())) == {}
     assert not programs.begun, "memory of a micro-batch that another worker has now"
+
+
+def test_what_was_put_off_in_an_older_attempt_is_given_up(interrupted: _Interrupted) -> None:
+    """It may come of what was wrong; in the new attempt the micro-batch is run again from its begin."""
+    executor, programs = interrupted.found.executor, interrupted.found.programs
+    assert executor is not None and programs is not None
+    executor._steps.forget_beyond(interrupted.step - 1)
+    assert not programs.begun and executor._steps._put_off() == ()

@@ -23,7 +23,6 @@ from elaswave_spmd.worker import step
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import StepUnderWay
-from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
@@ -157,24 +156,9 @@ def _no_fence() -> Patches:
     return {(WorkerProtocol, "vote_received"): _vote_received}
 
 
-def _forgets_what_is_put_off() -> Patches:
-    """A StepReport does not say which weight gradients are put off."""
-    return {(StepRunner, "_put_off"): lambda self: ()}
-
-
 def _puts_off_without_limit() -> Patches:
     """A worker puts off the weight gradients of any number of micro-batches."""
     return {(step, "weight_limits"): lambda limits: tuple(99 if stage else 0 for stage, _ in enumerate(limits))}
-
-
-def _keeps_begun_backwards() -> Patches:
-    """The first part of a backward is kept when a step, or another attempt of it, begins."""
-
-    def discard_all(self: StagePrograms) -> None:
-        self._saved.clear()
-        self._losses.clear()
-
-    return {(StagePrograms, "discard_all"): discard_all}
 
 
 def _makes_weights_twice() -> Patches:
@@ -335,9 +319,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "votes two steps ahead": _votes_two_ahead,
     "counts votes of older epochs": _no_fence,
     "leaves frozen pages at the version at which they came": _frozen_pages_age,
-    "forgets in its report what is put off": _forgets_what_is_put_off,
     "puts off without a limit": _puts_off_without_limit,
-    "keeps begun backwards when a step begins anew": _keeps_begun_backwards,
     "makes weight gradients twice that were put off": _makes_weights_twice,
     "reports as put off what has left in part": _reports_what_has_left,
     "asks for the weight gradients alone of a lost worker": _weights_alone_of_the_lost,
@@ -363,7 +345,7 @@ FROZEN = frozenset({"leaves frozen pages at the version at which they came"})
 """Mutants that show where some parameters are frozen: schedules with `frozen`."""
 
 
-LATE = frozenset(list(MUTANTS)[10:16])
+LATE = frozenset(list(MUTANTS)[10:14])
 """Mutants that show where steps are interrupted with weight gradients put off: schedules with `late`."""
 
 

@@ -84,6 +84,32 @@ def test_some_parameters_are_frozen(moving: bool, grouped: bool, checkpoints: bo
     assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
 
 
+@pytest.mark.parametrize(
+    ("moving", "grouped", "checkpoints", "frozen", "miscompute"),
+    [
+        (False, False, False, False, False),
+        (True, False, True, False, False),
+        (False, True, False, True, False),
+        (False, False, False, False, True),
+    ],
+)
+def test_steps_are_interrupted_between_the_two_parts_of_backwards(
+    moving: bool, grouped: bool, checkpoints: bool, frozen: bool, miscompute: bool
+) -> None:
+    tally = run_many(
+        range(CHUNK),
+        moving=moving,
+        grouped=grouped,
+        checkpoints=checkpoints,
+        frozen=frozen,
+        miscompute=miscompute,
+        late=True,
+    )
+    assert tally.failures == {}
+    assert tally.injected > CHUNK and tally.ends["bits"] > CHUNK // 2
+    assert tally.put_off and tally.weights_only, "reports did name weight gradients, and plans asked for them alone"
+
+
 @pytest.mark.parametrize("name", FAILED_ONCE)
 def test_a_schedule_that_failed_once(name: str) -> None:
     how, schedule = FAILED_ONCE[name]
