@@ -23,6 +23,7 @@ from elaswave_spmd.worker import step
 from elaswave_spmd.worker.buffers import ValueBuffer
 from elaswave_spmd.worker.microbatches import MicrobatchRunner
 from elaswave_spmd.worker.partial_step import StepUnderWay
+from elaswave_spmd.worker.ready_order import Limits
 from elaswave_spmd.worker.state import HeldState
 from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
@@ -158,7 +159,7 @@ def _no_fence() -> Patches:
 
 def _puts_off_without_limit() -> Patches:
     """A worker puts off the weight gradients of any number of micro-batches."""
-    return {(step, "weight_limits"): lambda limits: tuple(99 if stage else 0 for stage, _ in enumerate(limits))}
+    return {(step, "Limits"): lambda in_flight, put_off: Limits(in_flight, 99 if put_off else 0)}
 
 
 def _makes_weights_twice() -> Patches:
