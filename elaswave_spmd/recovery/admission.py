@@ -403,7 +403,8 @@ def _refused_step_report(bounds: MessageBounds, report: m.StepReport, at: Contro
         return STEP
     if not 0 <= report.attempt <= at.last_epoch:
         return EPOCH
-    return "" if all(_exists(bounds, part) for part in report.partial_steps) else PLACE
+    good = bounds.has_ranges(report.ahead, STATE, LOSS, trained=True)
+    return "" if good and all(_exists(bounds, part) for part in report.partial_steps) else PLACE
 
 
 def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:

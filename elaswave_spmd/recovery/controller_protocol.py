@@ -554,6 +554,10 @@ class ControllerProtocol:
         repairs = self._is_in_doubt(standing.version)
         if anew := anew or repairs or is_torn:
             self._attempt = epoch
+            if ahead := reconfiguration.ahead_everywhere(membership.replicas, self._change.reports):
+                step = standing.version + 1
+                what = f"all workers that had applied step {step} are lost, and it cannot begin anew: of {len(ahead)}"
+                return [Unrecoverable(ahead, f"{what} page ranges nothing but the state after it is left")]
         if repairs:
             self._repair = epoch
         kinds, reasons = reconfiguration.membership_changes(

@@ -368,15 +368,17 @@ class StepReport(Message, frozen=True):
         partial_steps: what it keeps of steps version + 1 and version + 2, where that is anything. A worker whose
             micro-batches are all done by others may have gradients of the second one before it has applied the first.
         attempt: that it is in, of the steps after its version.
+        ahead: trained page ranges whose state it has learned from a primary that had applied version + 1, already.
     """
 
-    NUM_OPTIONS = 1
+    NUM_OPTIONS = 2
 
     epoch: int
     rank: int
     version: int
     partial_steps: tuple[PartialStep, ...] = ()
     attempt: int = 0
+    ahead: tuple[tuple[int, int, int], ...] = ()
 
 
 class Heartbeat(Message, frozen=True):

@@ -170,6 +170,32 @@ def good_replicas(
     return found, alone
 
 
+def ahead_everywhere(replicas: ReplicaMap, reports: Mapping[int, StepReport]) -> tuple[ReplicaSet, ...]:
+    """The page ranges whose state is a step ahead of all members on each replica that is left.
+
+    Whoever had applied that step is lost. The others may still complete it, but it cannot begin anew: the state that it
+    was computed from is gone.
+
+    Args:
+        replicas: of the old epoch, with learners that have the state by now as replicas.
+    """
+    version = max(report.version for report in reports.values())
+    ahead = {rank: report.ahead for rank, report in reports.items() if report.version == version and report.ahead}
+    if not ahead:
+        return ()
+
+    def is_ahead(rank: int, pages: ReplicaSet) -> bool:
+        inside = ((layer, a, b) for layer, a, b in ahead.get(rank, ()) if layer == pages.layer)
+        return any(a <= pages.first and pages.stop <= b for _, a, b in inside)
+
+    found = []
+    for pages in (pages for some in replicas.values() for pages in some):
+        living = [rank for rank in pages.replicas if rank in reports]
+        if living and all(is_ahead(rank, pages) for rank in living):
+            found.append(pages)
+    return tuple(found)
+
+
 def reconfigure_message(
     placement: Placement,
     addresses: Mapping[int, str],

@@ -214,7 +214,8 @@ class Executor:
         # Two steps: a primary that has no micro-batches of its own can have sums of the step after the next already.
         found = (self._steps.partial_step(self.version + 1), self._steps.partial_step(self.version + 2))
         partial_steps = tuple(part for part in found if part != m.PartialStep(part.step))
-        report = m.StepReport(prepare.epoch, self.rank, self.version, partial_steps, self._attempts.number)
+        ahead = self.replica.state.ahead_of(self.version)
+        report = m.StepReport(prepare.epoch, self.rank, self.version, partial_steps, self._attempts.number, ahead)
         self._context.channel.send(CONTROLLER, report)
 
     def enter_epoch(self, configuration: Configuration) -> None:

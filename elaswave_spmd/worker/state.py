@@ -211,6 +211,11 @@ class HeldState:
                 part.version = step
         self.to_compute(layer)
 
+    def ahead_of(self, version: int) -> tuple[PageRange, ...]:
+        """The trained page ranges that are a step ahead: a primary that had applied it has sent their state."""
+        parts = (part for part in self if part.version == version + 1)
+        return tuple(sorted(p.pages.key for p in parts if not self.is_frozen(p.pages.layer, p.pages.first)))
+
     def compute_values(self, part: HeldRange) -> Tensor:
         """The parameters of a page range in the compute buffer, a view."""
         return self._values[part.pages.layer].pages(part.pages.first, part.pages.stop)

@@ -29,8 +29,10 @@ from elaswave_spmd.worker.state_replica import StateReplica
 from elaswave_spmd.worker.step import StepRunner
 from elaswave_spmd.worker.sum_checks import SumChecks
 from elaswave_spmd.worker.waiting import Waits
+from tests.cluster import cluster
 from tests.cluster.schedules import Schedule, run, undisturbed
 
+_MOST_TURNS = 30_000  # many times what a schedule takes that comes to its end
 Patches = Mapping[tuple[Any, str], Callable[..., Any]]
 """(class or module, name) -> what takes its place."""
 
@@ -359,8 +361,9 @@ def schedule_for(name: str, seed: int) -> Schedule:
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Takes the rule out of the product, inside the `with`."""
+    """Takes the rule out of the product, inside the `with`. A run that goes on and on is cut off sooner than others."""
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cluster, "MOST_TURNS", _MOST_TURNS))
         for (owner, method), replacement in MUTANTS[name]().items():
             stack.enter_context(mock.patch.object(owner, method, replacement))
         yield
