@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
 from elaswave_spmd.controller.events import Action, End, Record, RunStopped
-from elaswave_spmd.controller.verdicts import Verdicts
+from elaswave_spmd.controller.verdicts import Verdicts, host_of
 from elaswave_spmd.errors import RunError
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast
@@ -111,8 +111,7 @@ class ReplicaVerifier:
         return f"layer {self._layers[layer].name}, pages {first} to {stop - 1}"
 
     def _record_verdict(self, found: Compared, wrong: int, ranges: Sequence[PageRange]) -> Record:
-        topology, version = self._protocol.placement.mesh.topology, found.version
-        host = "/".join(dict(topology.domains).get(wrong, ())) or "localhost"
+        version, host = found.version, host_of(self._protocol.placement.mesh.topology, wrong)
         unsure = self._unsure(version)
         layer, first, stop = ranges[0]
         exposed = f"; steps {unsure[0]} to {unsure[1]}, since the last comparison, may be wrong" if unsure else ""

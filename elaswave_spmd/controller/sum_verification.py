@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.controller.checked_steps import CheckedSteps
 from elaswave_spmd.controller.events import Action, Record
-from elaswave_spmd.controller.verdicts import Case, Verdicts
+from elaswave_spmd.controller.verdicts import Case, Verdicts, mismatch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Send
 from elaswave_spmd.recovery.checks import CheckDraw
@@ -195,16 +195,5 @@ class SumVerifier:
 
     def _record_difference(self, question: _Question) -> Record:
         pages, case = question.pages, self._case(question, None)
-        who = (
-            f"workers {pages.primary} and {question.checker}"
-            if pages.primary != question.checker
-            else f"worker {pages.primary}, twice,"
-        )
-        fields = {
-            "step": question.step,
-            "ranks": sorted({pages.primary, question.checker}),
-            "layer": case.layer,
-            "pages": [pages.first, pages.stop],
-            "message": f"{who} computed different results in step {question.step}: {case}",
-        }
-        return Record("mismatch", fields)
+        place = {"layer": case.layer, "pages": [pages.first, pages.stop]}
+        return mismatch(case, pages.primary, question.checker, **place)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from elaswave_spmd.conf.schema import Settings
 from elaswave_spmd.controller.events import Action, End, EvictWorker, GoBack, Record, RunStopped
 from elaswave_spmd.errors import RunError
+from elaswave_spmd.mesh.topology import Topology
 from elaswave_spmd.recovery.actions import EpochBegun, Send
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 
@@ -37,6 +38,22 @@ class Case:
     def __str__(self) -> str:
         what = f"{self.elements} element{'s' * (self.elements != 1)} of the {self.tensor} of layer {self.layer}"
         return f"{what}, {self.where}"
+
+
+def mismatch(case: Case, one: int, other: int, **place: object) -> Record:
+    """The event of two workers with different results; it may be one worker that has computed both.
+
+    Args:
+        place: further fields that say what was computed.
+    """
+    who = f"workers {one} and {other}" if one != other else f"worker {one}, twice,"
+    text = f"{who} computed different results in step {case.step}: {case}"
+    return Record("mismatch", {"step": case.step, "ranks": sorted({one, other}), **place, "message": text})
+
+
+def host_of(topology: Topology, rank: int) -> str:
+    """The failure domain of a worker, from the outermost one in."""
+    return "/".join(dict(topology.domains).get(rank, ())) or "localhost"
 
 
 class Verdicts:
@@ -115,7 +132,7 @@ class Verdicts:
     def _record(self, case: Case, wrong: int) -> Record:
         first = self._right_until(case, wrong) + 1
         unsure = [first, case.step - 1] if first < case.step else []
-        host = "/".join(dict(self._protocol.placement.mesh.topology.domains).get(wrong, ())) or "localhost"
+        host = host_of(self._protocol.placement.mesh.topology, wrong)
         exposed = f"; steps {unsure[0]} to {unsure[1]}, in which it was not checked, may be wrong" if unsure else ""
         fields = {
             "ranks": [wrong],

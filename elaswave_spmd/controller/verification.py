@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from elaswave_spmd.controller.checked_steps import CheckedSteps
 from elaswave_spmd.controller.events import Action, Record
-from elaswave_spmd.controller.verdicts import Case, Verdicts
+from elaswave_spmd.controller.verdicts import Case, Verdicts, mismatch
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, EpochBegun, Send
 from elaswave_spmd.recovery.checks import CheckDraw, Difference, Pair, first_difference, judges, verdict
@@ -155,15 +155,5 @@ class Verifier:
         )
 
     def _record_difference(self, question: _Question) -> Record:
-        pair = question.pair
-        who = (
-            f"workers {pair.owner} and {pair.checker}" if pair.owner != pair.checker else f"worker {pair.owner}, twice,"
-        )
-        fields = {
-            "step": question.step,
-            "ranks": sorted({pair.owner, pair.checker}),
-            "microbatch": pair.microbatch,
-            "stage": pair.stage,
-            "message": f"{who} computed different results in step {question.step}: {self._case(question)}",
-        }
-        return Record("mismatch", fields)
+        pair, case = question.pair, self._case(question)
+        return mismatch(case, pair.owner, pair.checker, microbatch=pair.microbatch, stage=pair.stage)

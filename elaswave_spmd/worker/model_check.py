@@ -351,8 +351,9 @@ class _Check:
             sums.loss.zero_()
         self._run(layer, values, watch, self._first, sums=sums)
         for slot, view, gradient, other in zip(layer.gradient_slots, sums.views, alone, others, strict=True):
-            if not equal_bits(view.reshape(-1), other + gradient):
-                name, wrong = slot.parameter.name, int((view.reshape(-1) != other + gradient).sum())
+            found, wanted = view.reshape(-1), other + gradient
+            if not equal_bits(found, wanted):
+                name, wrong = slot.parameter.name, int((bits_of(found) != bits_of(wanted)).sum())
                 raise ModelError(
                     f"layer {layer.name} adds to the gradient of {name} more than once in a backward: {wrong} of "
                     f"{view.numel()} elements of a sum of two micro-batches differ",
