@@ -99,12 +99,13 @@ class SplitLayer:
 
     Args:
         parameters: of the layer, those that are trained. Those that can be a weight of a product, having two dims or
-            more, are `SplitParameter`s until `unbind`.
+            more, are `SplitParameter`s until `unbind`. One of a class of its own, a tensor that wraps another one, has
+            its own way with operators, and keeps it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.products: WeightProducts | None = None
-        self._weights = [parameter for parameter in parameters if parameter.dim() >= 2]
+        self._weights = [one for one in parameters if one.dim() >= 2 and type(one) is nn.Parameter]
         for parameter in self._weights:
             parameter.__class__ = SplitParameter
             assert isinstance(parameter, SplitParameter)

@@ -172,3 +172,16 @@ def test_no_product_is_put_off_without_grad() -> None:
     with torch.no_grad():
         linear(torch.randn(2, 8, requires_grad=True))
     assert not products.brought
+
+
+class Wrapped(Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_parameters_of_a_class_of_their_own_keep_it() -> None:
+    weight = nn.Parameter(torch.randn(3, 3).as_subclass(Wrapped))
+    assert type(weight) is Wrapped and isinstance(weight, nn.Parameter)
+    split = SplitLayer([weight, nn.Parameter(torch.randn(3, 3))])
+    assert type(weight) is Wrapped
+    split.unbind()
+    assert type(weight) is Wrapped
