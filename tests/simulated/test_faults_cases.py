@@ -90,7 +90,7 @@ def test_the_case_changes_no_bit(name: str) -> None:
     steps = 4 + 2 * sum(isinstance(f, ThenFault) and f.settled for f in faults)
     schedule = Schedule(0, TinyRun(steps=steps), mesh, zero, mirrors, faults=faults)
     all_injected = 0
-    for order in range(ORDERS):
+    for order in range(5, 5 + ORDERS):  # in which most faults of each case meet their moment
         ended = run(replace(schedule, seed=order, uneven=order % 2 == 1))
         assert (ended.how, ended.failure) == ("bits", ""), (order, ended.detail)
         all_injected += ended.injected == len(faults)
