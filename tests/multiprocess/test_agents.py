@@ -155,6 +155,17 @@ def test_workers_on_two_machines_have_the_bits_of_one(site: Site, tmp_path: Path
     assert sorted(path.name for path in site.there.iterdir()) == ["cache", "text.txt"], "data prepared there, no run"
 
 
+def test_a_device_on_another_machine_that_computes_wrongly_is_named_with_its_host(site: Site, tmp_path: Path) -> None:
+    wanted = alone(tmp_path / "alone", *SHORT, "verify.rate=0")
+    wrong = "chaos.events=[{step: 2, kind: miscompute, rank: 1, point: reduce}]"
+    with site.run(*SHORT, "verify.rate=1", wrong, options=("--name", "elsewhere")) as (run, agent):
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == 0 and of_agent.code == 0, (of_run, of_agent)
+    assert_same_bits(site.here / "run", wanted)
+    (found,) = [event for event in read_events(site.here / "run") if event["event"] == "corrupt"]
+    assert (found["ranks"], found["host"], found["step"], found["tensor"]) == ([1], "elsewhere", 2, "weight gradient")
+
+
 @pytest.mark.parametrize(
     ("victim", "message"),
     [
