@@ -14,7 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 class Digester:
-    """Makes digests on a device; 512 bytes of a tensor leave it.
+    """Makes digests on a device; 512 bytes of a tensor leave it. One that lies elsewhere is copied to the host first.
 
     Element i is in column i mod 64. A column is the sum of its elements' bits, each times an odd 64-bit weight of its
     row, modulo 2**64. So a column in which one element differs always differs: an odd number times a difference below
@@ -33,6 +33,8 @@ class Digester:
         """The digest of a tensor; empty for None."""
         if tensor is None:
             return b""
+        if tensor.device.type != self._device.place.type:
+            tensor = tensor.cpu()  # an output of a compiled island, whose state is in host memory
         flat = tensor.detach().reshape(-1)
         bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
         rows, rest = divmod(bits.numel(), DIGEST_COLUMNS)

@@ -190,3 +190,17 @@ def test_another_size_of_islands_or_number_of_threads_is_not_resumed(tmp_path: P
     for other in ("mesh.tp=1", "runtime.threads_per_worker=2"):
         done = train_in_new_interpreter(tmp_path, "train.resume=run", "run.dir=again", other)
         assert done.code == 2 and "saved" in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "workers", "rank", "point"),
+    [("dp3", 3, 1, "forward"), ("dp2_pp2", 4, 3, "backward"), ("dp2", 2, 1, "sum")],
+)
+def test_a_device_that_computes_wrongly_is_found_in_its_step(
+    undisturbed: XlaRun, tmp_path: Path, mesh: str, workers: int, rank: int, point: str
+) -> None:
+    wrong = chaos(f"step: 6, kind: miscompute, rank: {rank}, point: {point}")
+    found = run(tmp_path, f"mesh={mesh}", "mesh.tp=2", "verify.rate=1", wrong)
+    (corrupt,) = [event for event in found.events if event["event"] == "corrupt"]
+    assert (corrupt["ranks"], corrupt["step"]) == ([rank], 6) and found.bits == undisturbed.bits
+    found.assert_nothing_compiled_in_training(workers)
